@@ -1,0 +1,1 @@
+"""Polytempo: synchronisation is a dial, not a fate."""

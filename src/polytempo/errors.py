@@ -1,0 +1,56 @@
+"""Every error Polytempo raises, as one tree.
+
+PolytempoError
+├── UsageError        the caller's mistake: said in one line, with the fix, before anything starts
+│   ├── SpecError     a synchronisation spec that cannot be read, or does not fit the job
+│   └── ClusterError  a cluster or experiment description that cannot be read
+├── OrderError        a policy was fed an event that cannot happen (a push of a step nobody released)
+├── StuckError        nothing can happen any more and somebody still waits; says who waits for whom
+├── RecordError       a record that cannot be read: file and line are named
+└── BrokenInvariant   a record that can be read and breaks a promise: line and promise are named
+
+The text of an error says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PolytempoError(Exception):
+    """The root: `except PolytempoError` catches all that this library raises on purpose."""
+
+
+class UsageError(PolytempoError):
+    """The caller's mistake."""
+
+
+class SpecError(UsageError):
+    """A synchronisation spec that is unknown, malformed or impossible for this job."""
+
+
+class ClusterError(UsageError):
+    """A description of a cluster or an experiment that is malformed."""
+
+
+class OrderError(PolytempoError):
+    """An event that contradicts the events before it."""
+
+
+class StuckError(PolytempoError):
+    """Nothing is left that could happen, and somebody still waits."""
+
+
+class RecordError(PolytempoError):
+    """A record that cannot be read."""
+
+
+class BrokenInvariant(PolytempoError):
+    """A record that breaks a promise of the contract."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like `word`, as '; nearest: X', or an empty text when none is like it."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; nearest: {matches[0]}" if matches else ""

@@ -1,0 +1,227 @@
+"""Checks a record against the promises of the contract, without asking the policies.
+
+The rules stand here a second time, in their plainest form, so that a mistake in a policy cannot excuse itself. A record that
+passes shows: time never goes back; nobody starts before all initial workers joined; each started step has one release, and a
+hold before it only with need; the mode's bound holds at every release; nobody stays held who may start, at any moment; a
+joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every server, in
+versions 1, 2, 3, ...; barrier modes apply nothing stale.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from polytempo.errors import BrokenInvariant
+from polytempo.records.lines import Line
+from polytempo.records.writer import to_text
+from polytempo.sync.spec import Spec
+
+EVENTS = ("join", "push", "leave", "tick")
+
+Rule = Callable[[int, int], bool]  # (step, slowest) -> bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a mode promises about starting `step` while the slowest active worker is at `slowest`."""
+
+    may_start: Rule
+    may_wait: Rule
+
+
+def rules_for(spec: Spec) -> Rules:
+    """The contract's words for each mode, as functions."""
+    name = spec.mode.name
+    argument = spec.arguments[0] if spec.arguments else 0
+    if name == "bsp":
+        return Rules(lambda c, low: c <= low, lambda c, low: c > low)
+    if name == "ssp":
+        return Rules(lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
+    if name == "dssp":
+        lower, upper = argument
+        return Rules(lambda c, low: c - low <= upper, lambda c, low: c - low > lower)
+    if name == "dssp-paper":
+        return Rules(lambda c, low: True, lambda c, low: c - low > argument[0])
+    if name == "every":
+        soft = "wait" in spec.options
+        inside: Rule = lambda c, low: c // argument <= low // argument  # noqa: E731
+        return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
+    if name == "bsp+backup":  # rounds, checked apart
+        return Rules(lambda c, low: True, lambda c, low: True)
+    return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay
+
+
+class RecordChecker:
+    """Takes lines in order; the first broken promise is raised with its line."""
+
+    def __init__(self, spec: Spec, workers: int) -> None:
+        self.spec = spec
+        self.workers = workers
+        self.rules = rules_for(spec)
+        self.lines = 0
+        self._t = float("-inf")
+        self._missing = set(range(workers))
+        self._pushed: dict[int, int] = {}  # of the active workers
+        self._released: dict[int, int] = {}  # the last step released to each
+        self._held: dict[int, int] = {}
+        self._discarded: set[int] = set()
+        self._arrivals: Counter[int] = Counter()  # accepted pushes by step
+        self._accepted: Counter[int] = Counter()  # accepted pushes by worker
+        self._applied: dict[int, Counter[int]] = {}  # the same on each server
+        self._group: list[Line] = []
+
+    def feed(self, line: Line) -> None:
+        """Take the next line."""
+        self.lines += 1
+        if line["kind"] in EVENTS:
+            self._take_group()
+        self._group.append({**line, "#": self.lines})
+
+    def finish(self) -> int:
+        """The record has ended; the number of lines checked."""
+        self._take_group()
+        for server, applied in self._applied.items():
+            open_round = self.spec.mode.barrier and self._pushed
+            del applied[-1]
+            if applied != self._accepted and not open_round:
+                missing = dict(self._accepted - applied)
+                raise BrokenInvariant(f"at the end server {server} has not applied these accepted pushes: {missing}")
+        return self.lines
+
+    # One event and what was decided on it.
+
+    def _take_group(self) -> None:
+        group, self._group = self._group, []
+        if not group:
+            return
+        dropped = {line["worker"] for line in group if line["kind"] in ("discard", "refuse")}
+        for line in group:
+            self._require(line, line["t"] >= self._t, "time goes back")
+            self._t = line["t"]
+            handler = getattr(self, f"_{line['kind']}", None)
+            if line["kind"] == "push":
+                self._push(line, line["worker"] in dropped)
+            elif handler is not None:
+                handler(line)
+        self._nobody_forgotten(group[-1])
+
+    def _join(self, line: Line) -> None:
+        worker = line["worker"]
+        self._require(line, worker not in self._pushed, "joined twice")
+        self._missing.discard(worker)
+        lowest = self._slowest()
+        if lowest is not None and self.spec.mode.name != "bsp+backup":
+            self._require(line, line["step"] == lowest, f"a joiner starts at the slowest one's step, {lowest}")
+        self._pushed[worker] = line["step"]
+        self._released.pop(worker, None)
+
+    def _leave(self, line: Line) -> None:
+        for state in (self._pushed, self._held, self._released):
+            state.pop(line["worker"], None)
+        self._missing.discard(line["worker"])
+
+    def _push(self, line: Line, dropped: bool) -> None:
+        worker, step = line["worker"], line["step"]
+        if worker not in self._pushed:
+            self._require(line, dropped, "a push of somebody who is not a member must be discarded")
+            return
+        self._require(line, step <= self._released.get(worker, -1), "a push of a step that was not released")
+        self._require(line, worker not in self._held, "a push of a worker that is held")
+        self._require(line, step == self._pushed[worker], f"expected its step {self._pushed[worker]}")
+        if not dropped:
+            self._pushed[worker] = step + 1
+            self._arrivals[step] += 1
+            self._accepted[worker] += 1
+
+    def _discard(self, line: Line) -> None:
+        if line["worker"] in self._pushed:
+            self._require(line, self._arrivals[line["step"]] > 0, "discarded, although its round is open")
+            self._discarded.add(line["worker"])
+
+    def _hold(self, line: Line) -> None:
+        worker, step = line["worker"], line["step"]
+        self._require(line, step == self._pushed.get(worker), "a hold for a step that is not the worker's next")
+        self._require(line, len(line["waiting_for"]) == min(line["waiting_count"], 8), "waiting_for and waiting_count differ")
+        if self._missing:
+            self._require(line, set(line["waiting_for"]) <= self._missing, "waits for somebody who is there")
+        else:
+            lowest = self._slowest()
+            assert lowest is not None
+            self._require(line, self.rules.may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
+            behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
+            self._require(line, behind and line["waiting_count"] > 0, "waits for somebody who is not behind")
+        self._held[worker] = step
+
+    def _release(self, line: Line) -> None:
+        worker, step = line["worker"], line["step"]
+        self._require(line, worker in self._pushed, "a release of somebody who is not a member")
+        self._require(line, not self._missing, f"a release before workers {sorted(self._missing)[:8]} joined")
+        if worker in self._discarded:
+            self._discarded.discard(worker)
+            self._pushed[worker] = step
+        lowest = self._slowest()
+        assert lowest is not None
+        self._require(line, line["slowest"] == lowest, f"slowest is {lowest}")
+        self._require(line, step > self._released.get(worker, -1), "released twice")
+        self._released[worker] = step
+        self._held.pop(worker, None)
+        self._check_bound(line, lowest)
+
+    def _check_bound(self, line: Line, lowest: int) -> None:
+        worker, step, name = line["worker"], line["step"], self.spec.mode.name
+        ahead = step - self._pushed[worker]
+        allowed = self.spec.arguments[0] if name == "delay" else 0
+        self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
+        if name != "delay":
+            self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
+        if name == "bsp+backup" and step > 0:
+            needed = min(self.workers - self.spec.arguments[0], len(self._pushed))
+            arrived = self._arrivals[step - 1]
+            enough = arrived >= needed or arrived == 0  # none: the round a joiner or the first workers start with
+            self._require(line, enough, f"round {step - 1} closed with {arrived} pushes, needs {needed}")
+
+    def _apply(self, line: Line) -> None:
+        applied = self._applied.setdefault(line["server"], Counter())
+        version = applied[-1] = applied[-1] + 1
+        self._require(line, line["version"] == version, f"expected version {version}")
+        for worker in line["workers"]:
+            applied[worker] += 1
+            self._require(line, applied[worker] <= self._accepted[worker], f"worker {worker} has no push left to apply")
+        self._require(line, len(line["staleness"]) == len(line["workers"]), "one staleness for each worker")
+        fresh = not self.spec.mode.barrier or not any(line["staleness"])
+        self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
+
+    def _nobody_forgotten(self, line: Line) -> None:
+        """Between two events nobody may be held who could start."""
+        lowest = self._slowest()
+        if self._missing or lowest is None:
+            return
+        for step in set(self._held.values()):
+            self._require(line, self.rules.may_wait(step, lowest), f"somebody is still held for step {step} without need")
+
+    def _slowest(self) -> int | None:
+        return min(self._pushed.values(), default=None)
+
+    def _require(self, line: Line, condition: bool, text: str) -> None:
+        if not condition:
+            shown = to_text({key: value for key, value in line.items() if key != "#"})
+            raise BrokenInvariant(f"line {line['#']}: {text}: {shown}")
+
+
+def check_lines(lines: Iterable[Line], spec: Spec, workers: int) -> int:
+    """Check a whole record; the number of its lines."""
+    checker = RecordChecker(spec, workers)
+    for line in lines:
+        checker.feed(line)
+    return checker.finish()
+
+
+def checked(lines: Iterable[Line], spec: Spec, workers: int) -> Iterator[Line]:
+    """The same lines, checked as they pass."""
+    checker = RecordChecker(spec, workers)
+    for line in lines:
+        checker.feed(line)
+        yield line
+    checker.finish()

@@ -1,0 +1,77 @@
+"""Events and actions as the lines of events.jsonl, and back.
+
+A line is a plain dict; keys stand in the order of the contract. `t` is the unrounded `now` that the policy was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polytempo.errors import RecordError
+from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
+from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+
+Line = dict[str, Any]
+
+
+def event_line(event: Event, now: float) -> Line | None:
+    """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with."""
+    if isinstance(event, Pushed):
+        line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
+        return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
+    if isinstance(event, Left):
+        return {"t": now, "kind": "leave", "worker": event.worker, "reason": event.reason}
+    if isinstance(event, Ticked):
+        return {"t": now, "kind": "tick"}
+    return None
+
+
+def action_line(action: Action, now: float) -> Line | None:
+    """The line of an action; None for those that leave none: `Wake`, and `Apply`, which servers write (`apply_line`)."""
+    if isinstance(action, Release):
+        return {"t": now, "kind": "release", "worker": action.worker, "step": action.step, "slowest": action.slowest}
+    if isinstance(action, Hold):
+        return {
+            "t": now,
+            "kind": "hold",
+            "worker": action.worker,
+            "step": action.step,
+            "waiting_for": list(action.waiting_for),
+            "waiting_count": action.waiting_count,
+            "reason": action.reason,
+        }
+    if isinstance(action, Admit):
+        return {"t": now, "kind": "join", "worker": action.worker, "step": action.step}
+    if isinstance(action, Discard | Refuse):
+        kind = "discard" if isinstance(action, Discard) else "refuse"
+        return {"t": now, "kind": kind, "worker": action.worker, "step": action.step, "reason": action.reason}
+    return None
+
+
+def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> Line:
+    """The line of an update on one server: the version it made, and how stale each part of it was."""
+    workers = [push.worker for push in action.pushes]
+    return {
+        "t": now,
+        "kind": "apply",
+        "server": server,
+        "version": version,
+        "workers": workers,
+        "staleness": staleness,
+    }
+
+
+def event_of(line: Line) -> Event | None:
+    """The event a line stands for, or None when it stands for something else."""
+    try:
+        kind = line["kind"]
+        if kind == "push":
+            hyper = tuple(line.get("hyper", {}).items())
+            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper)
+        if kind == "join":
+            return Joined(line["worker"])
+        if kind == "leave":
+            return Left(line["worker"], line["reason"])
+        return Ticked() if kind == "tick" else None
+    except KeyError as error:
+        raise RecordError(f"a line lacks {error}: {line}") from None

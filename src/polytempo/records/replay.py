@@ -1,0 +1,74 @@
+"""Feeds the events of a record, with their moments, to a fresh policy, and compares what it decides with what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from polytempo.errors import BrokenInvariant, PolytempoError
+from polytempo.records.lines import Line, action_line, event_of
+from polytempo.records.writer import to_text
+from polytempo.sync.actions import Apply
+from polytempo.sync.policy import Policy
+
+#: Lines that a policy's actions leave.
+DECIDED = ("join", "hold", "release", "discard", "refuse")
+
+
+def replay(lines: Iterable[Line], policy: Policy) -> int:
+    """Check that `policy`, fresh, decides as the record says; the number of decisions compared.
+
+    The first difference is raised as `BrokenInvariant` with its line. Of an `apply` the workers are compared, on each server.
+    """
+    expected: list[Line] = []  # what the policy decided and the record has not shown yet
+    updates: list[list[int]] = []
+    applied: dict[int, int] = {}  # server: how many of the updates it has shown
+    count = 0
+    for number, line in enumerate(lines, 1):
+        event = event_of(line)
+        if event is not None:
+            if expected:
+                raise BrokenInvariant(f"line {number}: replay expected {to_text(expected[0])}, got {to_text(line)}")
+            now = line["t"]
+            try:
+                actions = policy.handle(event, now)
+            except PolytempoError as error:
+                raise BrokenInvariant(f"line {number}: {error}") from None
+            updates += [[push.worker for push in a.pushes] for a in actions if isinstance(a, Apply)]
+            expected = [decided for a in actions if (decided := action_line(a, now)) is not None]
+        if line["kind"] in DECIDED:
+            _compare(number, line, expected)
+            count += 1
+        elif line["kind"] == "apply":
+            _compare_update(number, line, updates, applied)
+            count += 1
+    if expected:
+        raise BrokenInvariant(f"the record ends; replay expected {to_text(expected[0])}")
+    return count
+
+
+def decisions(lines: Iterable[Line], policy: Policy) -> Iterator[Line]:
+    """What `policy` decides on the events of a record, as lines: to see what another mode would have done."""
+    for line in lines:
+        event = event_of(line)
+        if event is not None:
+            for action in policy.handle(event, line["t"]):
+                decided = action_line(action, line["t"])
+                if decided is not None:
+                    yield decided
+
+
+def _compare(number: int, line: Line, expected: list[Line]) -> None:
+    if not expected:
+        raise BrokenInvariant(f"line {number}: replay decides nothing here, the record has {to_text(line)}")
+    wanted = expected.pop(0)
+    if wanted != line:
+        raise BrokenInvariant(f"line {number}: replay expected {to_text(wanted)}, got {to_text(line)}")
+
+
+def _compare_update(number: int, line: Line, updates: list[list[int]], applied: dict[int, int]) -> None:
+    shown = applied.get(line["server"], 0)
+    applied[line["server"]] = shown + 1
+    if shown >= len(updates):
+        raise BrokenInvariant(f"line {number}: replay makes {len(updates)} updates so far, the record shows one more")
+    if updates[shown] != line["workers"]:
+        raise BrokenInvariant(f"line {number}: replay updates from {updates[shown]}, the record from {line['workers']}")

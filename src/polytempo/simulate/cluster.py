@@ -1,0 +1,156 @@
+"""A cluster as data: how fast workers are, when they stall, come and go, and what joins them.
+
+All times are seconds, all sizes bytes, all rates bytes a second. Everything random comes from the seed of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from polytempo.errors import ClusterError
+from polytempo.simulate.durations import Constant, Duration
+
+
+@dataclass(frozen=True)
+class Stall:
+    """From `at` on a worker computes nothing for `seconds`."""
+
+    worker: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Hiccup:
+    """Each step of each worker stalls for `seconds` with this probability."""
+
+    probability: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A worker joins at `at`: a new rank, or one that left or crashed before."""
+
+    worker: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Departure:
+    """From `at` on a worker finishes the step it is in, and leaves."""
+
+    worker: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A worker vanishes at `at`; the job notices `noticed_after` seconds later, or never (None)."""
+
+    worker: int
+    at: float
+    noticed_after: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a worker to the others: full duplex and its own, or one medium `shared` by all of them."""
+
+    latency: float = 0.0
+    bandwidth: float | None = None  #: None: without limit
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Parameter-server shards, each with a link of its own and a rate at which it applies updates."""
+
+    shards: int = 1
+    bandwidth: float | None = None  #: of each shard's link; None: that of the workers' link
+    update_rate: float | None = None  #: bytes of updates a shard applies in a second; None: without limit
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Workers a host, and what joins them inside it: for hierarchical all-reduce."""
+
+    size: int
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything a simulation needs to know about the machines."""
+
+    workers: int = 4
+    step_time: Duration = Constant(1.0)
+    slow: Mapping[int, float] = field(default_factory=dict)  #: rank to factor
+    step_times: Mapping[int, Duration] = field(default_factory=dict)  #: rank to a step time of its own
+    batch: int = 32  #: samples a step
+    batches: Mapping[int, int] = field(default_factory=dict)  #: rank to a batch of its own
+    hiccup: Hiccup | None = None
+    stalls: tuple[Stall, ...] = ()
+    joins: tuple[Arrival, ...] = ()
+    leaves: tuple[Departure, ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    link: Link = Link()
+    links: Mapping[int, Link] = field(default_factory=dict)  #: rank to a link of its own
+    servers: Servers = Servers()
+    hosts: Hosts | None = None
+    reduce_rate: float | None = None  #: bytes a worker adds up in a second, in all-reduce; None: without limit
+    model_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ClusterError(f"expected at least 1 worker, got {self.workers}")
+        if self.servers.shards < 1:
+            raise ClusterError(f"expected at least 1 server shard, got {self.servers.shards}")
+        self._check_positive()
+        self._check_ranks()
+
+    def ranks(self) -> range:
+        """All ranks that ever take part."""
+        return range(max([self.workers - 1, *(join.worker for join in self.joins)]) + 1)
+
+    def _check_positive(self) -> None:
+        for rank, factor in self.slow.items():
+            if not factor > 0:
+                raise ClusterError(f"expected a slow-down above 0 for worker {rank}, got {factor}")
+        for link in (self.link, *self.links.values(), self.servers, *([self.hosts] if self.hosts else [])):
+            if link.bandwidth is not None and not link.bandwidth > 0:
+                raise ClusterError(f"expected a bandwidth above 0, got {link.bandwidth}")
+        if self.hiccup and not 0 <= self.hiccup.probability <= 1:
+            raise ClusterError(f"expected a hiccup probability from 0 to 1, got {self.hiccup.probability}")
+        if self.hosts and self.hosts.size < 1:
+            raise ClusterError(f"expected at least 1 worker a host, got {self.hosts.size}")
+        if min([self.batch, *self.batches.values()]) < 1:
+            raise ClusterError(f"expected a batch of at least 1 sample, got {self.batch}")
+
+    def _check_ranks(self) -> None:
+        known = self.ranks()
+        named: dict[str, list[int]] = {
+            f.name: _ranks_in(getattr(self, f.name)) for f in fields(self) if f.name not in ("workers", "joins")
+        }
+        for place, ranks in named.items():
+            for rank in ranks:
+                if rank not in known:
+                    raise ClusterError(f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
+        joining = [join.worker for join in self.joins]
+        returning = {event.worker for event in (*self.leaves, *self.crashes)}
+        for rank in joining:
+            if rank < self.workers and rank not in returning:
+                raise ClusterError(f"joins names worker {rank}, which is there from the start and never leaves")
+        missing = set(known) - set(range(self.workers)) - set(joining)
+        if missing:
+            raise ClusterError(f"joins must use the next free ranks; nobody has rank {min(missing)}")
+
+
+def _ranks_in(value: object) -> list[int]:
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, tuple):
+        return [event.worker for event in value]
+    return []

@@ -1,0 +1,358 @@
+"""Discrete events in virtual time, driving the very policies of a live job.
+
+    computed -> (push under way) -> arrived -> policy -> apply, hold, release -> (answer under way) -> answered -> compute
+
+A heap holds what will happen; each entry is (time, order, what, worker, life, step, version). `order` makes equal times
+happen in the order they were planned, so a run is the same every time. `life` counts a rank's lives: what a crashed worker
+had under way meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
+the weights the step is computed on: with it the engine knows every gradient's staleness, and training in virtual time knows
+which weights to take.
+
+Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Protocol
+
+from polytempo.errors import StuckError
+from polytempo.records.lines import Line, action_line, apply_line, event_line
+from polytempo.simulate.budget import Budget
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.durations import stretched
+from polytempo.simulate.links import Route
+from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+from polytempo.sync.policy import Policy
+
+COMPUTED, ARRIVED, ANSWERED, JOIN, LEAVE, CRASH, NOTICE, WAKE, OBSERVE = range(9)
+
+ANY_LIFE = -1
+
+#: How many events pass between two calls of the progress function.
+PROGRESS_EVERY = 8192
+
+Entry = tuple[float, int, int, Worker, int, int, int]
+
+
+class Trainee(Protocol):
+    """Whoever computes real gradients beside the run. Versions are numbered 0, 1, 2, ... by update."""
+
+    def keep(self, version: int) -> None:
+        """One reader of this version more; it is the newest, or has readers already."""
+
+    def drop(self, version: int) -> None:
+        """One reader of this version less."""
+
+    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
+        """Make the next version from gradients taken at these versions; each of them has then one reader less."""
+
+    def observe(self, now: float) -> None:
+        """Evaluate."""
+
+
+class Engine:
+    """One run of one policy on one cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        route: Route | None,
+        budget: Budget,
+        seed: int = 0,
+        record: Callable[[Line], None] | None = None,
+        trainee: Trainee | None = None,
+        observe_every: float | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
+        self.updates = 0
+        self.max_lead = 0
+        self._cluster, self._policy, self._route, self._budget = cluster, policy, route, budget
+        self._record, self._trainee, self._progress = record, trainee, progress
+        self._observe_every = observe_every
+        self._steps_each = budget.steps_each
+        self._heap: list[Entry] = []
+        self._order = 0
+        self._steps = 0
+        self._samples = 0
+        self._stopped = False
+        policy.explains = record is not None
+
+    # The run.
+
+    def run(self) -> None:
+        """Run to the end of the budget."""
+        self._plan_membership()
+        if self._observe_every:
+            self._plan(0.0, OBSERVE, self.workers[0], life=ANY_LIFE)
+        handlers = (
+            self._computed,
+            self._arrived,
+            self._answered,
+            self._join,
+            self._leave,
+            self._crash,
+            self._notice,
+            self._wake,
+            self._observe,
+        )
+        heap, pop, limit = self._heap, heapq.heappop, self._budget.seconds
+        count = 0
+        while heap and not self._stopped:
+            now, _, what, worker, life, step, version = pop(heap)
+            if now > limit:
+                self.now, self._stopped = limit, True
+                break
+            self.now = now
+            if life == worker.life or life == ANY_LIFE:
+                handlers[what](now, worker, step, version)  # type: ignore[operator]
+            elif self._trainee and version != NO_WEIGHTS:
+                self._trainee.drop(version)
+            count += 1
+            if self._progress and count % PROGRESS_EVERY == 0:
+                self._progress(self._budget.used(self.now, self._steps, self._samples, len(self.workers)))
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._stopped and self._policy.progress.pushed:
+            raise StuckError(self._who_waits())
+        for worker in self.workers:
+            if worker.alive:
+                worker.settle(self.now, self._route is not None)
+        if self._trainee:
+            self._trainee.observe(self.now)
+        if self._progress:
+            self._progress(1.0)
+
+    def _plan(
+        self,
+        at: float,
+        what: int,
+        worker: Worker,
+        step: int = -1,
+        version: int = NO_WEIGHTS,
+        life: int | None = None,
+    ) -> None:
+        self._order += 1
+        life = worker.life if life is None else life
+        heapq.heappush(self._heap, (at, self._order, what, worker, life, step, version))
+
+    def _plan_membership(self) -> None:
+        cluster, workers = self._cluster, self.workers
+        for worker in workers[: cluster.workers]:
+            self._plan(0.0, JOIN, worker, life=ANY_LIFE)
+        for join in cluster.joins:
+            self._plan(join.at, JOIN, workers[join.worker], life=ANY_LIFE)
+        for leave in cluster.leaves:
+            self._plan(leave.at, LEAVE, workers[leave.worker], life=ANY_LIFE)
+        for number, crash in enumerate(cluster.crashes):
+            self._plan(crash.at, CRASH, workers[crash.worker], step=number, life=ANY_LIFE)
+
+    # What happens to a worker.
+
+    def _computed(self, now: float, worker: Worker, step: int, version: int) -> None:
+        worker.busy = False
+        if self._route is None:
+            self._pushed(now, worker, step, version)
+        else:
+            worker.spent = now - worker.since
+            worker.since = now
+            worker.flying += 1
+            worker.messages += 1
+            self._plan(self._route.push(worker.rank, now), ARRIVED, worker, step, version)
+            self._go(now, worker)
+
+    def _arrived(self, now: float, worker: Worker, step: int, version: int) -> None:
+        worker.flying -= 1
+        self._pushed(now, worker, step, version)
+
+    def _pushed(self, now: float, worker: Worker, step: int, version: int) -> None:
+        worker.used = version
+        push = Pushed(worker.rank, step, worker.batch)
+        if self._record is None:
+            self._carry_out(self._policy.handle(push, now), now)
+        else:
+            self._feed(push, now)
+        if worker.leaving or worker.next_step >= self._steps_each:
+            self._leave(now, worker)
+
+    def _answered(self, now: float, worker: Worker, step: int, version: int) -> None:
+        if self._trainee:
+            self._forget_weights(worker)
+        worker.weights = version
+        worker.allowed = step
+        if not worker.busy:
+            self._go(now, worker)
+
+    def _go(self, now: float, worker: Worker) -> None:
+        """Start the next step of a worker, if it is free and may."""
+        step = worker.next_step
+        if step > worker.allowed or worker.leaving or step >= self._steps_each:
+            if self._trainee:
+                self._forget_weights(worker)  # it will not compute on them again
+            return
+        if self._route is not None:
+            worker.communicating += now - worker.since - worker.held_for
+            worker.held_for = 0.0
+        worker.busy = True
+        worker.since = now
+        worker.next_step = step + 1
+        if self._trainee:
+            self._trainee.keep(worker.weights)
+        if not worker.step_times:
+            worker.draw()
+        end = now + worker.step_times.pop()
+        if worker.stalls:
+            end = stretched(now, end - now, worker.stalls)
+        self._order += 1
+        heapq.heappush(self._heap, (end, self._order, COMPUTED, worker, worker.life, step, worker.weights))
+
+    def _forget_weights(self, worker: Worker) -> None:
+        if self._trainee and worker.weights != NO_WEIGHTS:
+            self._trainee.drop(worker.weights)
+            worker.weights = NO_WEIGHTS
+
+    # Membership.
+
+    def _join(self, now: float, worker: Worker, step: int, version: int) -> None:
+        if worker.rank in self._policy.progress.pushed:  # its crash was not noticed before it came back
+            self._feed(Left(worker.rank, "lost"), now)
+        worker.join(now)
+        self._feed(Joined(worker.rank), now)
+
+    def _leave(self, now: float, worker: Worker, step: int = -1, version: int = NO_WEIGHTS) -> None:
+        worker.leaving = True
+        if worker.alive and not worker.busy and not worker.flying:
+            self._end_life(worker)
+            self._feed(Left(worker.rank, "finished"), now)
+
+    def _crash(self, now: float, worker: Worker, number: int, version: int) -> None:
+        if not worker.alive:
+            return
+        self._end_life(worker)
+        noticed_after = self._cluster.crashes[number].noticed_after
+        if noticed_after is not None:
+            self._plan(now + noticed_after, NOTICE, worker)
+
+    def _notice(self, now: float, worker: Worker, step: int, version: int) -> None:
+        self._feed(Left(worker.rank, "lost"), now)
+
+    def _end_life(self, worker: Worker) -> None:
+        self._forget_weights(worker)
+        worker.end_life(self.now, self._route is not None)
+
+    # The policy, and what it orders.
+
+    def _feed(self, event: Event, now: float) -> None:
+        """Hand an event to the policy, and record it."""
+        actions = self._policy.handle(event, now)
+        if self._record is not None and (line := event_line(event, now)) is not None:
+            self._record(line)
+        self._carry_out(actions, now)
+
+    def _carry_out(self, actions: list[Action], now: float) -> None:
+        together = 0
+        for action in actions:
+            if self._record is not None and (line := action_line(action, now)) is not None:
+                self._record(line)
+            kind = type(action)
+            if kind is Release:
+                self._release(action, now, together)
+            elif kind is Apply:
+                together = len(action.pushes)
+                self._apply(action, now)
+            elif kind is Hold:
+                self.workers[action.worker].held_since = now
+            elif kind is Discard or kind is Refuse:
+                self._drop(self.workers[action.worker])
+            elif kind is Admit:
+                self.workers[action.worker].next_step = action.step
+            elif kind is Wake:
+                self._plan(action.at, WAKE, self.workers[0], life=ANY_LIFE)
+
+    def _release(self, release: Release, now: float, together: int) -> None:
+        worker, step = self.workers[release.worker], release.step
+        lead = step - release.slowest
+        if lead > self.max_lead:
+            self.max_lead = lead
+        if worker.resuming:
+            worker.resuming = False
+            worker.next_step = step
+        if worker.held_since != NOT_HELD:
+            worker.end_hold(now)
+        if self._trainee:
+            self._trainee.keep(self.updates)
+        if self._route is None and not self._trainee:
+            worker.allowed = step
+            worker.weights = self.updates
+            if not worker.busy:
+                self._go(now, worker)
+        elif self._route is None:
+            self._answered(now, worker, step, self.updates)
+        else:
+            at = self._route.answer(worker.rank, now, together)
+            self._plan(at, ANSWERED, worker, step, self.updates)
+
+    def _apply(self, apply: Apply, now: float) -> None:
+        version = self.updates
+        for push in apply.pushes:
+            worker = self.workers[push.worker]
+            stale = version - worker.used
+            worker.steps += 1
+            worker.staleness_sum += stale
+            if stale > worker.staleness_max:
+                worker.staleness_max = stale
+            self._samples += worker.batch
+        self._steps += len(apply.pushes)
+        if self._trainee or self._record:
+            self._show(apply, now)
+        self.updates = version + 1
+        if self._route is not None:
+            self._route.applied(now)
+        if self._steps >= self._budget.steps or self._samples >= self._budget.samples:
+            self._stopped = True
+
+    def _show(self, apply: Apply, now: float) -> None:
+        """Tell the trainee and the record of an update."""
+        used = [self.workers[push.worker].used for push in apply.pushes]
+        if self._trainee:
+            self._trainee.apply(apply.pushes, used, apply.rate)
+        if self._record:
+            staleness = [self.updates - version for version in used]
+            for server in range(self._cluster.servers.shards):
+                self._record(apply_line(apply, now, server, self.updates + 1, staleness))
+
+    def _drop(self, worker: Worker) -> None:
+        worker.discarded += 1
+        worker.wasted += worker.spent if self._route else self.now - worker.since
+        worker.resuming = True
+        if self._trainee:
+            self._trainee.drop(worker.used)
+
+    def _wake(self, now: float, worker: Worker, step: int, version: int) -> None:
+        self._feed(Ticked(), now)
+
+    def _observe(self, now: float, worker: Worker, step: int, version: int) -> None:
+        if self._trainee and self._observe_every and self._heap:
+            self._trainee.observe(now)
+            self._plan(now + self._observe_every, OBSERVE, worker, life=ANY_LIFE)
+
+    def _who_waits(self) -> str:
+        holds = self._policy.holds()
+        waits = "; ".join(_wait_text(hold) for hold in holds[:NAMED_AT_MOST]) or "nobody is held"
+        more = f" and {len(holds) - NAMED_AT_MOST} more wait" if len(holds) > NAMED_AT_MOST else ""
+        gone = [rank for rank in self._policy.progress.pushed if not self.workers[rank].alive]
+        crashed = f"; crashed and not noticed: {', '.join(map(str, gone[:NAMED_AT_MOST]))}" if gone else ""
+        return f"nothing can happen after {self.now:g} s: {waits}{more}{crashed}"
+
+
+def _wait_text(hold: Hold) -> str:
+    others = hold.waiting_count - len(hold.waiting_for)
+    names = ", ".join(map(str, hold.waiting_for)) + (f" and {others} more" if others else "")
+    return f"worker {hold.worker} waits for {names} ({hold.reason})"

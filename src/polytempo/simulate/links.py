@@ -1,0 +1,113 @@
+"""How long pushes and answers are under way.
+
+A route answers two questions: when does a push sent now arrive, and when does an answer decided now arrive? Bytes pass a
+link one message after another, in the order they were sent (so a saturated server queues its workers), at the pace of
+the slower end; the latency comes on top. Shards are cut evenly and joined alike, so they advance together: S of them are
+one server with S times the bandwidth and S times the update rate.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.collective import all_reduce_seconds
+
+
+class Route(Protocol):
+    """What carries updates between workers and the place where they are applied."""
+
+    def push(self, worker: int, now: float) -> float:
+        """When a push sent now is there."""
+
+    def answer(self, worker: int, now: float, members: int) -> float:
+        """When new weights decided on now are at the worker."""
+
+    def applied(self, now: float) -> None:
+        """An update was decided on now."""
+
+
+class Queue:
+    """One direction of a link: passes one message at a time."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def pass_through(self, now: float, seconds: float) -> float:
+        """When a message that comes now and needs `seconds` has passed."""
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
+
+class ServerRoute:
+    """To the parameter-server shards and back."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        n, servers, link = cluster.model_bytes, cluster.servers, cluster.link
+        ranks = cluster.ranks()
+        links = [cluster.links.get(rank, link) for rank in ranks]
+        self._latency = [one.latency for one in links]
+        self._own_seconds = [_seconds(n, one.bandwidth) for one in links]
+        self._server_seconds = _seconds(n / servers.shards, servers.bandwidth or link.bandwidth)
+        if link.shared:  # one medium carries all bytes of everybody, both ways
+            self._server_seconds = _seconds(n, link.bandwidth)
+        self._update_seconds = _seconds(n / servers.shards, servers.update_rate)
+        self._in = Queue()
+        self._out = self._in if link.shared else Queue()
+        self._updates = Queue()
+        self._last_answer = (-1, -1.0, 0.0)  # to whom, decided when, there when
+
+    def push(self, worker: int, now: float) -> float:
+        return self._cross(self._in, worker, now)
+
+    def applied(self, now: float) -> None:
+        self._updates.pass_through(now, self._update_seconds)
+
+    def answer(self, worker: int, now: float, members: int) -> float:
+        to, decided, there = self._last_answer
+        if (to, decided) != (worker, now):  # what is decided for a worker in one moment travels together
+            there = self._cross(self._out, worker, max(now, self._updates.free_at))
+            self._last_answer = (worker, now, there)
+        return there
+
+    def _cross(self, queue: Queue, worker: int, now: float) -> float:
+        at_server = queue.pass_through(now, self._server_seconds)
+        return max(at_server, now + self._own_seconds[worker]) + self._latency[worker]
+
+
+class AllReduceRoute:
+    """No server: when the last one is ready, everybody takes part in one all-reduce."""
+
+    def __init__(self, cluster: Cluster, algorithm: str) -> None:
+        self._cluster = cluster
+        self._algorithm = algorithm
+        self._seconds: dict[int, float] = {}
+        all_reduce_seconds(algorithm, cluster, 2)  # refuse what is unknown before the run
+
+    def push(self, worker: int, now: float) -> float:
+        return now
+
+    def applied(self, now: float) -> None:
+        pass
+
+    def answer(self, worker: int, now: float, members: int) -> float:
+        if members not in self._seconds:
+            self._seconds[members] = all_reduce_seconds(self._algorithm, self._cluster, members)
+        return now + self._seconds[members]
+
+
+def make_route(cluster: Cluster, via: str) -> Route | None:
+    """The route for `via` ("ps" or the name of an all-reduce), or None when nothing takes time on the way."""
+    if via != "ps":
+        return AllReduceRoute(cluster, via)
+    latencies = [cluster.link.latency, *(link.latency for link in cluster.links.values())]
+    limits = (cluster.link.bandwidth, cluster.servers.bandwidth, cluster.servers.update_rate, *cluster.links)
+    if not any(latencies) and (cluster.model_bytes == 0 or not any(limit is not None for limit in limits)):
+        return None
+    return ServerRoute(cluster)
+
+
+def _seconds(bytes_: float, bandwidth: float | None) -> float:
+    return bytes_ / bandwidth if bandwidth else 0.0

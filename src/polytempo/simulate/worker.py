@@ -1,0 +1,137 @@
+"""One simulated worker: what it is doing, and what it has done. Kept in one small object, for the engine's speed."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+from polytempo.simulate.cluster import Cluster
+
+NOT_HELD = -1.0
+NO_WEIGHTS = -1
+
+#: Step times are drawn so many at once.
+BLOCK = 64
+
+
+class Worker:
+    """A rank. It may leave and come back: each time is a new life."""
+
+    __slots__ = (
+        "alive",
+        "allowed",
+        "batch",
+        "busy",
+        "cluster",
+        "communicating",
+        "discarded",
+        "drawn",
+        "flying",
+        "held_for",
+        "held_since",
+        "joined_at",
+        "leaving",
+        "life",
+        "messages",
+        "next_step",
+        "present",
+        "rank",
+        "resuming",
+        "seed",
+        "since",
+        "spent",
+        "stalls",
+        "step_times",
+        "staleness_max",
+        "staleness_sum",
+        "steps",
+        "used",
+        "waiting",
+        "wasted",
+        "weights",
+    )
+
+    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
+        self.rank = rank
+        self.batch = cluster.batches.get(rank, cluster.batch)
+        self.cluster = cluster
+        self.seed = seed
+        self.step_times = array("d")  # of the steps to come, the next one last
+        self.drawn = 0
+        self.stalls = sorted((s.at, s.at + s.seconds) for s in cluster.stalls if s.worker == rank)
+        # Its state.
+        self.life = 0
+        self.alive = False
+        self.busy = False
+        self.leaving = False
+        self.resuming = False  # its last push was not applied: it goes on wherever it is released
+        self.flying = 0  # pushes under way
+        self.next_step = 0
+        self.allowed = -1  # the last step that was released
+        self.weights = NO_WEIGHTS  # the version it holds
+        self.used = 0  # the version of the push that arrived last
+        self.since = 0.0  # start of the present step, or of the present idleness
+        self.spent = 0.0  # seconds of the step computed last
+        self.held_since = NOT_HELD
+        self.held_for = 0.0  # of the present idleness, the part the policy held it
+        self.joined_at = 0.0
+        # What it has done.
+        self.steps = 0
+        self.discarded = 0
+        self.messages = 0
+        self.present = 0.0
+        self.waiting = 0.0
+        self.communicating = 0.0
+        self.wasted = 0.0  # computing whose push was not applied
+        self.staleness_sum = 0
+        self.staleness_max = 0
+
+    def draw(self) -> None:
+        """Draw the times of the next steps. Each block has a generator of its own: modes meet the same times."""
+        cluster, rank = self.cluster, self.rank
+        random = Random(f"{self.seed}/{rank}/{self.drawn}")
+        duration = cluster.step_times.get(rank, cluster.step_time)
+        factor = cluster.slow.get(rank, 1.0)
+        times = [factor * seconds for seconds in duration.draw(random, self.drawn, BLOCK)]
+        if cluster.hiccup is not None:
+            hiccup = cluster.hiccup
+            times = [t + (hiccup.seconds if random.random() < hiccup.probability else 0.0) for t in times]
+        self.drawn += BLOCK
+        self.step_times.extend(reversed(times))
+
+    def join(self, now: float) -> None:
+        """Begin a life."""
+        self.life += 1
+        self.alive, self.leaving, self.resuming = True, False, False
+        self.since = self.joined_at = now
+
+    def end_life(self, now: float, routed: bool) -> None:
+        """Be gone: whatever is under way is lost."""
+        self.settle(now, routed)
+        self.life += 1
+        self.alive = self.busy = False
+        self.flying = 0
+        self.allowed = -1
+        self.held_for = 0.0
+
+    def settle(self, now: float, routed: bool) -> None:
+        """Account for the time up to now, in the middle of whatever it is doing; `routed`: bytes take time."""
+        self.present += now - self.joined_at
+        if self.busy:
+            self.wasted += now - self.since
+            return
+        self.end_hold(now)
+        if routed:
+            self.communicating += now - self.since - self.held_for
+
+    def end_hold(self, now: float) -> None:
+        """The policy does not hold it any more."""
+        if self.held_since != NOT_HELD:
+            self.held_for = now - self.held_since
+            self.waiting += self.held_for
+            self.held_since = NOT_HELD
+
+    @property
+    def computing(self) -> float:
+        """Seconds it computed: all that it neither waited nor communicated."""
+        return self.present - self.waiting - self.communicating

@@ -1,0 +1,1 @@
+"""Who may go on, and when: pure, deterministic, standard library only."""

@@ -1,0 +1,122 @@
+"""`bsp` and `bsp+backup:b`: rounds with a barrier.
+
+    round r     every worker computes on the weights of round r and pushes step r
+    arrival     the push is kept; its worker is held for step r + 1
+    close       when enough have arrived, their mean weighted by samples is applied once; everybody is released
+
+Plain `bsp` waits for every active worker, so all of them always hold the same weights. With b backup workers (Chen et al.
+2016) a round closes with the first n - b pushes. A push that comes later for a round that is closed is discarded and
+counted, and its worker goes on at the current round: without that jump it would stay late for ever.
+
+Where this departs from the paper: n - b is counted over the workers the job started with (or has now, if more joined), and
+never exceeds those who can still arrive, so b deaths cost nothing and more only make the rounds smaller. A worker that
+leaves after its push keeps its part in the round: an accepted push is applied exactly once. A joiner enters at the round
+that is open, whose weights it can read.
+
+The pushes of a round are handed over in order of rank: the update does not depend on who arrived first. They must have been
+made with equal hyper-parameters; one that differs is refused by name.
+"""
+
+from __future__ import annotations
+
+from polytempo.errors import SpecError
+from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import Mode, whole_number
+from polytempo.sync.policy import Policy
+
+
+class Barrier(Policy):
+    """Rounds that close with all pushes, or with all but `backups`."""
+
+    def __init__(self, workers: int, backups: int = 0) -> None:
+        super().__init__(workers)
+        if backups >= workers:
+            fix = f"at most bsp+backup:{workers - 1}" if workers > 1 else "bsp"
+            raise SpecError(f"bsp+backup:{backups} needs more than {backups} workers, got {workers}; use {fix}")
+        self.backups = backups
+        self.round = 0
+        self._arrived: dict[int, Pushed] = {}
+        self._arrived_and_left = 0
+
+    def _entry_step(self) -> int:
+        return self.round
+
+    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+        if push.step < self.round:
+            return self._late(push)
+        difference = self._difference(push)
+        if difference:
+            return [Refuse(push.worker, push.step, difference)]
+        self._arrived[push.worker] = push
+        self.progress.move(push.worker, self.round + 1)
+        self.room.enter(push.worker, self.round + 1)
+        if self._complete():
+            return self._close()
+        if not self.explains:
+            return [Hold(push.worker, self.round + 1, (), 0, "")]
+        return [self._hold(push.worker, self.round + 1)]
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        if worker in self._arrived:
+            self._arrived_and_left += 1
+        return self._close() if self._arrived and self._complete() else []
+
+    def _quorum(self) -> int:
+        members = len(self.progress.pushed) + self._arrived_and_left
+        return min(max(self.workers, members) - self.backups, members)
+
+    def _complete(self) -> bool:
+        return len(self._arrived) >= self._quorum()
+
+    def _close(self) -> list[Action]:
+        pushes = tuple(self._arrived[worker] for worker in sorted(self._arrived))
+        self._arrived = {}
+        self._arrived_and_left = 0
+        self.round += 1
+        slowest = self.progress.slowest
+        released = self.room.admit(lambda step: True)
+        return [Apply(pushes, 1.0), *(Release(worker, step, slowest) for worker, step in released)]
+
+    def _late(self, push: Pushed) -> list[Action]:
+        self.progress.move(push.worker, self.round)
+        reason = f"late: round {push.step} closed without it, the job is at round {self.round}"
+        return [
+            Discard(push.worker, push.step, reason),
+            Release(push.worker, self.round, self.progress.slowest),
+        ]
+
+    def _hold(self, worker: int, step: int) -> Hold:
+        named, count = self.progress.behind(step)
+        if self.backups:
+            reason = f"round {self.round} has {len(self._arrived)} of {self._quorum()} pushes"
+        else:
+            reason = f"1 ahead of worker {named[0]}, bound 0"
+        return Hold(worker, step, named, count, reason)
+
+    def _difference(self, push: Pushed) -> str:
+        """The first hyper-parameter in which a push differs from the round's first push."""
+        if not self._arrived:
+            return ""
+        first = next(iter(self._arrived.values()))
+        if first.hyper == push.hyper:
+            return ""
+        theirs, ours = dict(first.hyper), dict(push.hyper)
+        name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
+        return (
+            f"hyper-parameters differ: {name} is {ours.get(name)} at worker {push.worker} "
+            f"and {theirs.get(name)} at worker {first.worker}; a barrier mode needs them equal"
+        )
+
+
+BSP = Mode("bsp", "bsp", "barrier each step, mean over workers", lambda workers: Barrier(workers), barrier=True)
+
+BACKUP = Mode(
+    "bsp+backup",
+    "bsp+backup:1",
+    "barrier over all but B workers, the late ones' pushes discarded",
+    lambda workers, backups: Barrier(workers, backups),
+    argument=whole_number("B", at_least=1),
+    barrier=True,
+    all_reduce=False,
+)

@@ -1,0 +1,54 @@
+"""`delay:t`: bounded delay (Parameter Server, Li et al., OSDI 2014), on a worker's own exchanges.
+
+A worker may start step k when its own exchanges (push, and the answer to it) up to step k - t - 1 are finished. It therefore
+computes on while up to t exchanges are under way, which hides latency. It bounds how far a worker runs ahead of its own
+answers, not of other workers: that is `ssp`.
+
+The order "you may start step c + t + 1" travels with the answer to push c; the first t + 1 steps are free. So the policy never
+holds anybody, and a worker that waits always waits for its own exchange. `delay:0` is `asp`, event for event.
+
+Where this departs from the paper: tasks there may be steps of the whole job; here every push is applied when it comes.
+"""
+
+from __future__ import annotations
+
+from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import SCALE, Mode, whole_number
+from polytempo.sync.policy import Policy
+
+
+class Delay(Policy):
+    """Each worker up to `delay` steps ahead of its own finished exchanges."""
+
+    def __init__(self, workers: int, delay: int, scale: float | None = None) -> None:
+        super().__init__(workers)
+        self.delay = delay
+        self.scale = scale
+
+    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+        progress = self.progress
+        progress.move(push.worker, push.step + 1)
+        return [
+            Apply((push,), self.scale or 1 / len(progress.pushed)),
+            Release(push.worker, push.step + 1 + self.delay, progress.slowest),
+        ]
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        return [Release(worker, step + ahead, self.progress.slowest) for ahead in range(self.delay + 1)]
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        return []
+
+    def _hold(self, worker: int, step: int) -> Hold:
+        raise AssertionError("delay holds nobody once the job has started")
+
+
+DELAY = Mode(
+    "delay",
+    "delay:8",
+    "a worker runs up to T steps ahead of its own exchanges",
+    lambda workers, delay, scale=None: Delay(workers, delay, scale),
+    argument=whole_number("T", at_least=0),
+    options=SCALE,
+)

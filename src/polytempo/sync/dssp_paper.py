@@ -1,0 +1,73 @@
+"""`dssp-paper:l..u`: dynamic bounded staleness as its listings are printed (Zhao et al., ICDCS 2019, Algorithms 1 and 2).
+
+Kept to reproduce the paper's figures, not to train with: its staleness has no bound. When a worker's credit is used up it is
+usually still the fastest and asks again, and nothing compares its lead with u; with two workers it behaves like `asp`, and
+with more of them all but the fastest are held at l. `dssp` is the mode to use, and its file lists the differences.
+
+    on a push of p:
+      credit left?                      use one, go on
+      at most l ahead of the slowest?   go on
+      the fastest?                      ask the forecast for r; r > 0: keep r as credit and go on (so r + 1 steps)
+      otherwise                         wait until at most l ahead
+
+One thing is mended because the listing cannot run without it: the table of push moments is kept on every push of every
+worker, not only when the fastest asks. Intervals are from push to push, waiting included, as printed.
+"""
+
+from __future__ import annotations
+
+from polytempo.sync.dssp import Forecaster
+from polytempo.sync.eager import Eager, Gate
+from polytempo.sync.mode import SCALE, SPAN, Mode
+from polytempo.sync.progress import Progress
+
+
+class PrintedBound(Gate):
+    """The listings' rule."""
+
+    timed = True
+
+    def __init__(self, lower: int, upper: int) -> None:
+        self.lower = lower
+        self.upper = upper
+        self._forecaster = Forecaster()
+        self._last: dict[int, float] = {}
+        self._credit: dict[int, int] = {}
+
+    def required(self, step: int) -> int:
+        return step - self.lower
+
+    def admits(self, worker: int, step: int, progress: Progress, now: float) -> bool:
+        credit = self._credit.get(worker, 0)
+        if credit > 0:
+            self._credit[worker] = credit - 1
+            return True
+        if step - progress.slowest <= self.lower:
+            return True
+        if step < progress.fastest:
+            return False
+        self._credit[worker] = self._forecaster.ask(worker, progress, now, self.upper - self.lower)
+        return self._credit[worker] > 0
+
+    def reason(self, step: int, slowest: int, first: int) -> str:
+        return f"{step - slowest} ahead of worker {first}, bound {self.lower} for all but the fastest"
+
+    def observe(self, worker: int, step: int, started: float, now: float) -> None:
+        if worker in self._last:
+            self._forecaster.pushes[worker] = (now, now - self._last[worker])
+        self._last[worker] = now
+
+    def forget(self, worker: int) -> None:
+        self._forecaster.pushes.pop(worker, None)
+        self._last.pop(worker, None)
+        self._credit.pop(worker, None)
+
+
+DSSP_PAPER = Mode(
+    "dssp-paper",
+    "dssp-paper:3..15",
+    "DSSP as printed, without a bound: for comparison",
+    lambda workers, bounds, scale=None: Eager(workers, PrintedBound(*bounds), scale),
+    argument=SPAN,
+    options=SCALE,
+)

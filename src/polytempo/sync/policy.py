@@ -1,0 +1,119 @@
+"""The one interface of every synchronisation mode: `handle(event, now) -> actions`.
+
+Rules of this folder: no clock, no dice, no torch, no socket, no thread, no file. The same events at the same moments give
+the same actions, in a live job, in a simulation, in a replay of a record and in a proof.
+
+What all modes share is here: nobody starts before the initial workers are all there, a joiner starts at the slowest
+worker's step, a leaver frees those who waited for it. What a mode adds is what happens on a push.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from itertools import islice
+
+from polytempo.errors import OrderError, UsageError
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Discard, Hold, Release
+from polytempo.sync.events import Event, Joined, Left, Pushed
+from polytempo.sync.progress import Progress, WaitingRoom
+
+
+class Policy(ABC):
+    """Decides who may go on. Feed it every event of the job in one order."""
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise UsageError(f"expected at least 1 worker, got {workers}; start the job with 1 or more")
+        self.workers = workers
+        self.explains = True  #: False leaves names and reasons out of holds: for vast simulations without a record
+        self.progress = Progress()
+        self.room = WaitingRoom()
+        self._awaited: OrderedDict[int, None] = OrderedDict.fromkeys(range(workers))
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event that happened at `now`; return what is to be done, in order."""
+        if type(event) is Pushed:
+            worker, step, held = event.worker, event.step, self.room.by_step
+            if self.progress.pushed.get(worker) != step or (step in held and worker in held[step]):
+                return self._stray(event)
+            return self._pushed(event, now)
+        if type(event) is Joined:
+            return self._joined(event.worker, now)
+        if type(event) is Left:
+            return self._left(event.worker, now)
+        return self._ticked(now)
+
+    def holds(self) -> list[Hold]:
+        """Everybody who is held now, with the reason as of now."""
+        why = self._start_hold if self._awaited else self._hold
+        return [why(worker, step) for worker, step in self.room]
+
+    # What a mode decides.
+
+    @abstractmethod
+    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+        """A member pushed the step that was its turn."""
+
+    @abstractmethod
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        """A member is gone and already forgotten here: whom does that free?"""
+
+    @abstractmethod
+    def _hold(self, worker: int, step: int) -> Hold:
+        """Why this worker is held now."""
+
+    def _entry_step(self) -> int:
+        """The step at which somebody who joins now starts."""
+        return self.progress.slowest
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        """A member takes its first step."""
+        return [Release(worker, step, self.progress.slowest)]
+
+    def _ticked(self, now: float) -> list[Action]:
+        return []
+
+    # Membership.
+
+    def _joined(self, worker: int, now: float) -> list[Action]:
+        if worker in self.progress.pushed:
+            raise OrderError(f"worker {worker} joined twice; a worker that comes back must leave first")
+        step = self._entry_step()
+        self.progress.enter(worker, step)
+        if not self._awaited:
+            return [Admit(worker, step), *self._started(worker, step, now)]
+        self._awaited.pop(worker, None)
+        self.room.enter(worker, step)
+        if self._awaited:
+            return [Admit(worker, step), self._start_hold(worker, step)]
+        return [Admit(worker, step), *self._start(now)]
+
+    def _left(self, worker: int, now: float) -> list[Action]:
+        if worker in self._awaited:
+            del self._awaited[worker]
+            return [] if self._awaited else self._start(now)
+        if worker not in self.progress.pushed:
+            return []
+        self.room.remove(worker, self.progress.pushed[worker])
+        self.progress.remove(worker)
+        return [] if self._awaited else self._freed(worker, now)
+
+    def _start(self, now: float) -> list[Action]:
+        """The initial workers are all there, or will never come: off they go, in order of rank."""
+        starters = sorted(self.room.admit(lambda step: True))
+        return [action for worker, step in starters for action in self._started(worker, step, now)]
+
+    def _start_hold(self, worker: int, step: int) -> Hold:
+        missing = tuple(islice(self._awaited, NAMED_AT_MOST))
+        count = len(self._awaited)
+        return Hold(worker, step, missing, count, f"{count} of {self.workers} workers have not joined yet")
+
+    def _stray(self, push: Pushed) -> list[Action]:
+        """A push out of turn: from nobody we know it is dropped; from a member it is the driver's mistake."""
+        worker = push.worker
+        expected = self.progress.pushed.get(worker)
+        if expected is None:
+            return [Discard(worker, push.step, f"worker {worker} is not a member; it must join first")]
+        state = ", which it may not start yet" if self.room.has(worker, expected) else ""
+        raise OrderError(f"worker {worker} pushed step {push.step}; its next step is {expected}{state}")

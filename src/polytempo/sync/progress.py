@@ -1,0 +1,163 @@
+"""Where every active worker stands, and who waits.
+
+`Progress` keeps workers in buckets by the number of their next step. Steps only grow, and a joiner starts at the slowest
+one's step, so the slowest step only grows too and finding it costs nothing on average, for ten workers or ten thousand.
+Within a bucket the order is that of arrival: whoever has been at a step for longest is named first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from polytempo.sync.actions import NAMED_AT_MOST
+
+
+class Bucket:
+    """Those at one step: how many, and the order in which they came. Who has moved on is struck out when met."""
+
+    __slots__ = ("order", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.order: deque[int] = deque()
+
+
+class Progress:
+    """The next step of each active worker: `pushed[w]` is 0 at the start and c + 1 once step c was accepted."""
+
+    __slots__ = ("_at", "_returning", "fastest", "pushed", "slowest")
+
+    def __init__(self) -> None:
+        self.pushed: dict[int, int] = {}
+        self.slowest = 0
+        self.fastest = 0
+        self._at: dict[int, Bucket] = {}
+        self._returning: set[int] = set()  # ranks that have left: should they come back, old traces of them do not count
+
+    def enter(self, worker: int, step: int) -> None:
+        """Add a worker whose next step is `step`, never one before the slowest."""
+        self.pushed[worker] = step
+        there = self._at.setdefault(step, Bucket())
+        there.size += 1
+        if worker in self._returning:
+            there.order = deque(other for other in there.order if other != worker)
+        there.order.append(worker)
+        self.fastest = max(self.fastest, step)
+
+    def move(self, worker: int, step: int) -> bool:
+        """Put a worker's next step forward to `step`; true when the slowest step changed by it."""
+        at = self._at
+        old = self.pushed[worker]
+        self.pushed[worker] = step
+        there = at.get(step)
+        if there is None:
+            at[step] = there = Bucket()
+            if step > self.fastest:
+                self.fastest = step
+        there.size += 1
+        there.order.append(worker)
+        here = at[old]
+        here.size -= 1
+        if here.size:
+            return False
+        del at[old]
+        return self._climb()
+
+    def remove(self, worker: int) -> bool:
+        """Forget a worker; true when the slowest step changed by it."""
+        step = self.pushed.pop(worker)
+        self._returning.add(worker)
+        here = self._at[step]
+        here.size -= 1
+        if here.size:
+            return False
+        del self._at[step]
+        if step == self.fastest and self._at:
+            self.fastest = max(self._at)
+        return self._climb()
+
+    def _climb(self) -> bool:
+        at = self._at
+        if self.slowest in at or not at:
+            return False
+        while self.slowest not in at:
+            self.slowest += 1
+        return True
+
+    def at_slowest(self) -> Iterator[int]:
+        """The workers at the slowest step, the first to come first."""
+        step = self.slowest
+        bucket = self._at.get(step)
+        return (worker for worker in bucket.order if self.pushed.get(worker) == step) if bucket else iter(())
+
+    def behind(self, step: int) -> tuple[tuple[int, ...], int]:
+        """Those whose next step is before `step`: the first few, slowest first, and how many they are."""
+        at = self._at
+        steps: list[int] | range = range(self.slowest, step)
+        if step - self.slowest > len(at):  # a hung worker far behind: do not walk the empty steps between
+            steps = sorted(s for s in at if s < step)
+        named: list[int] = []
+        count = 0
+        for at_step in steps:
+            if at_step in at:
+                count += at[at_step].size
+                if len(named) < NAMED_AT_MOST:
+                    named += self._first(at_step, NAMED_AT_MOST - len(named))
+        return tuple(named), count
+
+    def _first(self, step: int, most: int) -> list[int]:
+        """The first few workers of a bucket. Each name that has moved on is struck out once, so this is cheap on average."""
+        pushed, order = self.pushed, self._at[step].order
+        found: list[int] = []
+        looked = 0
+        for worker in order:
+            if len(found) == most:
+                break
+            looked += 1
+            if pushed.get(worker) == step:
+                found.append(worker)
+        if looked > 2 * len(found) + NAMED_AT_MOST:
+            for _ in range(looked):
+                order.popleft()
+            order.extendleft(reversed(found))
+        return found
+
+
+class WaitingRoom:
+    """Held workers, by the step they want to start: always their next one."""
+
+    __slots__ = ("by_step",)
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, dict[int, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.by_step)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((worker, step) for step, workers in self.by_step.items() for worker in workers)
+
+    def has(self, worker: int, step: int) -> bool:
+        """Is this worker held for this step?"""
+        return step in self.by_step and worker in self.by_step[step]
+
+    def enter(self, worker: int, step: int) -> None:
+        """Hold a worker that wants to start `step`."""
+        here = self.by_step.get(step)
+        if here is None:
+            self.by_step[step] = {worker: None}
+        else:
+            here[worker] = None
+
+    def remove(self, worker: int, step: int) -> None:
+        """Forget a worker that may be held for `step`."""
+        if self.has(worker, step):
+            del self.by_step[step][worker]
+            if not self.by_step[step]:
+                del self.by_step[step]
+
+    def admit(self, may_start: Callable[[int], bool]) -> list[tuple[int, int]]:
+        """Let out everybody whose step may start: lower steps first, then in order of arrival."""
+        steps = sorted(filter(may_start, self.by_step))
+        return [(worker, step) for step in steps for worker in self.by_step.pop(step)]
