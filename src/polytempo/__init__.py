@@ -1,1 +1,43 @@
-"""Polytempo: synchronisation is a dial, not a fate."""
+"""Polytempo: distributed training in which synchronisation is a dial, not a fate.
+
+This is the one door: names below are loaded on first use, so that `import polytempo` costs nothing and a simulation never
+loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from polytempo.version import VERSION
+
+if TYPE_CHECKING:
+    from polytempo.errors import PolytempoError as PolytempoError
+    from polytempo.errors import UsageError as UsageError
+    from polytempo.simulate.cluster import Cluster as Cluster
+    from polytempo.simulate.run import simulate_job as simulate_job
+    from polytempo.sync.spec import parse_spec as parse_spec
+    from polytempo.virtual.train import train_virtually as train_virtually
+
+__version__ = VERSION
+
+_WHERE = {
+    "PolytempoError": "polytempo.errors",
+    "UsageError": "polytempo.errors",
+    "Cluster": "polytempo.simulate.cluster",
+    "simulate_job": "polytempo.simulate.run",
+    "parse_spec": "polytempo.sync.spec",
+    "train_virtually": "polytempo.virtual.train",
+}
+
+__all__ = ["Cluster", "PolytempoError", "UsageError", "__version__", "parse_spec", "simulate_job", "train_virtually"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'polytempo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

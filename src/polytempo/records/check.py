@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from polytempo.errors import BrokenInvariant
 from polytempo.records.lines import Line
@@ -34,7 +35,7 @@ class Rules:
 def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
-    argument = spec.arguments[0] if spec.arguments else 0
+    argument: Any = spec.arguments[0] if spec.arguments else 0
     if name == "bsp":
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "ssp":
@@ -143,7 +144,9 @@ class RecordChecker:
     def _hold(self, line: Line) -> None:
         worker, step = line["worker"], line["step"]
         self._require(line, step == self._pushed.get(worker), "a hold for a step that is not the worker's next")
-        self._require(line, len(line["waiting_for"]) == min(line["waiting_count"], 8), "waiting_for and waiting_count differ")
+        self._require(
+            line, len(line["waiting_for"]) == min(line["waiting_count"], 8), "waiting_for and waiting_count differ"
+        )
         if self._missing:
             self._require(line, set(line["waiting_for"]) <= self._missing, "waits for somebody who is there")
         else:

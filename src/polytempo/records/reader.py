@@ -43,7 +43,7 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
         raise RecordError(f"cannot read {path}: {error.strerror}; without it the job did not end") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{path}: not JSON ({error.msg})") from None
-    missing = [key for key in ("spec", "workers") if key not in meta]
+    missing = [key for key in ("spec", "size") if key not in meta]
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}")
     return dict(meta)

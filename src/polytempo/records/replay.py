@@ -1,4 +1,4 @@
-"""Feeds the events of a record, with their moments, to a fresh policy, and compares what it decides with what was decided."""
+"""Feeds the events of a record, with their moments, to a fresh policy, and compares its decisions with the record's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECIDED = ("join", "hold", "release", "discard", "refuse")
 def replay(lines: Iterable[Line], policy: Policy) -> int:
     """Check that `policy`, fresh, decides as the record says; the number of decisions compared.
 
-    The first difference is raised as `BrokenInvariant` with its line. Of an `apply` the workers are compared, on each server.
+    The first difference is raised as `BrokenInvariant` with its line. Of an `apply` its workers are compared.
     """
     expected: list[Line] = []  # what the policy decided and the record has not shown yet
     updates: list[list[int]] = []

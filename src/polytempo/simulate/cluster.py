@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from polytempo.errors import ClusterError
 from polytempo.simulate.durations import Constant, Duration
@@ -86,7 +87,7 @@ class Cluster:
     """Everything a simulation needs to know about the machines."""
 
     workers: int = 4
-    step_time: Duration = Constant(1.0)
+    step_time: Duration = field(default_factory=lambda: Constant(1.0))
     slow: Mapping[int, float] = field(default_factory=dict)  #: rank to factor
     step_times: Mapping[int, Duration] = field(default_factory=dict)  #: rank to a step time of its own
     batch: int = 32  #: samples a step
@@ -119,9 +120,11 @@ class Cluster:
         for rank, factor in self.slow.items():
             if not factor > 0:
                 raise ClusterError(f"expected a slow-down above 0 for worker {rank}, got {factor}")
-        for link in (self.link, *self.links.values(), self.servers, *([self.hosts] if self.hosts else [])):
-            if link.bandwidth is not None and not link.bandwidth > 0:
-                raise ClusterError(f"expected a bandwidth above 0, got {link.bandwidth}")
+        bandwidths = [link.bandwidth for link in (self.link, *self.links.values())]
+        bandwidths += [self.servers.bandwidth, self.servers.update_rate, self.reduce_rate]
+        for bandwidth in (*bandwidths, self.hosts.bandwidth if self.hosts else None):
+            if bandwidth is not None and not bandwidth > 0:
+                raise ClusterError(f"expected a bandwidth above 0, got {bandwidth}")
         if self.hiccup and not 0 <= self.hiccup.probability <= 1:
             raise ClusterError(f"expected a hiccup probability from 0 to 1, got {self.hiccup.probability}")
         if self.hosts and self.hosts.size < 1:
@@ -139,7 +142,7 @@ class Cluster:
                 if rank not in known:
                     raise ClusterError(f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
         joining = [join.worker for join in self.joins]
-        returning = {event.worker for event in (*self.leaves, *self.crashes)}
+        returning = {*_ranks_in(self.leaves), *_ranks_in(self.crashes)}
         for rank in joining:
             if rank < self.workers and rank not in returning:
                 raise ClusterError(f"joins names worker {rank}, which is there from the start and never leaves")
@@ -148,7 +151,7 @@ class Cluster:
             raise ClusterError(f"joins must use the next free ranks; nobody has rank {min(missing)}")
 
 
-def _ranks_in(value: object) -> list[int]:
+def _ranks_in(value: Any) -> list[int]:
     if isinstance(value, Mapping):
         return list(value)
     if isinstance(value, tuple):

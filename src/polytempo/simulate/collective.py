@@ -31,7 +31,7 @@ def ring(p: int, n: float, c: Costs) -> float:
 
 def halving_doubling(p: int, n: float, c: Costs) -> float:
     """Rabenseifner's: as few bytes as the ring in log p messages; ranks beyond a power of two pay two more."""
-    q = 2 ** int(math.log2(p))
+    q = 1 << (p.bit_length() - 1)
     share = (q - 1) / q * n
     inner = 2 * math.log2(q) * c.alpha + 2 * share * c.beta + share * c.gamma
     return inner if q == p else inner + 2 * c.alpha + 2 * n * c.beta + n * c.gamma

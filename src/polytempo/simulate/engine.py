@@ -111,7 +111,7 @@ class Engine:
                 break
             self.now = now
             if life == worker.life or life == ANY_LIFE:
-                handlers[what](now, worker, step, version)  # type: ignore[operator]
+                handlers[what](now, worker, step, version)
             elif self._trainee and version != NO_WEIGHTS:
                 self._trainee.drop(version)
             count += 1
@@ -179,7 +179,7 @@ class Engine:
             self._carry_out(self._policy.handle(push, now), now)
         else:
             self._feed(push, now)
-        if worker.leaving or worker.next_step >= self._steps_each:
+        if worker.leaving:
             self._leave(now, worker)
 
     def _answered(self, now: float, worker: Worker, step: int, version: int) -> None:
@@ -194,8 +194,7 @@ class Engine:
         """Start the next step of a worker, if it is free and may."""
         step = worker.next_step
         if step > worker.allowed or worker.leaving or step >= self._steps_each:
-            if self._trainee:
-                self._forget_weights(worker)  # it will not compute on them again
+            self._stay(now, worker)
             return
         if self._route is not None:
             worker.communicating += now - worker.since - worker.held_for
@@ -213,6 +212,12 @@ class Engine:
         self._order += 1
         heapq.heappush(self._heap, (end, self._order, COMPUTED, worker, worker.life, step, worker.weights))
 
+    def _stay(self, now: float, worker: Worker) -> None:
+        """A worker that is free starts nothing now; one that has done its steps, and has its last answer, leaves."""
+        self._forget_weights(worker)  # it will not compute on them again
+        if self._steps_each <= worker.next_step <= worker.allowed and not worker.flying:
+            self._plan(now, LEAVE, worker)
+
     def _forget_weights(self, worker: Worker) -> None:
         if self._trainee and worker.weights != NO_WEIGHTS:
             self._trainee.drop(worker.weights)
@@ -221,6 +226,8 @@ class Engine:
     # Membership.
 
     def _join(self, now: float, worker: Worker, step: int, version: int) -> None:
+        if worker.alive:
+            return
         if worker.rank in self._policy.progress.pushed:  # its crash was not noticed before it came back
             self._feed(Left(worker.rank, "lost"), now)
         worker.join(now)
@@ -258,46 +265,50 @@ class Engine:
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
         together = 0
+        answers: dict[Worker, int] = {}
         for action in actions:
             if self._record is not None and (line := action_line(action, now)) is not None:
                 self._record(line)
-            kind = type(action)
-            if kind is Release:
-                self._release(action, now, together)
-            elif kind is Apply:
+            if isinstance(action, Release):
+                self._release(action, now, answers)
+            elif isinstance(action, Apply):
                 together = len(action.pushes)
                 self._apply(action, now)
-            elif kind is Hold:
+            elif isinstance(action, Hold):
                 self.workers[action.worker].held_since = now
-            elif kind is Discard or kind is Refuse:
+            elif isinstance(action, Discard | Refuse):
                 self._drop(self.workers[action.worker])
-            elif kind is Admit:
+            elif isinstance(action, Admit):
                 self.workers[action.worker].next_step = action.step
-            elif kind is Wake:
+            elif isinstance(action, Wake):
                 self._plan(action.at, WAKE, self.workers[0], life=ANY_LIFE)
+        if answers and self._route is not None:
+            arrivals = self._route.answer([worker.rank for worker in answers], now, together)
+            for (worker, step), at in zip(answers.items(), arrivals, strict=True):
+                self._plan(at, ANSWERED, worker, step, self._read())
 
-    def _release(self, release: Release, now: float, together: int) -> None:
+    def _release(self, release: Release, now: float, answers: dict[Worker, int]) -> None:
         worker, step = self.workers[release.worker], release.step
         lead = step - release.slowest
         if lead > self.max_lead:
             self.max_lead = lead
+        if not worker.alive:  # it crashed, and the policy does not know yet
+            return
         if worker.resuming:
             worker.resuming = False
             worker.next_step = step
         if worker.held_since != NOT_HELD:
             worker.end_hold(now)
+        if self._route is None:
+            self._answered(now, worker, step, self._read())
+        else:  # several steps released to a worker at once travel in one answer
+            answers[worker] = step
+
+    def _read(self) -> int:
+        """The newest version, with one reader more."""
         if self._trainee:
             self._trainee.keep(self.updates)
-        if self._route is None and not self._trainee:
-            worker.allowed = step
-            worker.weights = self.updates
-            if not worker.busy:
-                self._go(now, worker)
-        elif self._route is None:
-            self._answered(now, worker, step, self.updates)
-        else:
-            at = self._route.answer(worker.rank, now, together)
-            self._plan(at, ANSWERED, worker, step, self.updates)
+        return self.updates
 
     def _apply(self, apply: Apply, now: float) -> None:
         version = self.updates

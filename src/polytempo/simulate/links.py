@@ -1,9 +1,10 @@
 """How long pushes and answers are under way.
 
-A route answers two questions: when does a push sent now arrive, and when does an answer decided now arrive? Bytes pass a
-link one message after another, in the order they were sent (so a saturated server queues its workers), at the pace of
-the slower end; the latency comes on top. Shards are cut evenly and joined alike, so they advance together: S of them are
-one server with S times the bandwidth and S times the update rate.
+A route answers two questions: when does a push sent now arrive, and when do answers decided now arrive? Bytes pass a link
+one message after another, in the order they were sent (so a saturated server queues its workers), at the pace of the
+slower end; answers decided in one moment share the link and arrive together. The latency comes on top. Shards are cut
+evenly and joined alike, so they advance together: S of them are one server with S times the bandwidth and S times the
+update rate.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Route(Protocol):
     def push(self, worker: int, now: float) -> float:
         """When a push sent now is there."""
 
-    def answer(self, worker: int, now: float, members: int) -> float:
-        """When new weights decided on now are at the worker."""
+    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
+        """When new weights, decided on now from the pushes of `together` workers, are at each of `workers`."""
 
     def applied(self, now: float) -> None:
         """An update was decided on now."""
@@ -57,24 +58,20 @@ class ServerRoute:
         self._in = Queue()
         self._out = self._in if link.shared else Queue()
         self._updates = Queue()
-        self._last_answer = (-1, -1.0, 0.0)  # to whom, decided when, there when
 
     def push(self, worker: int, now: float) -> float:
-        return self._cross(self._in, worker, now)
+        return self._at_both_ends(self._in.pass_through(now, self._server_seconds), worker, now)
 
     def applied(self, now: float) -> None:
         self._updates.pass_through(now, self._update_seconds)
 
-    def answer(self, worker: int, now: float, members: int) -> float:
-        to, decided, there = self._last_answer
-        if (to, decided) != (worker, now):  # what is decided for a worker in one moment travels together
-            there = self._cross(self._out, worker, max(now, self._updates.free_at))
-            self._last_answer = (worker, now, there)
-        return there
+    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
+        start = max(now, self._updates.free_at)
+        passed = self._out.pass_through(start, len(workers) * self._server_seconds)
+        return [self._at_both_ends(passed, worker, start) for worker in workers]
 
-    def _cross(self, queue: Queue, worker: int, now: float) -> float:
-        at_server = queue.pass_through(now, self._server_seconds)
-        return max(at_server, now + self._own_seconds[worker]) + self._latency[worker]
+    def _at_both_ends(self, passed_server: float, worker: int, start: float) -> float:
+        return max(passed_server, start + self._own_seconds[worker]) + self._latency[worker]
 
 
 class AllReduceRoute:
@@ -92,10 +89,10 @@ class AllReduceRoute:
     def applied(self, now: float) -> None:
         pass
 
-    def answer(self, worker: int, now: float, members: int) -> float:
-        if members not in self._seconds:
-            self._seconds[members] = all_reduce_seconds(self._algorithm, self._cluster, members)
-        return now + self._seconds[members]
+    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
+        if together not in self._seconds:
+            self._seconds[together] = all_reduce_seconds(self._algorithm, self._cluster, together)
+        return [now + self._seconds[together]] * len(workers)
 
 
 def make_route(cluster: Cluster, via: str) -> Route | None:
@@ -103,7 +100,8 @@ def make_route(cluster: Cluster, via: str) -> Route | None:
     if via != "ps":
         return AllReduceRoute(cluster, via)
     latencies = [cluster.link.latency, *(link.latency for link in cluster.links.values())]
-    limits = (cluster.link.bandwidth, cluster.servers.bandwidth, cluster.servers.update_rate, *cluster.links)
+    limits = [cluster.link.bandwidth, cluster.servers.bandwidth, cluster.servers.update_rate]
+    limits += [link.bandwidth for link in cluster.links.values()]
     if not any(latencies) and (cluster.model_bytes == 0 or not any(limit is not None for limit in limits)):
         return None
     return ServerRoute(cluster)

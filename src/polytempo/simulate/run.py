@@ -7,9 +7,9 @@ from typing import Any
 
 from polytempo.errors import UsageError, nearest
 from polytempo.records.lines import Line
+from polytempo.simulate.budget import Budget
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective import ALGORITHMS, best_all_reduce
-from polytempo.simulate.budget import Budget
 from polytempo.simulate.engine import Engine, Trainee
 from polytempo.simulate.links import make_route
 from polytempo.simulate.outcome import Outcome, sum_up
@@ -50,9 +50,7 @@ def simulate_job(
         progress,
     )
     engine.run()
-    return sum_up(
-        engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes
-    )
+    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes)
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:

@@ -4,8 +4,8 @@ A worker may start step k when its own exchanges (push, and the answer to it) up
 computes on while up to t exchanges are under way, which hides latency. It bounds how far a worker runs ahead of its own
 answers, not of other workers: that is `ssp`.
 
-The order "you may start step c + t + 1" travels with the answer to push c; the first t + 1 steps are free. So the policy never
-holds anybody, and a worker that waits always waits for its own exchange. `delay:0` is `asp`, event for event.
+The order "you may start step c + t + 1" travels with the answer to push c; the first t + 1 steps are free. So the policy
+never holds anybody, and a worker that waits always waits for its own exchange. `delay:0` is `asp`, event for event.
 
 Where this departs from the paper: tasks there may be steps of the whole job; here every push is applied when it comes.
 """

@@ -1,7 +1,7 @@
 """`dssp:l..u`: dynamic bounded staleness (Zhao et al., ICDCS 2019), strict.
 
-Up to l steps ahead nobody waits. Beyond that a forecast decides: from the last interval of the worker and of the slowest one,
-how many more steps should the worker take so that it stops closest to a push of the slowest?
+Up to l steps ahead nobody waits. Beyond that a forecast decides: from the last interval of the worker and of the slowest
+one, how many more steps should the worker take so that it stops closest to a push of the slowest?
 
     worker       ...--|--|--|--|--|          stops here: 2 more steps end when the slowest pushes
     slowest      ...------|-----------|

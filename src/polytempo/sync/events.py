@@ -1,8 +1,8 @@
 """What can happen to a job, as the deciding policy sees it.
 
-Events are plain values; nobody changes one. (They are not frozen dataclasses because those take six times as long to make,
-and a simulation makes tens of millions.) The moment at which one is handed to the policy is not part of it: `now` is an argument of
-`Policy.handle`, read from one clock, live or virtual.
+Events are plain values; nobody changes one. (They are not frozen dataclasses because those take six times as long to
+make, and a simulation makes tens of millions.) The moment at which one is handed to the policy is not part of it: `now`
+is an argument of `Policy.handle`, read from one clock, live or virtual.
 """
 
 from __future__ import annotations

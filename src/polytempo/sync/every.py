@@ -1,8 +1,8 @@
 """`every:k`: free inside a block of k steps, a barrier at its end.
 
-A worker may start step c only when everybody has reached c's block: floor(c/k) <= floor(slowest/k). Inside a block pushes are
-applied as they come, as in `asp`; at the barrier all are in and everybody pulls the same weights, which makes it a natural
-place for evaluation, checkpoints and a change of members. A worker that computes is at most k - 1 ahead.
+A worker may start step c only when everybody has reached c's block: floor(c/k) <= floor(slowest/k). Inside a block pushes
+are applied as they come, as in `asp`; at the barrier all are in and everybody pulls the same weights, which makes it a
+natural place for evaluation, checkpoints and a change of members. A worker that computes is at most k - 1 ahead.
 
 `every:k,wait=x` is a soft barrier: it opens at the latest x steps' time after the first worker reached it, and whoever is
 not there yet catches up without waiting; its late pushes are applied, stale as they are. "A step's time" is the mean over

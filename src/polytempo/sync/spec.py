@@ -91,9 +91,7 @@ def _read(reader: Reader, text: str, where: str, example: str) -> Any:
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
     except ValueError:
-        raise SpecError(
-            f"expected {reader.expected} {where}, got {text!r}; write for example {example}"
-        ) from None
+        raise SpecError(f"expected {reader.expected} {where}, got {text!r}; write for example {example}") from None
 
 
 def _unknown(text: str, name: str, rest: str) -> str:

@@ -43,7 +43,7 @@ class TrainingRun:
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
     """The share of samples whose largest output is the target."""
-    return (output.argmax(1) == target).sum().item() / len(target)
+    return float((output.argmax(1) == target).float().mean())
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -69,10 +69,10 @@ def train_virtually(
 ) -> TrainingRun:
     """Train a copy of `model` in virtual time.
 
-    `data` is (train, test), each a pair of tensors or a data set. `optimizer` makes one from a list of parameters; in barrier
-    modes it steps once a round on the mean gradient, in the others once a push at its rate divided by the number of active
-    workers. `cluster` gives step times, batches and links; where it says no model size, that of `model` is taken. The budget
-    is any of `seconds`, `steps`, `samples` (summed over workers), `steps_each`. Same seed, same result.
+    `data` is (train, test), each a pair of tensors or a data set. `optimizer` makes one from a list of parameters; in
+    barrier modes it steps once a round on the mean gradient, in the others once a push at its rate divided by the number
+    of active workers. `cluster` gives step times, batches, links and the bytes that travel. The budget is any of `seconds`,
+    `steps`, `samples` (summed over workers), `steps_each`. Same seed, same result.
     """
     train, test = as_tensors(data[0], "training data"), as_tensors(data[1], "test data")
     cluster = cluster or Cluster()

@@ -28,9 +28,7 @@ Gradient = list[torch.Tensor | None]
 class Trainee:
     """Real training beside a simulated run."""
 
-    def __init__(
-        self, model: nn.Module, train: Tensors, shards: Shards, loss: Loss, make_optimizer: MakeOptimizer
-    ) -> None:
+    def __init__(self, model: nn.Module, train: Tensors, shards: Shards, loss: Loss, make_optimizer: MakeOptimizer) -> None:
         self.master = copy.deepcopy(model).train()
         self._worker = copy.deepcopy(model).train()
         self._train, self._shards, self._loss = train, shards, loss
@@ -89,7 +87,7 @@ class Trainee:
         for parameter in self._loadable:
             parameter.grad = None
         loss: torch.Tensor = self._loss(self._worker(inputs[index]), targets[index])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._save_buffers(worker)
         return [parameter.grad for parameter in self._loadable]
 

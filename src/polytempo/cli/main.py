@@ -1,0 +1,69 @@
+"""The command `polytempo`: its list of commands, and how it ends.
+
+Exit status: 0 well; 1 the job or the record failed; 2 a mistake in the command, said in one line; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from polytempo.cli.check import check
+from polytempo.cli.simulate import simulate
+from polytempo.errors import PolytempoError, UsageError
+from polytempo.version import VERSION
+
+app = typer.Typer(
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Distributed training in which synchronisation is a dial, not a fate.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(simulate)
+app.command()(check)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"polytempo {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and exit."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; its exit status."""
+    try:
+        return app(arguments or ["--help"], standalone_mode=False, prog_name="polytempo") or 0
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message()} Try: polytempo --help", 2)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except PolytempoError as error:
+        return _fail(str(error), 1)
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        return _fail(f"cannot use {error.filename}: {error.strerror}", 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+
+
+def _fail(text: str, status: int) -> int:
+    sys.stderr.write(f"polytempo: {' '.join(text.split())}\n")
+    return status

@@ -1,0 +1,194 @@
+"""A cluster or an experiment from plain data (a YAML or JSON file, already loaded), checked key by key.
+
+Every mistake is one line that says where it is, what was expected and what came; a misspelt key names the nearest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.errors import ClusterError, nearest
+from polytempo.simulate import durations
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
+from polytempo.simulate.units import parse_rate, parse_seconds, parse_size
+
+Read = Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file may describe: a cluster, the modes to compare on it, and when a run ends."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    sync: tuple[str, ...] = ()
+    via: tuple[str, ...] = ()
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+
+def experiment_from(data: Any) -> Experiment:
+    """The experiment that this data describes."""
+    return Experiment(**_keys(data, "the file", _EXPERIMENT))
+
+
+def cluster_from(data: Any, where: str = "cluster") -> Cluster:
+    """The cluster that this data describes."""
+    values = _keys(data, where, _CLUSTER)
+    if "model" in values:
+        values["model_bytes"] = values.pop("model")
+    try:
+        return Cluster(**values)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from None
+
+
+def duration_from(data: Any, where: str) -> durations.Duration:
+    """A step time: seconds, a list of them (a trace), or a mapping with a `kind`."""
+    if isinstance(data, list):
+        return durations.Trace(tuple(_seconds(value, where) for value in data))
+    if not isinstance(data, Mapping):
+        return durations.Constant(_seconds(data, where))
+    kind = data.get("kind")
+    if kind not in _DURATIONS:
+        raise ClusterError(f"{where}: unknown kind {kind!r}; known: {', '.join(_DURATIONS)}{nearest(str(kind), _DURATIONS)}")
+    make, readers = _DURATIONS[kind]
+    values = _keys({key: value for key, value in data.items() if key != "kind"}, where, readers)
+    try:
+        return make(**values)
+    except TypeError:
+        raise ClusterError(f"{where}: {kind} needs {', '.join(readers)}; got {', '.join(values) or 'nothing'}") from None
+
+
+# Readers: each takes a value and the place it stands at.
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ClusterError(f"{where}: expected a number, got {value!r}")
+    return float(value)
+
+
+def _whole(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ClusterError(f"{where}: expected a whole number, got {value!r}")
+    return value
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"{where}: expected true or false, got {value!r}")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ClusterError(f"{where}: expected a word, got {value!r}")
+    return value
+
+
+def _seconds(value: Any, where: str) -> float:
+    return parse_seconds(value, f"{where} as a time")
+
+
+def _size(value: Any, where: str) -> float:
+    return parse_size(value, f"{where} as a size")
+
+
+def _rate(value: Any, where: str) -> float:
+    return parse_rate(value, f"{where} as a rate")
+
+
+def _optional(read: Read) -> Read:
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def _words(value: Any, where: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(_text(one, where) for one in values)
+
+
+def _record(make: Callable[..., Any], readers: Mapping[str, Read]) -> Read:
+    def read(value: Any, where: str) -> Any:
+        values = _keys(value, where, readers)
+        try:
+            return make(**values)
+        except TypeError:
+            needed = ", ".join(readers)
+            raise ClusterError(f"{where}: expected {needed}; got {', '.join(values) or 'nothing'}") from None
+
+    return read
+
+
+def _list(read: Read) -> Read:
+    def read_all(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise ClusterError(f"{where}: expected a list, got {value!r}")
+        return tuple(read(one, f"{where}[{index}]") for index, one in enumerate(value))
+
+    return read_all
+
+
+def _by_rank(read: Read) -> Read:
+    def read_all(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping) or not all(type(rank) is int for rank in value):
+            raise ClusterError(f"{where}: expected ranks with their values, such as {{3: 2}}, got {value!r}")
+        return {rank: read(one, f"{where}[{rank}]") for rank, one in value.items()}
+
+    return read_all
+
+
+def _mapping(readers: Mapping[str, Read]) -> Read:
+    return lambda value, where: _keys(value, where, readers)
+
+
+def _keys(data: Any, where: str, readers: Mapping[str, Read]) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{where}: expected keys and values, got {data!r}")
+    for key in data:
+        if key not in readers:
+            raise ClusterError(f"{where}: unknown key {key!r}; known: {', '.join(readers)}{nearest(str(key), readers)}")
+    return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
+
+
+_DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, Read]]] = {
+    "constant": (durations.Constant, {"seconds": _seconds}),
+    "lognormal": (durations.Lognormal, {"mean": _seconds, "spread": _number}),
+    "uniform": (durations.Uniform, {"low": _seconds, "high": _seconds}),
+    "exponential": (durations.Exponential, {"mean": _seconds, "base": _seconds}),
+    "trace": (durations.Trace, {"seconds": _list(_seconds)}),
+}
+
+_LINK = _record(Link, {"latency": _seconds, "bandwidth": _optional(_rate), "shared": _flag})
+_EVENT: dict[str, Read] = {"worker": _whole, "at": _seconds}
+
+_CLUSTER: dict[str, Read] = {
+    "workers": _whole,
+    "step_time": duration_from,
+    "slow": _by_rank(_number),
+    "step_times": _by_rank(duration_from),
+    "batch": _whole,
+    "batches": _by_rank(_whole),
+    "hiccup": _record(Hiccup, {"probability": _number, "seconds": _seconds}),
+    "stalls": _list(_record(Stall, {**_EVENT, "seconds": _seconds})),
+    "joins": _list(_record(Arrival, _EVENT)),
+    "leaves": _list(_record(Departure, _EVENT)),
+    "crashes": _list(_record(Crash, {**_EVENT, "noticed_after": _optional(_seconds)})),
+    "link": _LINK,
+    "links": _by_rank(_LINK),
+    "servers": _record(Servers, {"shards": _whole, "bandwidth": _optional(_rate), "update_rate": _optional(_rate)}),
+    "hosts": _record(Hosts, {"size": _whole, "latency": _seconds, "bandwidth": _optional(_rate)}),
+    "reduce_rate": _optional(_rate),
+    "model": _size,
+}
+
+_EXPERIMENT: dict[str, Read] = {
+    "cluster": cluster_from,
+    "sync": _words,
+    "via": _words,
+    "budget": _mapping({"seconds": _seconds, "steps": _whole, "samples": _whole, "steps_each": _whole}),
+    "train": _mapping({"task": _text, "lr": _number, "target": _number, "evaluate_every": _seconds}),
+    "seed": _whole,
+}

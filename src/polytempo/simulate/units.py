@@ -1,0 +1,63 @@
+"""Quantities as people write them: 100MB, 1Gb/s, 0.5ms. Plain numbers are bytes, bytes a second, seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from polytempo.errors import ClusterError
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_SIZES = {
+    f"{prefix}{unit}": value * scale for prefix, value in _PREFIXES.items() for unit, scale in (("B", 1), ("b", 1 / 8))
+}
+_RATES = {f"{unit}/s": value for unit, value in _SIZES.items()} | {
+    f"{prefix}bit/s": value / 8 for prefix, value in _PREFIXES.items()
+}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+
+_QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+
+
+def parse_size(value: object, what: str = "a size") -> float:
+    """Bytes."""
+    return _parse(value, _SIZES, what, "100MB")
+
+
+def parse_rate(value: object, what: str = "a rate") -> float:
+    """Bytes a second; `b` and `bit` are bits."""
+    return _parse(value, _RATES, what, "1Gb/s or 125MB/s")
+
+
+def parse_seconds(value: object, what: str = "a time") -> float:
+    """Seconds."""
+    return _parse(value, _TIMES, what, "0.1 or 5ms")
+
+
+def _parse(value: object, units: dict[str, float], what: str, example: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+        unit = match[2] if match else ""
+        if match is None or (unit and unit not in units):
+            raise ClusterError(f"expected {what} such as {example}, got {value!r}")
+        try:
+            number = float(match[1]) * units.get(unit, 1.0)
+        except ValueError:
+            raise ClusterError(f"expected {what} such as {example}, got {value!r}") from None
+    if not 0 <= number < math.inf:
+        raise ClusterError(f"expected {what} of at least 0, got {value!r}")
+    return number
+
+
+def parse_factors(text: str) -> dict[int, float]:
+    """`3:2.5,7:2` as {3: 2.5, 7: 2.0}: ranks and how many times slower they are."""
+    factors: dict[int, float] = {}
+    for part in text.split(","):
+        rank, _, factor = part.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except ValueError:
+            raise ClusterError(f"expected RANK:FACTOR,... such as 3:2.5, got {part!r}") from None
+    return factors

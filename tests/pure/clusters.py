@@ -1,0 +1,49 @@
+"""Clusters that several tests use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Servers, Stall
+from polytempo.simulate.durations import Constant, Lognormal
+
+#: Every mode that is built, with the options that change its mechanism.
+MODES = (
+    "bsp",
+    "bsp+backup:1",
+    "asp",
+    "ssp:0",
+    "ssp:3",
+    "dssp:1..6",
+    "dssp-paper:1..6",
+    "every:4",
+    "every:4,wait=1",
+    "delay:0",
+    "delay:3",
+)
+
+#: One worker is always slower.
+STRAGGLER = Cluster(workers=4, slow={3: 3.0})
+
+#: Everything that can happen, happens.
+EVENTFUL = Cluster(
+    workers=4,
+    step_time=Lognormal(1.0, 0.3),
+    slow={3: 3.0},
+    hiccup=Hiccup(0.1, 3.0),
+    stalls=(Stall(1, 5.0, 4.0),),
+    joins=(Arrival(4, 12.0), Arrival(2, 30.0)),
+    leaves=(Departure(0, 25.0),),
+    crashes=(Crash(2, 20.0, noticed_after=1.5),),
+    link=Link(latency=0.01, bandwidth=1e6),
+    servers=Servers(shards=2),
+    model_bytes=1e5,
+)
+
+#: The same without a network.
+INSTANT = replace(EVENTFUL, link=Link(), model_bytes=0.0, servers=Servers())
+
+
+def speeds(*seconds: float) -> Cluster:
+    """Workers whose steps take these seconds, always."""
+    return Cluster(workers=len(seconds), step_times={rank: Constant(s) for rank, s in enumerate(seconds)})

@@ -1,0 +1,33 @@
+"""Golden runs: one record for each mode, on a cluster on which everything happens, compared whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from clusters import EVENTFUL, MODES
+
+from polytempo.records.writer import to_text
+from polytempo.simulate.recording import meta_of
+from polytempo.simulate.run import simulate_job
+
+
+@pytest.mark.parametrize("sync", MODES)
+def test_golden(sync: str, golden: Callable[[str, str], None]) -> None:
+    texts: list[str] = []
+    outcome = simulate_job(EVENTFUL, sync, seed=7, steps_each=15, record=lambda line: texts.append(to_text(line)))
+    meta = meta_of(outcome, EVENTFUL, seed=7)
+    meta["versions"] = {}
+    golden(f"{sync.replace(':', '-').replace(',', '-')}.jsonl", "\n".join([*texts, json.dumps(meta)]) + "\n")
+
+
+@pytest.mark.parametrize("sync", MODES)
+def test_same_seed_same_bytes_other_seed_other_bytes(sync: str) -> None:
+    def run(seed: int) -> str:
+        texts: list[str] = []
+        outcome = simulate_job(EVENTFUL, sync, seed=seed, steps_each=10, record=lambda line: texts.append(to_text(line)))
+        return "\n".join([*texts, json.dumps(outcome.as_dict())])
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)

@@ -1,0 +1,200 @@
+"""Records: written, read, replayed and checked; and the checker must be able to say no."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from clusters import EVENTFUL, INSTANT, MODES, STRAGGLER
+
+from polytempo.errors import BrokenInvariant, RecordError
+from polytempo.records.check import check_lines
+from polytempo.records.lines import Line
+from polytempo.records.reader import read_events, read_meta
+from polytempo.records.replay import decisions, replay
+from polytempo.records.writer import EVENTS, META, RecordWriter, to_text
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.recording import meta_of
+from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
+
+
+def record(cluster: Cluster, sync: str, **budget: float) -> list[Line]:
+    lines: list[Line] = []
+    simulate_job(cluster, sync, record=lines.append, **(budget or {"steps_each": 30}))
+    return lines
+
+
+@pytest.mark.parametrize("cluster", [EVENTFUL, INSTANT, STRAGGLER], ids=["eventful", "instant", "straggler"])
+@pytest.mark.parametrize("sync", MODES)
+def test_every_mode_keeps_its_promises_and_replays(cluster: Cluster, sync: str) -> None:
+    lines = record(cluster, sync)
+    spec = parse_spec(sync)
+    assert check_lines(lines, spec, cluster.workers) == len(lines) > 100
+    assert replay(lines, spec.policy(cluster.workers)) > 100
+
+
+def test_written_and_read_back(tmp_path: Path) -> None:
+    lines: list[Line] = []
+    with RecordWriter(tmp_path / "record") as writer:
+        outcome = simulate_job(STRAGGLER, "ssp:3", steps=40, record=lambda line: (lines.append(line), writer.write(line)))
+        writer.close(meta_of(outcome, STRAGGLER, seed=0))
+    assert list(read_events(tmp_path / "record")) == lines
+    meta = read_meta(tmp_path / "record")
+    assert (meta["spec"], meta["size"], meta["exit_status"]) == ("ssp:3", 4, 0)
+    assert [worker["worker"] for worker in meta["workers"]] == [0, 1, 2, 3]
+
+
+def test_the_first_lines_are_those_of_the_contract() -> None:
+    lines = record(Cluster(workers=2), "bsp", steps_each=1)
+    assert [to_text(line) for line in lines] == [
+        '{"t":0.0,"kind":"join","worker":0,"step":0}',
+        '{"t":0.0,"kind":"hold","worker":0,"step":0,"waiting_for":[1],"waiting_count":1,'
+        '"reason":"1 of 2 workers have not joined yet"}',
+        '{"t":0.0,"kind":"join","worker":1,"step":0}',
+        '{"t":0.0,"kind":"release","worker":0,"step":0,"slowest":0}',
+        '{"t":0.0,"kind":"release","worker":1,"step":0,"slowest":0}',
+        '{"t":1.0,"kind":"push","worker":0,"step":0,"samples":32}',
+        '{"t":1.0,"kind":"hold","worker":0,"step":1,"waiting_for":[1],"waiting_count":1,'
+        '"reason":"1 ahead of worker 1, bound 0"}',
+        '{"t":1.0,"kind":"push","worker":1,"step":0,"samples":32}',
+        '{"t":1.0,"kind":"apply","server":0,"version":1,"workers":[0,1],"staleness":[0,0]}',
+        '{"t":1.0,"kind":"release","worker":0,"step":1,"slowest":1}',
+        '{"t":1.0,"kind":"release","worker":1,"step":1,"slowest":1}',
+        '{"t":1.0,"kind":"leave","worker":0,"reason":"finished"}',
+        '{"t":1.0,"kind":"leave","worker":1,"reason":"finished"}',
+    ]
+
+
+def find(lines: list[Line], kind: str, nth: int = 0) -> int:
+    return [index for index, line in enumerate(lines) if line["kind"] == kind][nth]
+
+
+def _earlier(lines: list[Line]) -> None:
+    lines[50]["t"] = -1.0
+
+
+def _twice(lines: list[Line]) -> None:
+    at = find(lines, "release", 10)
+    lines.insert(at, copy.deepcopy(lines[at]))
+
+
+def _wrong_slowest(lines: list[Line]) -> None:
+    lines[find(lines, "release", 10)]["slowest"] += 1
+
+
+def _lost_release(lines: list[Line]) -> None:
+    held = next(line for line in lines[find(lines, "hold", 8) :] if line["kind"] == "hold")
+    worker, step = held["worker"], held["step"]
+    lines.remove(next(x for x in lines if x["kind"] == "release" and (x["worker"], x["step"]) == (worker, step)))
+
+
+def _applied_twice(lines: list[Line]) -> None:
+    lines[find(lines, "apply", 3)]["workers"] = [0, 0]
+    lines[find(lines, "apply", 3)]["staleness"] = [0, 0]
+
+
+def _never_applied(lines: list[Line]) -> None:
+    del lines[find(lines, "apply", -1)]
+
+
+def _skipped_version(lines: list[Line]) -> None:
+    lines[find(lines, "apply", 3)]["version"] += 1
+
+
+def _needless_hold(lines: list[Line]) -> None:
+    release = lines[find(lines, "release", 12)]
+    hold = {"kind": "hold", "waiting_for": [3], "waiting_count": 1, "reason": "no need"}
+    lines.insert(lines.index(release), {**hold, "t": release["t"], "worker": release["worker"], "step": release["step"]})
+
+
+def _late_joiner_at_zero(lines: list[Line]) -> None:
+    at = find(lines, "push", -1)
+    lines.insert(at, {"t": lines[at]["t"], "kind": "join", "worker": 9, "step": 0})
+
+
+def _too_far(lines: list[Line]) -> None:
+    hold = lines[find(lines, "hold", 8)]
+    lines[lines.index(hold)] = {
+        "t": hold["t"],
+        "kind": "release",
+        "worker": hold["worker"],
+        "step": hold["step"],
+        "slowest": hold["step"] - 4,
+    }
+
+
+def _push_without_release(lines: list[Line]) -> None:
+    lines[find(lines, "push", 8)]["step"] += 1
+
+
+def _miscounted(lines: list[Line]) -> None:
+    lines[find(lines, "hold", 8)]["waiting_count"] += 5
+
+
+BREAKS = (
+    _earlier,
+    _twice,
+    _wrong_slowest,
+    _lost_release,
+    _applied_twice,
+    _never_applied,
+    _skipped_version,
+    _needless_hold,
+    _late_joiner_at_zero,
+    _too_far,
+    _push_without_release,
+    _miscounted,
+)
+
+
+@pytest.mark.parametrize("damage", BREAKS, ids=lambda damage: damage.__name__)
+def test_the_checker_sees_a_broken_record(damage: Callable[[list[Line]], None]) -> None:
+    lines = record(STRAGGLER, "ssp:3")
+    check_lines(lines, parse_spec("ssp:3"), 4)
+    damage(lines)
+    with pytest.raises(BrokenInvariant, match=r"^(line \d+|at the end)"):
+        check_lines(lines, parse_spec("ssp:3"), 4)
+
+
+def test_the_checker_knows_the_bounds_apart() -> None:
+    lines = record(STRAGGLER, "ssp:3")
+    with pytest.raises(BrokenInvariant, match=r"breaks ssp:2"):
+        check_lines(lines, parse_spec("ssp:2"), 4)
+    with pytest.raises(BrokenInvariant, match=r"held without need"):
+        check_lines(lines, parse_spec("ssp:4"), 4)
+    with pytest.raises(BrokenInvariant):
+        check_lines(lines, parse_spec("asp"), 4)
+
+
+def test_replay_sees_another_decision() -> None:
+    lines = record(STRAGGLER, "ssp:3")
+    with pytest.raises(BrokenInvariant, match=r"replay expected"):
+        replay(lines, parse_spec("ssp:2").policy(4))
+    swapped = [{**line, "workers": [3]} if line["kind"] == "apply" else line for line in lines]
+    with pytest.raises(BrokenInvariant, match=r"replay updates from"):
+        replay(swapped, parse_spec("ssp:3").policy(4))
+
+
+def test_another_mode_can_be_asked_about_a_record() -> None:
+    lines = record(STRAGGLER, "asp")
+    assert {line["kind"] for line in decisions(lines, parse_spec("delay:0").policy(4))} == {"join", "hold", "release"}
+
+
+def test_unreadable_records_name_the_place(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="made with --record"):
+        list(read_events(tmp_path))
+    (tmp_path / EVENTS).write_text('{"t":0,"kind":"join","worker":0,"step":0}\n{"t":1,\n')
+    with pytest.raises(RecordError, match="line 2: not JSON"):
+        list(read_events(tmp_path))
+    (tmp_path / EVENTS).write_text("[1]\n")
+    with pytest.raises(RecordError, match="line 1: expected an object"):
+        list(read_events(tmp_path))
+    with pytest.raises(RecordError, match="did not end"):
+        read_meta(tmp_path)
+    (tmp_path / META).write_text(json.dumps({"spec": "bsp"}))
+    with pytest.raises(RecordError, match="lacks size"):
+        read_meta(tmp_path)

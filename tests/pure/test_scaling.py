@@ -1,0 +1,18 @@
+"""What `--scaling` must show: the server saturates, more shards help, the ring stays flat."""
+
+from __future__ import annotations
+
+from polytempo.simulate.cluster import Cluster, Link
+from polytempo.simulate.scaling import scaling
+
+
+def test_server_saturates_shards_help_ring_stays_flat() -> None:
+    cluster = Cluster(link=Link(0.0001, 1.25e8), model_bytes=1e8, batch=32)
+    one, two, four, eight, ring = scaling(cluster, steps_each=4)
+    rates = {series.name: [p.samples_per_second for p in series.points] for series in (one, two, four, eight, ring)}
+    assert rates["1 shard"][63] < 1.1 * rates["1 shard"][31]  # saturated: twice the workers, the same throughput
+    for few, more in (("1 shard", "2 shards"), ("2 shards", "4 shards"), ("4 shards", "8 shards")):
+        assert rates[more][63] > 1.7 * rates[few][63]
+    efficiency = [point.efficiency for point in ring.points]
+    assert min(efficiency[15:]) > 0.95 * max(efficiency[15:])  # flat from 16 to 64
+    assert [len(series.points) for series in (one, ring)] == [64, 64]
