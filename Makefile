@@ -5,9 +5,10 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test check bench proof figures clean
 
+DEMO := simulate --workers 4 --slow 3:3 --train digits --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp
+
 demo: $(INSTALLED)
-	$(BIN)/polytempo simulate --workers 4 --slow 3:3 --train digits --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp \
-	    --picture out/demo/accuracy.png --json out/demo/results.json
+	$(BIN)/polytempo $(DEMO) --picture out/demo/accuracy.png --json out/demo/results.json
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
@@ -26,7 +27,9 @@ proof: $(INSTALLED)
 	$(BIN)/python benchmarks/proof.py $(ARGS)
 
 figures: $(INSTALLED)
-	$(BIN)/python docs/figures/make.py
+	$(BIN)/python docs/figures/bounds.py
+	$(BIN)/polytempo $(DEMO) --picture docs/figures/demo.png
+	$(BIN)/polytempo simulate --scaling --bandwidth 1Gb/s --model 100MB --step-time 250ms --picture docs/figures/scaling.png
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -16,6 +16,7 @@ from polytempo.records.lines import Line
 from polytempo.records.reader import read_events, read_meta
 from polytempo.records.replay import decisions, replay
 from polytempo.records.writer import EVENTS, META, RecordWriter, to_text
+from polytempo.simulate.chance import random_cluster
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.recording import meta_of
 from polytempo.simulate.run import simulate_job
@@ -198,3 +199,15 @@ def test_unreadable_records_name_the_place(tmp_path: Path) -> None:
     (tmp_path / META).write_text(json.dumps({"spec": "bsp"}))
     with pytest.raises(RecordError, match="lacks size"):
         read_meta(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_clusters_keep_every_promise_in_every_mode(seed: int) -> None:
+    """`make proof` takes 300 of them."""
+    cluster = random_cluster(seed)
+    for sync in MODES:
+        if sync != "bsp+backup:1" or cluster.workers > 1:
+            lines = record(cluster, sync)
+            spec = parse_spec(sync)
+            check_lines(lines, spec, cluster.workers)
+            replay(lines, spec.policy(cluster.workers))

@@ -71,6 +71,7 @@ class RecordChecker:
         self._arrivals: Counter[int] = Counter()  # accepted pushes by step
         self._accepted: Counter[int] = Counter()  # accepted pushes by worker
         self._applied: dict[int, Counter[int]] = {}  # the same on each server
+        self._round = 0
         self._group: list[Line] = []
 
     def feed(self, line: Line) -> None:
@@ -179,11 +180,11 @@ class RecordChecker:
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
         if name != "delay":
             self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
-        if name == "bsp+backup" and step > 0:
+        if name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
+            self._round = step
             needed = min(self.workers - self.spec.arguments[0], len(self._pushed))
             arrived = self._arrivals[step - 1]
-            enough = arrived >= needed or arrived == 0  # none: the round a joiner or the first workers start with
-            self._require(line, enough, f"round {step - 1} closed with {arrived} pushes, needs {needed}")
+            self._require(line, arrived >= needed, f"round {step - 1} closed with {arrived} pushes, needs {needed}")
 
     def _apply(self, line: Line) -> None:
         applied = self._applied.setdefault(line["server"], Counter())

@@ -102,7 +102,7 @@ class Engine:
             self._wake,
             self._observe,
         )
-        heap, pop, limit = self._heap, heapq.heappop, self._budget.seconds
+        heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
         count = 0
         while heap and not self._stopped:
             now, _, what, worker, life, step, version = pop(heap)
@@ -115,8 +115,8 @@ class Engine:
             elif self._trainee and version != NO_WEIGHTS:
                 self._trainee.drop(version)
             count += 1
-            if self._progress and count % PROGRESS_EVERY == 0:
-                self._progress(self._budget.used(self.now, self._steps, self._samples, len(self.workers)))
+            if progress and count % PROGRESS_EVERY == 0:
+                progress(self._budget.used(self.now, self._steps, self._samples, len(self.workers)))
         self._finish()
 
     def _finish(self) -> None:
@@ -300,7 +300,7 @@ class Engine:
         if worker.held_since != NOT_HELD:
             worker.end_hold(now)
         if self._route is None:
-            self._answered(now, worker, step, self._read())
+            self._answered(now, worker, step, self._read() if self._trainee else self.updates)
         else:  # several steps released to a worker at once travel in one answer
             answers[worker] = step
 

@@ -11,7 +11,7 @@ counted, and its worker goes on at the current round: without that jump it would
 Where this departs from the paper: n - b is counted over the workers the job started with (or has now, if more joined), and
 never exceeds those who can still arrive, so b deaths cost nothing and more only make the rounds smaller. A worker that
 leaves after its push keeps its part in the round: an accepted push is applied exactly once. A joiner enters at the round
-that is open, whose weights it can read.
+that is open, whose weights it can read; should it have pushed for that round in an earlier life, both pushes count.
 
 The pushes of a round are handed over in order of rank: the update does not depend on who arrived first. They must have been
 made with equal hyper-parameters; one that differs is refused by name.
@@ -36,8 +36,8 @@ class Barrier(Policy):
             raise SpecError(f"bsp+backup:{backups} needs more than {backups} workers, got {workers}; use {fix}")
         self.backups = backups
         self.round = 0
-        self._arrived: dict[int, Pushed] = {}
-        self._arrived_and_left = 0
+        self._arrived: list[Pushed] = []
+        self._waiting: set[int] = set()  # members whose push is among them
 
     def _entry_step(self) -> int:
         return self.round
@@ -48,7 +48,8 @@ class Barrier(Policy):
         difference = self._difference(push)
         if difference:
             return [Refuse(push.worker, push.step, difference)]
-        self._arrived[push.worker] = push
+        self._arrived.append(push)
+        self._waiting.add(push.worker)
         self.progress.move(push.worker, self.round + 1)
         self.room.enter(push.worker, self.round + 1)
         if self._complete():
@@ -58,21 +59,21 @@ class Barrier(Policy):
         return [self._hold(push.worker, self.round + 1)]
 
     def _freed(self, worker: int, now: float) -> list[Action]:
-        if worker in self._arrived:
-            self._arrived_and_left += 1
+        self._waiting.discard(worker)
         return self._close() if self._arrived and self._complete() else []
 
     def _quorum(self) -> int:
-        members = len(self.progress.pushed) + self._arrived_and_left
+        gone = len(self._arrived) - len(self._waiting)  # after their push: they count for this round
+        members = len(self.progress.pushed) + gone
         return min(max(self.workers, members) - self.backups, members)
 
     def _complete(self) -> bool:
         return len(self._arrived) >= self._quorum()
 
     def _close(self) -> list[Action]:
-        pushes = tuple(self._arrived[worker] for worker in sorted(self._arrived))
-        self._arrived = {}
-        self._arrived_and_left = 0
+        pushes = tuple(sorted(self._arrived, key=lambda push: push.worker))
+        self._arrived = []
+        self._waiting = set()
         self.round += 1
         slowest = self.progress.slowest
         released = self.room.admit(lambda step: True)
@@ -98,7 +99,7 @@ class Barrier(Policy):
         """The first hyper-parameter in which a push differs from the round's first push."""
         if not self._arrived:
             return ""
-        first = next(iter(self._arrived.values()))
+        first = self._arrived[0]
         if first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)

@@ -26,22 +26,23 @@ class Bucket:
 class Progress:
     """The next step of each active worker: `pushed[w]` is 0 at the start and c + 1 once step c was accepted."""
 
-    __slots__ = ("_at", "_returning", "fastest", "pushed", "slowest")
+    __slots__ = ("_at", "_left", "fastest", "pushed", "slowest")
 
     def __init__(self) -> None:
         self.pushed: dict[int, int] = {}
         self.slowest = 0
         self.fastest = 0
         self._at: dict[int, Bucket] = {}
-        self._returning: set[int] = set()  # ranks that have left: should they come back, old traces of them do not count
+        self._left: set[int] = set()
 
     def enter(self, worker: int, step: int) -> None:
         """Add a worker whose next step is `step`, never one before the slowest."""
+        if worker in self._left:  # what it left behind in an earlier life must not count
+            for bucket in self._at.values():
+                bucket.order = deque(other for other in bucket.order if other != worker)
         self.pushed[worker] = step
         there = self._at.setdefault(step, Bucket())
         there.size += 1
-        if worker in self._returning:
-            there.order = deque(other for other in there.order if other != worker)
         there.order.append(worker)
         self.fastest = max(self.fastest, step)
 
@@ -67,7 +68,7 @@ class Progress:
     def remove(self, worker: int) -> bool:
         """Forget a worker; true when the slowest step changed by it."""
         step = self.pushed.pop(worker)
-        self._returning.add(worker)
+        self._left.add(worker)
         here = self._at[step]
         here.size -= 1
         if here.size:

@@ -1,0 +1,97 @@
+"""`make proof`: bars that need many seeds. Results in out/proof/.
+
+modes     time to 95 % on digits, many paired seeds, on three clusters: which mode wins where, with its spread
+records   random clusters on which everything happens, every mode: each record keeps every promise and replays
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+
+from rich.progress import track
+
+from measure import save
+from polytempo.records.check import check_lines
+from polytempo.records.lines import Line
+from polytempo.records.replay import replay
+from polytempo.report.table import Table
+from polytempo.simulate.chance import random_cluster
+from polytempo.simulate.cluster import Cluster, Hiccup
+from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
+
+OUT = Path("out/proof")
+COMPARED = ("bsp", "bsp+backup:1", "ssp:3", "dssp:3..15", "asp", "every:8", "delay:3")
+CLUSTERS = {
+    "even": Cluster(step_time=Lognormal(1.0, 0.1)),
+    "one 3x slower": Cluster(step_time=Lognormal(1.0, 0.1), slow={3: 3.0}),
+    "stalls": Cluster(step_time=Lognormal(1.0, 0.1), hiccup=Hiccup(0.05, 10.0)),
+}
+CHECKED = (*COMPARED, "ssp:0", "dssp:0..4", "dssp-paper:1..6", "every:3,wait=1", "delay:0")
+
+
+def modes(seeds: int) -> None:
+    import torch
+
+    from polytempo.virtual.tasks import digits
+    from polytempo.virtual.train import train_virtually
+
+    torch.set_num_threads(1)
+    times: dict[str, dict[str, list[float]]] = {}
+    for name, cluster in CLUSTERS.items():
+        for sync in track(COMPARED, description=name):
+            for seed in range(seeds):
+                task = digits(seed)
+                optimizer = partial(torch.optim.SGD, lr=task.lr)
+                run = train_virtually(
+                    task.model, task.data, task.loss, sync=sync, cluster=cluster, optimizer=optimizer, steps=1600,
+                    evaluate_every=2.0, seed=seed,
+                )  # fmt: skip
+                times.setdefault(name, {}).setdefault(sync, []).append(run.time_to(task.target) or float("inf"))
+    rows = tuple((name, *(_mean(values) for values in by_mode.values())) for name, by_mode in times.items())
+    title = f"Simulated seconds to 95 %, mean and deviation over {seeds} seeds"
+    save(OUT, "modes", [Table(title, ("cluster", *COMPARED), rows)], times)
+
+
+def _mean(values: list[float]) -> str:
+    there = [value for value in values if value != float("inf")]
+    missed = f", {len(values) - len(there)} never" if len(there) < len(values) else ""
+    if len(there) < 2:
+        return f"{there[0]:.0f}{missed}" if there else "never"
+    return f"{statistics.mean(there):.0f} ±{statistics.stdev(there):.0f}{missed}"
+
+
+def records(seeds: int) -> None:
+    lines_of: dict[str, int] = {}
+    for seed in track(range(seeds), description="records"):
+        cluster = random_cluster(seed)
+        for sync in CHECKED:
+            if sync == "bsp+backup:1" and cluster.workers == 1:
+                continue
+            lines: list[Line] = []
+            simulate_job(cluster, sync, seed=seed, steps_each=40, record=lines.append)
+            spec = parse_spec(sync)
+            check_lines(lines, spec, cluster.workers)
+            replay(lines, spec.policy(cluster.workers))
+            lines_of[sync] = lines_of.get(sync, 0) + len(lines)
+    rows = tuple((sync, f"{count:,}") for sync, count in lines_of.items())
+    save(OUT, "records", [Table(f"Lines checked and replayed, {seeds} random clusters", ("mode", "lines"), rows)], lines_of)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("modes", "records"))
+    parser.add_argument("--seeds", type=int, help="so many instead of 10 and 300")
+    arguments = parser.parse_args()
+    if arguments.only in (None, "records"):
+        records(arguments.seeds or 300)
+    if arguments.only in (None, "modes"):
+        modes(arguments.seeds or 10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Figures and tables of docs/what-a-bound-buys.md. `make figures` writes them; a test checks that the page is up to date.
+
+Everything is in virtual time and seeded, so the numbers are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polytempo.records.lines import Line
+from polytempo.report.table import Table
+from polytempo.simulate.cluster import Cluster, Hiccup, Link
+from polytempo.simulate.durations import Constant, Lognormal
+from polytempo.simulate.run import simulate_job
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "what-a-bound-buys.md"
+
+BOUNDS = (0, 1, 3, 7, 15, 31)
+DELAYS = (0, 1, 2, 4, 8, 16)
+SPEEDS = (1.0, 2.3)
+
+#: Where a bound does not help, and where it does.
+EVEN = Cluster(workers=8)
+ALWAYS_SLOW = replace(EVEN, slow={7: 3.0})
+PASSING_STALLS = replace(EVEN, hiccup=Hiccup(0.05, 10.0))
+
+#: Unequal links: the exchange takes from 0.05 to 24 step times, evenly on a logarithmic scale, so that half the time is idle
+#: when every exchange is waited for.
+UNEQUAL_LINKS = Cluster(
+    workers=32,
+    step_time=Lognormal(1.0, 0.3),
+    model_bytes=1.0,
+    links={rank: Link(latency=0.025 * 480 ** (rank / 31)) for rank in range(32)},
+)
+
+
+def pace() -> dict[str, list[float]]:
+    """Steps a worker makes in a second, on average, for each mode: with a slow worker, and with passing stalls."""
+    modes = [f"ssp:{bound}" for bound in BOUNDS]
+    rates: dict[str, list[float]] = {}
+    for name, cluster in (("one of 8 always 3x slower", ALWAYS_SLOW), ("stalls: 5 % of steps, +10 s", PASSING_STALLS)):
+        outcomes = [simulate_job(cluster, mode, seconds=3000) for mode in ("bsp", *modes, "asp")]
+        rates[name] = [outcome.steps / outcome.seconds / cluster.workers for outcome in outcomes]
+    return rates
+
+
+def pace_table() -> Table:
+    heads = ("steps a second and worker", "bsp", *(f"ssp:{bound}" for bound in BOUNDS), "asp")
+    rows = tuple((name, *(f"{rate:.3f}" for rate in rates)) for name, rates in pace().items())
+    return Table("pace", heads, rows)
+
+
+def two_workers() -> Cluster:
+    return Cluster(workers=len(SPEEDS), step_times={rank: Constant(speed) for rank, speed in enumerate(SPEEDS)})
+
+
+def leads(mode: str, seconds: float) -> list[tuple[float, int]]:
+    """The lead of the fast worker each time it may start a step."""
+    lines: list[Line] = []
+    simulate_job(two_workers(), mode, seconds=seconds, record=lines.append)
+    return [
+        (line["t"], line["step"] - line["slowest"]) for line in lines if line["kind"] == "release" and line["worker"] == 0
+    ]
+
+
+DSSP_MODES = ("ssp:3", "ssp:15", "dssp:3..15", "dssp-paper:3..15", "asp")
+
+
+def dssp_table() -> Table:
+    rows = []
+    for mode in DSSP_MODES:
+        outcome = simulate_job(two_workers(), mode, seconds=2000)
+        fast, slow = outcome.workers
+        rows.append((mode, str(fast.steps), str(slow.steps), str(outcome.max_lead), f"{100 * outcome.waiting:.1f} %"))
+    return Table("dssp", ("mode", "steps of the fast worker", "of the slow one", "largest lead", "waiting"), tuple(rows))
+
+
+def idle_shares() -> list[float]:
+    return [1 - simulate_job(UNEQUAL_LINKS, f"delay:{delay}", seconds=2000).efficiency for delay in DELAYS]
+
+
+def delay_table() -> Table:
+    heads = ("", *(f"delay:{delay}" for delay in DELAYS))
+    return Table("delay", heads, (("idle", *(f"{100 * share:.1f} %" for share in idle_shares())),))
+
+
+TABLES = (pace_table, dssp_table, delay_table)
+
+
+def page_with_tables(page: str) -> str:
+    """The page, each table between its two marks made anew."""
+    for make in TABLES:
+        table = make()
+        start, end = f"<!-- {table.title} -->\n", f"<!-- end of {table.title} -->"
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        page = f"{before}{start}{table.markdown()}{end}{after}"
+    return page
+
+
+def draw() -> None:
+    from matplotlib.figure import Figure
+
+    from polytempo.report.picture import COLOURS
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    _draw_pace(left, COLOURS)
+    _draw_leads(middle, COLOURS)
+    _draw_idle(right, COLOURS)
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(HERE / "what-a-bound-buys.png", dpi=110, metadata={"Software": None})
+
+
+def _draw_pace(axes: Any, colours: tuple[str, ...]) -> None:
+    for (name, rates), colour in zip(pace().items(), colours, strict=False):
+        axes.plot(range(len(BOUNDS)), rates[1:-1], "o-", color=colour, label=name)
+        axes.axhline(rates[-1], color=colour, linestyle="--", linewidth=0.8)
+        axes.annotate("asp", (len(BOUNDS) - 1, rates[-1]), color=colour, ha="right", va="bottom")
+    axes.set_xticks(range(len(BOUNDS)), [str(bound) for bound in BOUNDS])
+    axes.set_xlabel("bound s of ssp:s")
+    axes.set_ylabel("steps a second and worker")
+    axes.set_ylim(0, 1.2)
+    axes.set_title("A bound absorbs passing stalls,\nnot a worker that is always slow")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_leads(axes: Any, colours: tuple[str, ...]) -> None:
+    for mode, colour in zip(("dssp-paper:3..15", "dssp:3..15", "ssp:3"), colours, strict=False):
+        times, values = zip(*leads(mode, 200), strict=True)
+        axes.step(times, values, where="post", color=colour, label=mode)
+    axes.axhline(15, color="#999999", linestyle="--", linewidth=0.8)
+    axes.annotate("15", (200, 15), ha="right", va="bottom")
+    axes.set_xlabel("simulated seconds")
+    axes.set_ylabel("lead of the fast worker, steps")
+    axes.set_title(f"DSSP as printed has no bound\n(steps of {SPEEDS[0]:g} and {SPEEDS[1]:g} s)")
+    axes.legend(frameon=False)
+
+
+def _draw_idle(axes: Any, colours: tuple[str, ...]) -> None:
+    axes.plot(range(len(DELAYS)), [100 * share for share in idle_shares()], "o-", color=colours[0])
+    axes.set_xticks(range(len(DELAYS)), [str(delay) for delay in DELAYS])
+    axes.set_xlabel("T of delay:T")
+    axes.set_ylabel("idle share of the workers' time, %")
+    axes.set_ylim(0, None)
+    axes.set_title("Bounded delay hides the exchange\n(32 workers on unequal links)")
+
+
+def main() -> None:
+    PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    draw()
+    print(f"written: {PAGE.relative_to(HERE.parents[1])} and {HERE.name}/what-a-bound-buys.png")
+
+
+if __name__ == "__main__":
+    main()

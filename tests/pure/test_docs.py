@@ -1,0 +1,59 @@
+"""The documentation is true: its tables are those its command makes, its claims hold, its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def bounds() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bounds", ROOT / "docs/figures/bounds.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_on_bounds_is_up_to_date(bounds: ModuleType) -> None:
+    page = bounds.PAGE.read_text(encoding="utf-8")
+    assert bounds.page_with_tables(page) == page, "run: make figures"
+
+
+def test_a_bound_settles_at_the_pace_of_the_slow_and_absorbs_stalls(bounds: ModuleType) -> None:
+    slow, stalls = bounds.pace().values()
+    assert all(rate == pytest.approx(1 / 3, rel=0.03) for rate in slow[:-1])  # bsp and every ssp
+    assert slow[-1] == pytest.approx((7 + 1 / 3) / 8, rel=0.01)  # asp
+    assert stalls == sorted(stalls)
+    assert stalls[-2] > 2.5 * stalls[0]
+
+
+def test_printed_dssp_is_unbounded_and_ours_is_not(bounds: ModuleType) -> None:
+    assert max(lead for _, lead in bounds.leads("dssp-paper:3..15", 2000)) > 1000
+    assert max(lead for _, lead in bounds.leads("dssp:3..15", 2000)) == 15
+
+
+def test_idle_falls_from_50_to_2_percent(bounds: ModuleType) -> None:
+    idle = bounds.idle_shares()
+    assert idle == sorted(idle, reverse=True)
+    assert idle[0] == pytest.approx(0.50, abs=0.02)
+    assert idle[-1] == pytest.approx(0.02, abs=0.005)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_shows_the_two_commands_first() -> None:
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:30])
+    assert screen.index("make demo") < screen.index("make test")
