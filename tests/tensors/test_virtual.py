@@ -16,7 +16,7 @@ from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
 from polytempo.simulate.durations import Lognormal
 from polytempo.virtual.data import Shards, as_tensors
-from polytempo.virtual.tasks import digits, fashion_mnist, find_task
+from polytempo.virtual.tasks import FASHION_MNIST, digits, fashion_mnist, find_task
 from polytempo.virtual.train import model_bytes, train_virtually
 from polytempo.virtual.trainee import Trainee
 from polytempo.virtual.versions import Versions
@@ -324,6 +324,16 @@ def test_tasks(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"nonsense")
     with pytest.raises(UsageError, match="not an IDX file"):
         fashion_mnist(folder=tmp_path)
+
+
+@pytest.mark.skipif(not FASHION_MNIST.exists(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_fashion_mnist_learns() -> None:
+    task = fashion_mnist()
+    assert [len(part) for pair in task.data for part in pair] == [60_000, 60_000, 10_000, 10_000]
+    cluster = Cluster(workers=4, batch=64, slow={3: 3.0})
+    optimizer = OPTIMIZERS["sgd"]
+    run = train_virtually(task.model, task.data, task.loss, sync="asp", cluster=cluster, optimizer=optimizer, steps=800)
+    assert run.accuracy > 0.75
 
 
 def _write_idx(path: Path, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,13 +15,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
-from polytempo.cli.settings import Settings, load_experiment, mean_step_time, settle
+from polytempo.cli.settings import Settings, load_experiment, settle
 from polytempo.records.writer import RecordWriter
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import Table, comparison, scaling_table, trained_comparison, verdict
-from polytempo.simulate.budget import Budget
+from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.recording import meta_of
 from polytempo.simulate.run import simulate_job
@@ -29,8 +29,8 @@ from polytempo.simulate.scaling import scaling as measure_scaling
 Option = typer.Option
 Report = Callable[[float], None]
 
-#: A training run is looked at about so often while its fastest worker is busy.
-EVALUATIONS = 60
+#: A training run is evaluated about so often.
+EVALUATIONS = 120
 
 
 def simulate(
@@ -119,7 +119,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     cluster = settings.cluster
     if not cluster.model_bytes:
         cluster = replace(cluster, model_bytes=model_bytes(task.model))
-    every = settings.train.get("evaluate_every") or _evaluate_every(settings, budget)
+    every = settings.train.get("evaluate_every")
     runs = []
     for sync, via in settings.jobs:
         with _Bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
@@ -131,7 +131,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
                 cluster=cluster,
                 via=via,
                 optimizer=optimizer,
-                evaluate_every=every,
+                evaluate_every=every or _evaluate_every(settings, cluster, sync, via, budget),
                 seed=settings.seed,
                 record=recorder.write if recorder else None,
                 progress=report,
@@ -164,15 +164,10 @@ def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, q
         _say(f"picture: {picture}")
 
 
-def _evaluate_every(settings: Settings, budget: dict[str, Any]) -> float:
-    cluster, limits = settings.cluster, Budget(**budget)
-    steps = min(
-        limits.samples / (cluster.batch * cluster.workers),
-        limits.steps / cluster.workers,
-        limits.steps_each,
-        limits.seconds / mean_step_time(cluster),
-    )
-    return max(steps, 1) * mean_step_time(cluster) / EVALUATIONS
+def _evaluate_every(settings: Settings, cluster: Cluster, sync: str, via: str, budget: dict[str, Any]) -> float:
+    """A timing run of the same job costs little and tells how long it will take."""
+    timing = simulate_job(cluster, sync, via=via, seed=settings.seed, **budget)
+    return timing.seconds / EVALUATIONS
 
 
 # Words and files.
@@ -207,12 +202,8 @@ def _machines(settings: Settings) -> str:
 
 
 def _print(table: Table) -> None:
-    shown = RichTable(title=table.title, title_justify="left")
-    for index, head in enumerate(table.heads):
-        shown.add_column(head, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    for row in table.rows:
-        shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(shown)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
+    _say(f"{table.text(width)}\n")
 
 
 def _say(text: str) -> None:

@@ -25,7 +25,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads and rows; the first column is a name, the others are numbers."""
+    """A title, column heads (of two lines) and rows; the first column is a name, the others are numbers."""
 
     title: str
     heads: tuple[str, ...]
@@ -33,29 +33,57 @@ class Table:
 
     def markdown(self) -> str:
         """As a Markdown table."""
+        heads = [head.replace("\n", " ").strip() for head in self.heads]
         align = ("---", *("---:" for _ in self.heads[1:]))
-        lines = [self.heads, align, *self.rows]
+        lines = [heads, align, *self.rows]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+    def text(self, width: int) -> str:
+        """For a terminal of so many columns; those that do not fit are left out, the last first, and it says so."""
+        columns = [[*_two_lines(head), *cells] for head, *cells in zip(self.heads, *self.rows, strict=True)]
+        wide = [max(map(len, column)) for column in columns]
+        fit = len(wide)
+        while fit > 2 and sum(wide[:fit]) + 2 * (fit - 1) > width:
+            fit -= 1
+        lines = [
+            "  ".join(
+                cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(cells, wide, strict=True)) if n < fit
+            )
+            for cells in zip(*columns, strict=True)
+        ]
+        lines.insert(2, "-" * len(lines[0]))
+        left_out = [head.replace("\n", " ").strip() for head in self.heads[fit:]]
+        more = [f"(a wider terminal, or --json, also has: {', '.join(left_out)})"] if left_out else []
+        return "\n".join([self.title, "", *(line.rstrip() for line in lines), *more])
+
+
+def _two_lines(head: str) -> tuple[str, str]:
+    first, _, second = head.rpartition("\n")
+    return first, second
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}"
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g} s"
+    return "-" if value is None else f"{value:.4g}"
 
 
 _COLUMNS: dict[str, Callable[[Outcome], str]] = {
-    "simulated time": lambda o: _seconds(o.seconds),
-    "samples/s": lambda o: f"{o.samples_per_second:.4g}",
-    "efficiency": lambda o: _percent(o.efficiency),
-    "waiting": lambda o: _percent(o.waiting),
-    "sending": lambda o: _percent(o.communicating),
-    "staleness mean": lambda o: f"{o.staleness_mean:.2f}",
-    "max": lambda o: f"{o.staleness_max}",
-    "largest lead": lambda o: f"{o.max_lead}",
+    "time\n(s)": lambda o: _seconds(o.seconds),
+    "samples\n/s": lambda o: f"{o.samples_per_second:.4g}",
+    "efficient\n(%)": lambda o: _percent(o.efficiency),
+    "waiting\n(%)": lambda o: _percent(o.waiting),
+    "sending\n(%)": lambda o: _percent(o.communicating),
+    "discarded\npushes": lambda o: f"{o.discarded}",
+    "stale\nmean": lambda o: f"{o.staleness_mean:.2f}",
+    "\nmax": lambda o: f"{o.staleness_max}",
+    "lead\nmax": lambda o: f"{o.max_lead}",
 }
+
+#: Columns that say nothing when they are zero in every row.
+_MAY_BE_LEFT_OUT = {"sending\n(%)": "0.0", "discarded\npushes": "0"}
 
 
 def mode_name(outcome: Outcome) -> str:
@@ -65,17 +93,16 @@ def mode_name(outcome: Outcome) -> str:
 
 def comparison(outcomes: Sequence[Outcome], title: str) -> Table:
     """Timing alone."""
-    columns = dict(_COLUMNS)
-    if any(o.discarded for o in outcomes):
-        columns["discarded"] = lambda o: f"{o.discarded}"
-    rows = tuple((mode_name(o), *(show(o) for show in columns.values())) for o in outcomes)
-    return Table(title, ("mode", *columns), rows)
+    cells = {head: [show(o) for o in outcomes] for head, show in _COLUMNS.items()}
+    shown = {head: column for head, column in cells.items() if set(column) != {_MAY_BE_LEFT_OUT.get(head)}}
+    names = [mode_name(o) for o in outcomes]
+    return Table(title, ("mode", *shown), tuple(zip(names, *shown.values(), strict=True)))
 
 
 def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> Table:
     """Timing, and what it was worth."""
     timing = comparison([run.outcome for run in runs], title)
-    heads = (timing.heads[0], f"time to {100 * target:g} %", "accuracy", *timing.heads[1:])
+    heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
     rows = tuple(
         (row[0], _seconds(run.time_to(target)), _percent(run.accuracy), *row[1:])
         for row, run in zip(timing.rows, runs, strict=True)
@@ -91,11 +118,11 @@ def scaling_table(series: Sequence[Series], title: str) -> Table:
         (one.name, *(_cell(one.points[n - 1].samples_per_second, one.points[n - 1].efficiency) for n in sizes))
         for one in series
     )
-    return Table(title, ("samples/s (efficiency)", *(f"n = {n}" for n in sizes)), rows)
+    return Table(title, ("samples/s\n(efficiency)", *(f"n = {n}" for n in sizes)), rows)
 
 
 def _cell(throughput: float, efficiency: float) -> str:
-    return f"{throughput:.4g} ({100 * efficiency:.0f} %)"
+    return f"{throughput:.3g} ({100 * efficiency:.0f} %)"
 
 
 def verdict(runs: Sequence[Trained], target: float) -> str:
@@ -104,8 +131,8 @@ def verdict(runs: Sequence[Trained], target: float) -> str:
     there = sorted((time, name) for name, time in times.items() if time is not None)
     if not there:
         best = max(runs, key=lambda run: run.accuracy)
-        return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, ends at {_percent(best.accuracy)}"
+        return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, ends at {_percent(best.accuracy)} %"
     first, name = there[0]
     others = [f"{other} takes {time / first:.2f}x as long" for time, other in there[1:]]
     never = [f"{other} does not get there" for other, time in times.items() if time is None]
-    return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)}", *others, *never])
+    return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *never])

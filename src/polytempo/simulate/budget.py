@@ -24,6 +24,6 @@ class Budget:
         if min(limits) == math.inf:
             raise UsageError("a run needs an end: give seconds, steps, samples or steps_each")
 
-    def used(self, now: float, steps: int, samples: int, workers: int) -> float:
+    def used(self, now: float, steps: int, samples: float, workers: int) -> float:
         """The share of the budget that is used up."""
         return max(now / self.seconds, steps / self.steps, samples / self.samples, steps / (self.steps_each * workers))

@@ -14,7 +14,8 @@ Weights are read at the moment the release is decided: an answer carries all upd
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from polytempo.errors import StuckError
@@ -32,8 +33,8 @@ COMPUTED, ARRIVED, ANSWERED, JOIN, LEAVE, CRASH, NOTICE, WAKE, OBSERVE = range(9
 
 ANY_LIFE = -1
 
-#: How many events pass between two calls of the progress function.
-PROGRESS_EVERY = 8192
+#: How many events pass between two calls of the progress function, in plain runs and beside training.
+PROGRESS_EVERY = (8192, 64)
 
 Entry = tuple[float, int, int, Worker, int, int, int]
 
@@ -79,8 +80,9 @@ class Engine:
         self._steps_each = budget.steps_each
         self._heap: list[Entry] = []
         self._order = 0
+        self._counts = min(budget.steps, budget.samples) < math.inf
         self._steps = 0
-        self._samples = 0
+        self._samples = 0.0
         self._stopped = False
         policy.explains = record is not None
 
@@ -103,7 +105,7 @@ class Engine:
             self._observe,
         )
         heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
-        count = 0
+        count, every = 0, PROGRESS_EVERY[self._trainee is not None]
         while heap and not self._stopped:
             now, _, what, worker, life, step, version = pop(heap)
             if now > limit:
@@ -115,8 +117,8 @@ class Engine:
             elif self._trainee and version != NO_WEIGHTS:
                 self._trainee.drop(version)
             count += 1
-            if progress and count % PROGRESS_EVERY == 0:
-                progress(self._budget.used(self.now, self._steps, self._samples, len(self.workers)))
+            if progress and count % every == 0:
+                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._samples, len(self.workers)))
         self._finish()
 
     def _finish(self) -> None:
@@ -174,11 +176,7 @@ class Engine:
 
     def _pushed(self, now: float, worker: Worker, step: int, version: int) -> None:
         worker.used = version
-        push = Pushed(worker.rank, step, worker.batch)
-        if self._record is None:
-            self._carry_out(self._policy.handle(push, now), now)
-        else:
-            self._feed(push, now)
+        self._feed(Pushed(worker.rank, step, worker.batch), now)
         if worker.leaving:
             self._leave(now, worker)
 
@@ -257,18 +255,30 @@ class Engine:
     # The policy, and what it orders.
 
     def _feed(self, event: Event, now: float) -> None:
-        """Hand an event to the policy, and record it."""
+        """Hand an event to the policy, record it, and do what is ordered."""
         actions = self._policy.handle(event, now)
-        if self._record is not None and (line := event_line(event, now)) is not None:
-            self._record(line)
+        if self._record is not None:
+            for line in self._lines(event, actions, now):
+                self._record(line)
         self._carry_out(actions, now)
+
+    def _lines(self, event: Event, actions: list[Action], now: float) -> Iterator[Line]:
+        version = self.updates
+        if (line := event_line(event, now)) is not None:
+            yield line
+        for action in actions:
+            if isinstance(action, Apply):
+                staleness = [version - self.workers[push.worker].used for push in action.pushes]
+                version += 1
+                for server in range(self._cluster.servers.shards):
+                    yield apply_line(action, now, server, version, staleness)
+            elif (line := action_line(action, now)) is not None:
+                yield line
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
         together = 0
         answers: dict[Worker, int] = {}
         for action in actions:
-            if self._record is not None and (line := action_line(action, now)) is not None:
-                self._record(line)
             if isinstance(action, Release):
                 self._release(action, now, answers)
             elif isinstance(action, Apply):
@@ -311,33 +321,28 @@ class Engine:
         return self.updates
 
     def _apply(self, apply: Apply, now: float) -> None:
-        version = self.updates
+        version, workers = self.updates, self.workers
         for push in apply.pushes:
-            worker = self.workers[push.worker]
+            worker = workers[push.worker]
             stale = version - worker.used
             worker.steps += 1
             worker.staleness_sum += stale
             if stale > worker.staleness_max:
                 worker.staleness_max = stale
-            self._samples += worker.batch
-        self._steps += len(apply.pushes)
-        if self._trainee or self._record:
-            self._show(apply, now)
+        if self._trainee:
+            used = [workers[push.worker].used for push in apply.pushes]
+            self._trainee.apply(apply.pushes, used, apply.rate)
         self.updates = version + 1
         if self._route is not None:
             self._route.applied(now)
-        if self._steps >= self._budget.steps or self._samples >= self._budget.samples:
-            self._stopped = True
+        if self._counts:
+            self._count(apply)
 
-    def _show(self, apply: Apply, now: float) -> None:
-        """Tell the trainee and the record of an update."""
-        used = [self.workers[push.worker].used for push in apply.pushes]
-        if self._trainee:
-            self._trainee.apply(apply.pushes, used, apply.rate)
-        if self._record:
-            staleness = [self.updates - version for version in used]
-            for server in range(self._cluster.servers.shards):
-                self._record(apply_line(apply, now, server, self.updates + 1, staleness))
+    def _count(self, apply: Apply) -> None:
+        """Charge the budget of the whole job."""
+        self._steps += len(apply.pushes)
+        self._samples += sum(push.samples for push in apply.pushes)
+        self._stopped = self._steps >= self._budget.steps or self._samples >= self._budget.samples
 
     def _drop(self, worker: Worker) -> None:
         worker.discarded += 1

@@ -48,7 +48,12 @@ def fashion_mnist(seed: int = 0, folder: Path = FASHION_MNIST) -> Task:
     train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
     test = _idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte")
     return Task(
-        _perceptron([784, 128, 10], seed), (train, test), nn.functional.cross_entropy, lr=0.05, target=0.85, steps=2400
+        _perceptron([784, 128, 10], seed),
+        (train, test),
+        nn.functional.cross_entropy,
+        lr=0.2,
+        target=0.87,
+        steps=1600,
     )
 
 
@@ -72,7 +77,7 @@ def _perceptron(widths: list[int], seed: int) -> nn.Module:
 
 
 def _idx_images(folder: Path, name: str) -> torch.Tensor:
-    return torch.tensor(_idx(folder, name), dtype=torch.float32).flatten(1) / 255
+    return (torch.tensor(_idx(folder, name), dtype=torch.float32).flatten(1) / 255 - 0.286) / 0.353  # mean 0, deviation 1
 
 
 def _idx_labels(folder: Path, name: str) -> torch.Tensor:
