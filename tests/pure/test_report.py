@@ -1,0 +1,79 @@
+"""Tables and sentences: they fit, and they say what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from clusters import STRAGGLER
+
+from polytempo.errors import UsageError
+from polytempo.report.picture import check_picture
+from polytempo.report.table import comparison, scaling_table, trained_comparison, verdict
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.outcome import Outcome
+from polytempo.simulate.run import simulate_job
+from polytempo.simulate.scaling import scaling
+
+OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
+
+
+@dataclass(frozen=True)
+class Run:
+    outcome: Outcome
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def accuracy(self) -> float:
+        return self.curve[-1][1]
+
+    def time_to(self, target: float) -> float | None:
+        return next((t for t, a in self.curve if a >= target), None)
+
+
+RUNS = [
+    Run(OUTCOMES[0], ((0.0, 0.1), (10.0, 0.9))),
+    Run(OUTCOMES[2], ((0.0, 0.1), (4.0, 0.9))),
+    Run(OUTCOMES[3], ((0.0, 0.1), (2.0, 0.5))),
+]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_a_table_fits_its_terminal_and_says_what_it_left_out(width: int) -> None:
+    table = comparison(OUTCOMES, "four workers")
+    lines = table.text(width).splitlines()
+    grid = [line for line in lines if not line.startswith("(")]
+    assert max(map(len, grid)) <= width
+    assert ("(a wider terminal" in lines[-1]) == (width < 80)
+    assert [line.split()[0] for line in grid[-4:]] == ["bsp", "bsp+backup:1", "ssp:3", "asp"]
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    assert "sending (%)" not in comparison(OUTCOMES, "").markdown()
+    assert "discarded pushes" in comparison(OUTCOMES, "").markdown()
+    assert "discarded pushes" not in comparison(OUTCOMES[2:], "").markdown()
+
+
+def test_markdown_has_one_row_a_mode() -> None:
+    lines = comparison(OUTCOMES, "").markdown().splitlines()
+    assert len(lines) == 2 + len(OUTCOMES)
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_verdict_names_the_first_and_those_who_never_get_there() -> None:
+    assert verdict(RUNS, 0.9) == "ssp:3 reaches 90 % first, after 4 s; bsp takes 2.50x as long; asp does not get there"
+    assert verdict(RUNS, 0.95) == "none reaches 95 %; the best, bsp, ends at 90.0 %"
+    rows = trained_comparison(RUNS, 0.9, "").rows
+    assert [row[:3] for row in rows] == [("bsp", "10", "90.0"), ("ssp:3", "4", "90.0"), ("asp", "-", "50.0")]
+
+
+def test_scaling_shows_powers_of_two() -> None:
+    table = scaling_table(scaling(Cluster(), most=20, shards=(1,), steps_each=2), "")
+    assert table.heads[1:] == ("n = 1", "n = 2", "n = 4", "n = 8", "n = 16", "n = 20")
+    assert [row[0] for row in table.rows] == ["1 shard", "ring"]
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_first() -> None:
+    with pytest.raises(UsageError, match=r"\.png, \.svg, \.pdf"):
+        check_picture(Path("x.docx"))
