@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from polytempo.errors import PolytempoError as PolytempoError
     from polytempo.errors import UsageError as UsageError
     from polytempo.simulate.cluster import Cluster as Cluster
+    from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.sync.spec import parse_spec as parse_spec
     from polytempo.virtual.train import train_virtually as train_virtually
@@ -25,12 +26,22 @@ _WHERE = {
     "PolytempoError": "polytempo.errors",
     "UsageError": "polytempo.errors",
     "Cluster": "polytempo.simulate.cluster",
+    "cluster_from": "polytempo.simulate.description",
     "simulate_job": "polytempo.simulate.run",
     "parse_spec": "polytempo.sync.spec",
     "train_virtually": "polytempo.virtual.train",
 }
 
-__all__ = ["Cluster", "PolytempoError", "UsageError", "__version__", "parse_spec", "simulate_job", "train_virtually"]
+__all__ = [
+    "Cluster",
+    "PolytempoError",
+    "UsageError",
+    "__version__",
+    "cluster_from",
+    "parse_spec",
+    "simulate_job",
+    "train_virtually",
+]
 
 
 def __getattr__(name: str) -> Any:

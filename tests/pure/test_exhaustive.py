@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from driving import Job
 
-from polytempo.sync.actions import Action, Apply, Discard, Hold, Release
+from polytempo.sync.actions import Action, Apply, Discard, Release
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.eager import Eager
 from polytempo.sync.policy import Policy
@@ -51,6 +51,7 @@ class World:
     job: Job
     may_leave: bool = True
     may_join: bool = True
+    left: frozenset[int] = frozenset()
     moves: int = 0
 
     def possible(self) -> Iterator[Move]:
@@ -69,7 +70,10 @@ class World:
     def after(self, move: Move) -> tuple[World, list[Action]]:
         """The world after a move, and what was ordered on it."""
         kind, worker = move
-        twin = World(self.job.fork(), self.may_leave and kind != "die", self.may_join and kind != "join", self.moves + 1)
+        left = self.left | {worker} if kind in ("die", "finish") else self.left
+        twin = World(
+            self.job.fork(), self.may_leave and kind != "die", self.may_join and kind != "join", left, self.moves + 1
+        )
         now = 1 - 0.5**self.moves  # time passes, and so that nobody ever seems overdue
         if kind == "push":
             return twin, twin.job.push(worker, now)
@@ -81,21 +85,28 @@ class World:
         """What tells this state from others."""
         job = self.job
         workers = [sorted(table.items()) for table in (job.steps, job.released, job.held)]
-        return snapshot([workers, sorted(job.awaited), self.may_leave, self.may_join, job.policy])
+        comers = self.left if self.may_join else self.left & job.steps.keys()
+        return snapshot([workers, sorted(job.awaited), self.may_leave, self.may_join, job.policy], comers)
 
 
-def snapshot(value: Any) -> Any:
-    """A policy's memory as a value that can be compared, whatever it is made of; moments and functions are left out."""
+def snapshot(value: Any, comers: set[int]) -> Any:
+    """A policy's memory as a value that can be compared, whatever it is made of; moments and functions are left out.
+
+    Of the names in queues only those of `comers` count, who left and may be back: a worker goes forward only, so where else
+    one has been cannot matter any more, and where it is now stands elsewhere.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) or callable(value):
         return None
     if isinstance(value, dict):
-        return tuple((key, snapshot(value[key])) for key in sorted(value))
-    if isinstance(value, list | tuple | set | deque):
-        return tuple(snapshot(part) for part in (sorted(value) if isinstance(value, deque | set) else value))
+        return tuple((key, snapshot(value[key], comers)) for key in sorted(value))
+    if isinstance(value, deque):
+        return tuple(sorted(name for name in value if name in comers))
+    if isinstance(value, list | tuple | set):
+        return tuple(snapshot(part, comers) for part in (sorted(value) if isinstance(value, set) else value))
     names = getattr(value, "__slots__", None) or value.__dict__
-    return tuple(snapshot(getattr(value, name)) for name in names)
+    return tuple(snapshot(getattr(value, name), comers) for name in names)
 
 
 @dataclass

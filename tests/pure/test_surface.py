@@ -21,6 +21,7 @@ def test_public_names() -> None:
         "PolytempoError",
         "UsageError",
         "__version__",
+        "cluster_from",
         "parse_spec",
         "simulate_job",
         "train_virtually",

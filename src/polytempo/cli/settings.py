@@ -14,7 +14,7 @@ from polytempo.errors import ClusterError, UsageError
 from polytempo.simulate.budget import Budget
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
 from polytempo.simulate.description import Experiment, experiment_from
-from polytempo.simulate.durations import Constant, Lognormal
+from polytempo.simulate.durations import Constant, Lognormal, as_duration
 from polytempo.simulate.run import resolve_via
 from polytempo.simulate.units import parse_factors, parse_rate, parse_seconds, parse_size
 from polytempo.sync.spec import parse_spec
@@ -67,7 +67,7 @@ def settle(experiment: Experiment, flags: Mapping[str, Any]) -> Settings:
 
 def mean_step_time(cluster: Cluster) -> float:
     """Seconds of a step on a worker that is not slow, on average."""
-    draws = cluster.step_time.draw(Random(0), 0, 64)
+    draws = as_duration(cluster.step_time).draw(Random(0), 0, 64)
     return sum(draws) / len(draws)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.durations import Constant, Duration
+from polytempo.simulate.durations import Duration, as_duration
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Cluster:
     """Everything a simulation needs to know about the machines."""
 
     workers: int = 4
-    step_time: Duration = field(default_factory=lambda: Constant(1.0))
+    step_time: Duration | float = 1.0
     slow: Mapping[int, float] = field(default_factory=dict)  #: rank to factor
-    step_times: Mapping[int, Duration] = field(default_factory=dict)  #: rank to a step time of its own
+    step_times: Mapping[int, Duration | float] = field(default_factory=dict)  #: rank to a step time of its own
     batch: int = 32  #: samples a step
     batches: Mapping[int, int] = field(default_factory=dict)  #: rank to a batch of its own
     hiccup: Hiccup | None = None
@@ -116,7 +116,12 @@ class Cluster:
         """All ranks that ever take part."""
         return range(max([self.workers - 1, *(join.worker for join in self.joins)]) + 1)
 
+    def duration(self, rank: int) -> Duration:
+        """How long a rank's steps take, before its factor."""
+        return as_duration(self.step_times.get(rank, self.step_time))
+
     def _check_positive(self) -> None:
+        as_duration(self.step_time)
         for rank, factor in self.slow.items():
             if not factor > 0:
                 raise ClusterError(f"expected a slow-down above 0 for worker {rank}, got {factor}")

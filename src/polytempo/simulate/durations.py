@@ -98,6 +98,11 @@ class Trace:
         return [self.seconds[(first + step) % len(self.seconds)] for step in range(count)]
 
 
+def as_duration(value: Duration | float) -> Duration:
+    """Plain seconds are constant."""
+    return Constant(float(value)) if isinstance(value, int | float) else value
+
+
 def stretched(start: float, seconds: float, stalls: list[tuple[float, float]]) -> float:
     """When work of `seconds` that begins at `start` is done, if nothing is done during `stalls` (from, to), sorted."""
     end = start + seconds

@@ -90,9 +90,8 @@ class Worker:
         """Draw the times of the next steps. Each block has a generator of its own: modes meet the same times."""
         cluster, rank = self.cluster, self.rank
         random = Random(f"{self.seed}/{rank}/{self.drawn}")
-        duration = cluster.step_times.get(rank, cluster.step_time)
         factor = cluster.slow.get(rank, 1.0)
-        times = [factor * seconds for seconds in duration.draw(random, self.drawn, BLOCK)]
+        times = [factor * seconds for seconds in cluster.duration(rank).draw(random, self.drawn, BLOCK)]
         if cluster.hiccup is not None:
             hiccup = cluster.hiccup
             times = [t + (hiccup.seconds if random.random() < hiccup.probability else 0.0) for t in times]
