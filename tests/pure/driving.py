@@ -57,8 +57,12 @@ class Job:
     def fork(self) -> Job:
         """The same job once more, to try something out; its record begins anew."""
         twin = copy.copy(self)
+        twin.policy = copy.deepcopy(self.policy)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | set | list):
+                setattr(twin, name, copy.copy(value))
         twin.history, twin.lines = [], []
-        return copy.deepcopy(twin)
+        return twin
 
     # What can happen.
 

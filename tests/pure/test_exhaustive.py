@@ -21,6 +21,7 @@ from driving import Job
 from polytempo.sync.actions import Action, Apply, Discard, Release
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.eager import Eager
+from polytempo.sync.events import Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
 
@@ -85,28 +86,38 @@ class World:
         """What tells this state from others."""
         job = self.job
         workers = [sorted(table.items()) for table in (job.steps, job.released, job.held)]
+        at_slowest = {worker for worker, step in job.steps.items() if step == job.slowest()}
         comers = self.left if self.may_join else self.left & job.steps.keys()
-        return snapshot([workers, sorted(job.awaited), self.may_leave, self.may_join, job.policy], comers)
+        return snapshot([workers, sorted(job.awaited), self.may_leave, self.may_join, job.policy], at_slowest | comers)
 
 
-def snapshot(value: Any, comers: set[int]) -> Any:
+def snapshot(value: Any, relevant: set[int]) -> Any:
     """A policy's memory as a value that can be compared, whatever it is made of; moments and functions are left out.
 
-    Of the names in queues only those of `comers` count, who left and may be back: a worker goes forward only, so where else
-    one has been cannot matter any more, and where it is now stands elsewhere.
+    Of the names in queues only some are `relevant`: of the slowest, and of those who left and may be back. A worker goes
+    forward only, so where another has been cannot matter any more, and where it is now stands elsewhere.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) or callable(value):
         return None
+    if isinstance(value, Pushed):
+        return value.worker, value.step  # not its number
     if isinstance(value, dict):
-        return tuple((key, snapshot(value[key], comers)) for key in sorted(value))
+        return tuple((key, snapshot(value[key], relevant)) for key in sorted(value))
     if isinstance(value, deque):
-        return tuple(sorted(name for name in value if name in comers))
+        return tuple(sorted(name for name in value if name in relevant))
+    if is_heap(value):
+        return tuple(name for _, name in sorted(value) if name in relevant)
     if isinstance(value, list | tuple | set):
-        return tuple(snapshot(part, comers) for part in (sorted(value) if isinstance(value, set) else value))
+        return tuple(snapshot(part, relevant) for part in (sorted(value) if isinstance(value, set) else value))
     names = getattr(value, "__slots__", None) or value.__dict__
-    return tuple(snapshot(getattr(value, name), comers) for name in names)
+    return tuple(snapshot(getattr(value, name), relevant) for name in names)
+
+
+def is_heap(value: Any) -> bool:
+    """Names in order of moments."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], tuple) and isinstance(value[0][0], float)
 
 
 @dataclass

@@ -122,7 +122,7 @@ class Engine:
         self._finish()
 
     def _finish(self) -> None:
-        if not self._stopped and self._policy.progress.pushed:
+        if not self._stopped and self._policy.members:
             raise StuckError(self._who_waits())
         for worker in self.workers:
             if worker.alive:
@@ -226,7 +226,7 @@ class Engine:
     def _join(self, now: float, worker: Worker, step: int, version: int) -> None:
         if worker.alive:
             return
-        if worker.rank in self._policy.progress.pushed:  # its crash was not noticed before it came back
+        if worker.rank in self._policy.members:  # its crash was not noticed before it came back
             self._feed(Left(worker.rank, "lost"), now)
         worker.join(now)
         self._feed(Joined(worker.rank), now)
@@ -363,7 +363,7 @@ class Engine:
         holds = self._policy.holds()
         waits = "; ".join(_wait_text(hold) for hold in holds[:NAMED_AT_MOST]) or "nobody is held"
         more = f" and {len(holds) - NAMED_AT_MOST} more wait" if len(holds) > NAMED_AT_MOST else ""
-        gone = [rank for rank in self._policy.progress.pushed if not self.workers[rank].alive]
+        gone = [rank for rank in self._policy.members if not self.workers[rank].alive]
         crashed = f"; crashed and not noticed: {', '.join(map(str, gone[:NAMED_AT_MOST]))}" if gone else ""
         return f"nothing can happen after {self.now:g} s: {waits}{more}{crashed}"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import KeysView
 from itertools import islice
 
 from polytempo.errors import OrderError, UsageError
@@ -43,6 +44,11 @@ class Policy(ABC):
         if type(event) is Left:
             return self._left(event.worker, now)
         return self._ticked(now)
+
+    @property
+    def members(self) -> KeysView[int]:
+        """The active workers."""
+        return self.progress.pushed.keys()
 
     def holds(self) -> list[Hold]:
         """Everybody who is held now, with the reason as of now."""
