@@ -32,9 +32,10 @@ figures: $(INSTALLED)
 	$(BIN)/polytempo simulate --scaling --bandwidth 1Gb/s --model 100MB --step-time 250ms --picture docs/figures/scaling.png
 
 $(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[plots,dev]'
-	touch $@
+	@echo "installing into .venv: a minute or two, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[plots,dev]'
+	@touch $@
 
 clean:
 	rm -rf .venv out

@@ -81,8 +81,8 @@ def train_virtually(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         trainee = Trainee(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer)
-        curve: list[tuple[float, float]] = []
-        trainee.observers.append(lambda now: curve.append((now, _evaluate(trainee, test, metric))))
+        curve: dict[float, float] = {}  # of several looks in one moment the last counts
+        trainee.observers.append(lambda now: curve.update({now: _evaluate(trainee, test, metric)}))
         outcome = simulate_job(
             cluster,
             sync,
@@ -94,7 +94,7 @@ def train_virtually(
             progress=progress,
             **budget,
         )
-    return TrainingRun(outcome, tuple(curve), trainee.evaluable())
+    return TrainingRun(outcome, tuple(curve.items()), trainee.evaluable())
 
 
 def model_bytes(model: nn.Module) -> float:
