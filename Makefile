@@ -11,13 +11,13 @@ demo: $(INSTALLED)
 	$(BIN)/polytempo $(DEMO) --picture out/demo/accuracy.png --json out/demo/results.json
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/pure
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "not long" tests/pure
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

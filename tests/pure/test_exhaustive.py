@@ -251,29 +251,33 @@ CASES = [
     Case("ssp:1", 2300, 1, lambda c, low: c - low <= 1),
     Case("ssp:2", 3800, 2, lambda c, low: c - low <= 2),
     Case("every:2", 1600, 1, lambda c, low: c // 2 <= low // 2),
-    Case("delay:1", 2000, 5, lambda c, low: True, sizes=(Size(1), Size(2), Size(3, steps=3))),
-    Case(
-        "dssp:0..2",
-        7000,
-        2,
-        free=lambda c, low: c - low <= 0,
-        allowed=lambda c, low: c - low <= 2,
-        answers=(0, 1, 9),
-        sizes=(Size(1), Size(2), Size(3, join=False)),
-    ),
-    Case(
-        "dssp:1..2",
-        4500,
-        2,
-        free=lambda c, low: c - low <= 1,
-        allowed=lambda c, low: c - low <= 2,
-        answers=(0, 1, 9),
-        sizes=(Size(1), Size(2), Size(3, join=False)),
-    ),
+    Case("delay:1", 6000, 5, lambda c, low: True),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.sync)
+def dssp(lower: int, upper: int, states: int, largest: Size) -> Case:
+    """Any forecast at any moment: none, one step, more than allowed."""
+    return Case(
+        f"dssp:{lower}..{upper}",
+        states,
+        upper,
+        free=lambda c, low: c - low <= lower,
+        allowed=lambda c, low: c - low <= upper,
+        answers=(0, 1, 9),
+        sizes=(Size(1), Size(2), largest),
+    )
+
+
+CASES += [dssp(0, 2, 7000, Size(3, join=False)), dssp(1, 2, 4000, Size(3, join=False))]
+
+#: The whole of it takes minutes: `make test` walks it, `make check` does not.
+WHOLE = [
+    pytest.param(dssp(0, 2, 40_000, Size(3)), marks=pytest.mark.long, id="dssp:0..2, whole"),
+    pytest.param(dssp(1, 2, 20_000, Size(3)), marks=pytest.mark.long, id="dssp:1..2, whole"),
+]
+
+
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync) for case in CASES), *WHOLE])
 def test_all_orders_of_a_small_job(case: Case, record_property: Callable[[str, object], None]) -> None:
     findings = Findings()
     for size in case.sizes:

@@ -103,11 +103,14 @@ class Barrier(Policy):
         if first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)
-        name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
-        return (
-            f"hyper-parameters differ: {name} is {ours.get(name)} at worker {push.worker} "
-            f"and {theirs.get(name)} at worker {first.worker}; a barrier mode needs them equal"
-        )
+        for name in {**theirs, **ours}:
+            here, there = ours.get(name, "not given"), theirs.get(name, "not given")
+            if here != there:
+                return (
+                    f"hyper-parameters differ: {name} is {here} at worker {push.worker} and {there} at worker "
+                    f"{first.worker}; a barrier mode needs them equal"
+                )
+        return ""
 
 
 BSP = Mode("bsp", "bsp", "barrier each step, mean over workers", lambda workers: Barrier(workers), barrier=True)

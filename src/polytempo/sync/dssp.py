@@ -72,8 +72,12 @@ class Forecaster:
             return 0
         return self._forecast(last, interval, slow_last, slow_interval, most)
 
+    def welcome(self, worker: int) -> None:
+        """Somebody came to the slowest step of whom nothing is known."""
+        self._slowest_step = -1
+
     def _slowest_worker(self, progress: Progress) -> int:
-        # Nobody but a joiner can come to the slowest step once it is the slowest, so the heap is filled once a step.
+        # Nobody but a newcomer can come to the slowest step once it is the slowest, so the heap is filled once a step.
         if self._slowest_step != progress.slowest:
             self._slowest_step = progress.slowest
             self._slowest = [(-self._expected(worker), worker) for worker in progress.at_slowest()]
@@ -112,7 +116,8 @@ class DynamicBound(Gate):
         if credit == 0:
             granted = self._forecaster.ask(worker, progress, now, self.upper - self.lower)
             credit = min(granted, self.upper + 1 - lead)
-        self._credit[worker] = max(credit - 1, 0)
+        if credit:
+            self._credit[worker] = credit - 1
         return credit > 0
 
     def reason(self, step: int, slowest: int, first: int) -> str:
@@ -120,6 +125,9 @@ class DynamicBound(Gate):
 
     def observe(self, worker: int, step: int, started: float, now: float) -> None:
         self._forecaster.pushes[worker] = (now, now - started)
+
+    def welcome(self, worker: int) -> None:
+        self._forecaster.welcome(worker)
 
     def forget(self, worker: int) -> None:
         self._forecaster.pushes.pop(worker, None)

@@ -31,7 +31,6 @@ class PrintedBound(Gate):
         self.lower = lower
         self.upper = upper
         self._forecaster = Forecaster()
-        self._last: dict[int, float] = {}
         self._credit: dict[int, int] = {}
 
     def required(self, step: int) -> int:
@@ -46,20 +45,23 @@ class PrintedBound(Gate):
             return True
         if step < progress.fastest:
             return False
-        self._credit[worker] = self._forecaster.ask(worker, progress, now, self.upper - self.lower)
-        return self._credit[worker] > 0
+        granted = self._forecaster.ask(worker, progress, now, self.upper - self.lower)
+        if granted:
+            self._credit[worker] = granted
+        return granted > 0
 
     def reason(self, step: int, slowest: int, first: int) -> str:
         return f"{step - slowest} ahead of worker {first}, bound {self.lower} for all but the fastest"
 
     def observe(self, worker: int, step: int, started: float, now: float) -> None:
-        if worker in self._last:
-            self._forecaster.pushes[worker] = (now, now - self._last[worker])
-        self._last[worker] = now
+        last = self._forecaster.pushes.get(worker)
+        self._forecaster.pushes[worker] = (now, now - last[0] if last else 0.0)  # 0: not known yet, so no forecast
+
+    def welcome(self, worker: int) -> None:
+        self._forecaster.welcome(worker)
 
     def forget(self, worker: int) -> None:
         self._forecaster.pushes.pop(worker, None)
-        self._last.pop(worker, None)
         self._credit.pop(worker, None)
 
 

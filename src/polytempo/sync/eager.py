@@ -43,6 +43,9 @@ class Gate(ABC):
     def observe(self, worker: int, step: int, started: float, now: float) -> None:
         """A worker that was released for `step` at `started` pushed it at `now`."""
 
+    def welcome(self, worker: int) -> None:
+        """A worker takes its first step."""
+
     def forget(self, worker: int) -> None:
         """A worker is gone."""
 
@@ -96,6 +99,7 @@ class Eager(Policy):
 
     def _started(self, worker: int, step: int, now: float) -> list[Action]:
         self._released_at[worker] = now
+        self.gate.welcome(worker)
         return super()._started(worker, step, now)
 
     def _freed(self, worker: int, now: float) -> list[Action]:

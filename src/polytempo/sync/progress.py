@@ -40,6 +40,8 @@ class Progress:
         if worker in self._left:  # what it left behind in an earlier life must not count
             for bucket in self._at.values():
                 bucket.order = deque(other for other in bucket.order if other != worker)
+        if not self._at:  # nobody else is there
+            self.slowest = self.fastest = step
         self.pushed[worker] = step
         there = self._at.setdefault(step, Bucket())
         there.size += 1

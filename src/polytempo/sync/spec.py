@@ -99,4 +99,5 @@ def _unknown(text: str, name: str, rest: str) -> str:
     if name in PLANNED:
         return f"synchronisation mode {name!r} is planned but not available yet; known: {known}"
     near = nearest(name.lower(), MODES)
-    return f"unknown synchronisation mode {text!r}{near + rest if near else ''}; known: {known}"
+    fix = near + rest if near and rest.isprintable() else near
+    return f"unknown synchronisation mode {text!r}{fix}; known: {known}"

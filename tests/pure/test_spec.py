@@ -1,0 +1,236 @@
+"""The words users type: the good ones build what they say, the bad ones are refused in one line that helps."""
+
+from __future__ import annotations
+
+import pytest
+
+from polytempo.errors import SpecError
+from polytempo.sync.asp import Open
+from polytempo.sync.barrier import Barrier
+from polytempo.sync.delay import Delay
+from polytempo.sync.dssp import DynamicBound
+from polytempo.sync.dssp_paper import PrintedBound
+from polytempo.sync.eager import Eager
+from polytempo.sync.every import Periodic
+from polytempo.sync.spec import MODES, PLANNED, parse_spec
+from polytempo.sync.ssp import Bound
+
+WORKERS = 4
+
+
+def refusal(text: str) -> str:
+    """What is said to somebody who types this."""
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text).policy(WORKERS)
+    said = str(caught.value)
+    assert "\n" not in said, "more than one line"
+    return said
+
+
+# Good ones.
+
+
+@pytest.mark.parametrize(("text", "backups"), [("bsp", 0), ("bsp+backup:1", 1), ("bsp+backup:3", 3)])
+def test_rounds(text: str, backups: int) -> None:
+    policy = parse_spec(text).policy(WORKERS)
+    assert isinstance(policy, Barrier)
+    assert policy.backups == backups
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "memory"),
+    [
+        ("asp", Open, {}),
+        ("ssp:3", Bound, {"bound": 3}),
+        ("ssp:0", Bound, {"bound": 0}),
+        ("dssp:3..15", DynamicBound, {"lower": 3, "upper": 15}),
+        ("dssp:3..3", DynamicBound, {"lower": 3, "upper": 3}),
+        ("dssp-paper:3..15", PrintedBound, {"lower": 3, "upper": 15}),
+        ("every:8", Periodic, {"period": 8, "timed": False}),
+        ("every:8,wait=2", Periodic, {"period": 8, "timed": True}),
+        ("every:8,wait=0.5", Periodic, {"period": 8, "timed": True}),
+    ],
+)
+def test_gates(text: str, kind: type, memory: dict[str, object]) -> None:
+    policy = parse_spec(text).policy(WORKERS)
+    assert isinstance(policy, Eager)
+    assert type(policy.gate) is kind
+    assert {name: getattr(policy.gate, name) for name in memory} == memory
+    assert policy.scale is None
+    assert policy.workers == WORKERS
+
+
+@pytest.mark.parametrize(("text", "delay"), [("delay:8", 8), ("delay:0", 0)])
+def test_delays(text: str, delay: int) -> None:
+    policy = parse_spec(text).policy(WORKERS)
+    assert isinstance(policy, Delay)
+    assert policy.delay == delay
+
+
+@pytest.mark.parametrize("head", ["asp", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "every:8", "every:8,wait=2", "delay:8"])
+@pytest.mark.parametrize(("option", "scale"), [("scale=1", 1.0), ("scale=0.25", 0.25), (" scale=2e-1", 0.2)])
+def test_scales(head: str, option: str, scale: float) -> None:
+    policy = parse_spec(f"{head},{option}").policy(WORKERS)
+    assert isinstance(policy, Eager | Delay)
+    assert policy.scale == scale
+
+
+def test_options_come_in_any_order() -> None:
+    one, other = parse_spec("every:8,wait=2,scale=1"), parse_spec("every:8,scale=1,wait=2")
+    assert one.options == other.options == {"wait": 2.0, "scale": 1.0}
+
+
+def test_the_text_is_kept_as_it_was_written() -> None:
+    assert parse_spec("  every:8,wait=2\n").text == "every:8,wait=2"
+
+
+def test_every_example_builds_and_says_its_name() -> None:
+    for name, mode in MODES.items():
+        spec = parse_spec(mode.example)
+        assert spec.mode is mode
+        assert mode.name == name
+        assert mode.example.startswith(name)
+        spec.policy(WORKERS)
+
+
+def test_each_policy_is_a_fresh_one() -> None:
+    spec = parse_spec("dssp:3..15")
+    one, other = spec.policy(WORKERS), spec.policy(WORKERS)
+    assert isinstance(one, Eager)
+    assert isinstance(other, Eager)
+    assert one is not other
+    assert one.gate is not other.gate
+
+
+# Bad ones: unknown.
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("sssp:3", "ssp:3"),
+        ("SSP:3", "ssp:3"),
+        ("BSP", "bsp"),
+        ("Asp", "asp"),
+        ("DSSP:3..15", "dssp:3..15"),
+        ("dssp_paper:3..15", "dssp-paper:3..15"),
+        ("evry:8", "every:8"),
+        ("dealy:8", "delay:8"),
+        ("bsp+bakcup:1", "bsp+backup:1"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_meant(text: str, nearest: str) -> None:
+    said = refusal(text)
+    assert repr(text) in said
+    assert f"nearest: {nearest};" in said
+    assert_names_all(said)
+    parse_spec(nearest)
+
+
+@pytest.mark.parametrize("text", ["", "   ", ":3", ",", ",scale=1", "xyzzy", "3", "=", "local-sgd:8"])
+def test_what_resembles_nothing_is_answered_with_all_there_is(text: str) -> None:
+    said = refusal(text)
+    assert repr(text) in said
+    assert_names_all(said)
+
+
+@pytest.mark.parametrize("text", ["xyzzy\n:3", "sssp:3\n4", "ssp:3\n4", "ssp:3,scale=\n", "ssp:3,sc\nale=1", "bsp:\n"])
+def test_even_of_several_lines_one_is_made(text: str) -> None:
+    refusal(text)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_is_planned_is_said_to_be_planned(name: str) -> None:
+    said = refusal(f"{name}:8")
+    assert repr(name) in said
+    assert "not available yet" in said
+    assert_names_all(said)
+
+
+def test_the_contract_is_covered() -> None:
+    named = {
+        *("bsp", "bsp+backup", "asp", "ssp", "dssp", "dssp-paper", "every", "delay", "bsp+balance", "anytime", "local"),
+        *("adacomm", "diloco", "gossip", "adpsgd", "downpour", "asup"),
+    }
+    assert named <= MODES.keys() | set(PLANNED)
+    assert not MODES.keys() & set(PLANNED)
+
+
+def assert_names_all(said: str) -> None:
+    known = said.split("known: ")[1].split("; ")[0].split(", ")
+    assert known == [mode.example for mode in MODES.values()]
+
+
+# Bad ones: a known mode, and something wrong with it.
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ssp", ["ssp needs", "whole number", "ssp:3"]),
+        ("ssp:", ["ssp needs", "whole number", "ssp:3"]),
+        ("ssp:x", ["'x'", "whole number", "at least 0", "ssp:3"]),
+        ("ssp:-1", ["'-1'", "at least 0", "ssp:3"]),
+        ("ssp:1.5", ["'1.5'", "whole number", "ssp:3"]),
+        ("ssp: 3", ["' 3'", "whole number", "ssp:3"]),
+        ("ssp:3..5", ["'3..5'", "whole number", "ssp:3"]),
+        ("ssp:1_0", ["'1_0'", "whole number", "ssp:3"]),
+        ("ssp:\u0663", ["whole number", "ssp:3"]),
+        ("every:0", ["'0'", "at least 1", "every:8"]),
+        ("delay:x", ["'x'", "whole number", "delay:8"]),
+        ("bsp+backup", ["bsp+backup needs", "bsp+backup:1"]),
+        ("bsp+backup:0", ["'0'", "at least 1", "bsp+backup:1"]),
+        ("bsp:2", ["bsp takes no argument", "'bsp:2'", "write bsp"]),
+        ("asp:", ["asp takes no argument", "'asp:'", "write asp"]),
+        ("dssp:3", ["'3'", "L..U", "dssp:3..15"]),
+        ("dssp:3..", ["'3..'", "L..U", "dssp:3..15"]),
+        ("dssp:..15", ["'..15'", "L..U", "dssp:3..15"]),
+        ("dssp:3...15", ["'3...15'", "L..U", "dssp:3..15"]),
+        ("dssp:3-15", ["'3-15'", "L..U", "dssp:3..15"]),
+        ("dssp:5..3", ["'dssp:5..3'", "lower bound 5", "upper bound 3", "3..5"]),
+        ("dssp-paper:5..3", ["'dssp-paper:5..3'", "lower bound 5", "upper bound 3", "3..5"]),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_a_right_one(text: str, says: list[str]) -> None:
+    said = refusal(text)
+    assert [words for words in says if words not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("every:8,wiat=2", ["every has no option 'wiat'", "known: wait, scale", "nearest: wait"]),
+        ("ssp:3,Scale=1", ["ssp has no option 'Scale'", "known: scale", "nearest: scale"]),
+        ("ssp:3,wait=2", ["ssp has no option 'wait'", "known: scale"]),
+        ("ssp:3,lr=staleness", ["ssp has no option 'lr'", "known: scale"]),
+        ("ssp:3,", ["ssp has no option ''", "known: scale"]),
+        ("bsp,scale=1", ["bsp has no option 'scale'", "known: none"]),
+        ("bsp+backup:1,scale=1", ["bsp+backup has no option 'scale'", "known: none"]),
+        ("ssp:3,scale=1,scale=1", ["option 'scale' of ssp", "once", "scale=VALUE"]),
+        ("every:8,wait=1,scale=1,wait=2", ["option 'wait' of every", "once", "wait=VALUE"]),
+        ("ssp:3,scale", ["option 'scale' of ssp", "scale=VALUE"]),
+        ("ssp:3,scale=", ["''", "option 'scale' of ssp", "above 0", "scale=2"]),
+        ("ssp:3,scale=0", ["'0'", "above 0"]),
+        ("ssp:3,scale=-1", ["'-1'", "above 0"]),
+        ("ssp:3,scale=nan", ["'nan'", "above 0"]),
+        ("ssp:3,scale=inf", ["'inf'", "above 0"]),
+        ("ssp:3,scale=fast", ["'fast'", "above 0"]),
+        ("every:8,wait=0", ["'0'", "option 'wait' of every", "above 0"]),
+    ],
+)
+def test_a_wrong_option_is_answered_with_the_right_ones(text: str, says: list[str]) -> None:
+    said = refusal(text)
+    assert [words for words in says if words not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "backups", "instead"),
+    [(4, 4, "bsp+backup:3"), (4, 7, "bsp+backup:3"), (2, 2, "bsp+backup:1"), (1, 1, "bsp")],
+)
+def test_more_backups_than_the_job_has_workers(workers: int, backups: int, instead: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(f"bsp+backup:{backups}").policy(workers)
+    said = str(caught.value)
+    assert f"bsp+backup:{backups} needs more than {backups} workers, got {workers}" in said
+    assert said.endswith(f" {instead}")
+    parse_spec(instead).policy(workers)
