@@ -1,0 +1,43 @@
+"""What a step costs does not grow with the number of workers. Counted in bytecodes, which are the same every time."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+from clusters import MODES
+
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.run import simulate_job
+
+
+def bytecodes(sync: str, workers: int, steps: int, recorded: bool) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    cluster = Cluster(workers=workers, step_time=Lognormal(1.0, 0.3))
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        simulate_job(cluster, sync, steps_each=steps, record=(lambda line: None) if recorded else None)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("sync", MODES)
+def test_a_step_costs_the_same_for_ten_times_the_workers(sync: str, recorded: bool) -> None:
+    few, many = (
+        (bytecodes(sync, workers, 9, recorded) - bytecodes(sync, workers, 3, recorded)) / (6 * workers)
+        for workers in (20, 200)
+    )
+    assert many < 1.35 * few  # log n would allow 1.77; a walk over all workers would give 5 and more
