@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import Line, action_line, apply_line, event_line
@@ -84,6 +84,17 @@ class Engine:
         self._steps = 0
         self._samples = 0.0
         self._stopped = False
+        self._together = 0  # pushes of the last update
+        self._answers: dict[Worker, int] = {}  # to be sent: the last step released to each
+        self._acts: dict[type, Callable[[Any, float], None]] = {
+            Release: self._release,
+            Apply: self._apply,
+            Hold: self._hold,
+            Discard: self._drop,
+            Refuse: self._drop,
+            Admit: self._admit,
+            Wake: self._set_alarm,
+        }
         policy.explains = record is not None
 
     # The run.
@@ -176,7 +187,11 @@ class Engine:
 
     def _pushed(self, now: float, worker: Worker, step: int, version: int) -> None:
         worker.used = version
-        self._feed(Pushed(worker.rank, step, worker.batch), now)
+        push = Pushed(worker.rank, step, worker.batch)
+        if self._record is None:
+            self._carry_out(self._policy.handle(push, now), now)
+        else:
+            self._feed(push, now)
         if worker.leaving:
             self._leave(now, worker)
 
@@ -276,28 +291,15 @@ class Engine:
                 yield line
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
-        together = 0
-        answers: dict[Worker, int] = {}
         for action in actions:
-            if isinstance(action, Release):
-                self._release(action, now, answers)
-            elif isinstance(action, Apply):
-                together = len(action.pushes)
-                self._apply(action, now)
-            elif isinstance(action, Hold):
-                self.workers[action.worker].held_since = now
-            elif isinstance(action, Discard | Refuse):
-                self._drop(self.workers[action.worker])
-            elif isinstance(action, Admit):
-                self.workers[action.worker].next_step = action.step
-            elif isinstance(action, Wake):
-                self._plan(action.at, WAKE, self.workers[0], life=ANY_LIFE)
-        if answers and self._route is not None:
-            arrivals = self._route.answer([worker.rank for worker in answers], now, together)
-            for (worker, step), at in zip(answers.items(), arrivals, strict=True):
+            self._acts[type(action)](action, now)
+        if self._answers and self._route is not None:
+            arrivals = self._route.answer([worker.rank for worker in self._answers], now, self._together)
+            for (worker, step), at in zip(self._answers.items(), arrivals, strict=True):
                 self._plan(at, ANSWERED, worker, step, self._read())
+            self._answers.clear()
 
-    def _release(self, release: Release, now: float, answers: dict[Worker, int]) -> None:
+    def _release(self, release: Release, now: float) -> None:
         worker, step = self.workers[release.worker], release.step
         lead = step - release.slowest
         if lead > self.max_lead:
@@ -309,10 +311,24 @@ class Engine:
             worker.next_step = step
         if worker.held_since != NOT_HELD:
             worker.end_hold(now)
-        if self._route is None:
-            self._answered(now, worker, step, self._read() if self._trainee else self.updates)
-        else:  # several steps released to a worker at once travel in one answer
-            answers[worker] = step
+        if self._route is not None:  # several steps released to a worker at once travel in one answer
+            self._answers[worker] = step
+        elif self._trainee:
+            self._answered(now, worker, step, self._read())
+        else:
+            worker.weights, worker.allowed = self.updates, step
+            if not worker.busy:
+                self._go(now, worker)
+
+    def _hold(self, hold: Hold, now: float) -> None:
+        self.workers[hold.worker].held_since = now
+
+    def _admit(self, admit: Admit, now: float) -> None:
+        self.workers[admit.worker].next_step = admit.step
+        self._together = 0  # its first answer belongs to no update
+
+    def _set_alarm(self, wake: Wake, now: float) -> None:
+        self._plan(wake.at, WAKE, self.workers[0], life=ANY_LIFE)
 
     def _read(self) -> int:
         """The newest version, with one reader more."""
@@ -322,6 +338,7 @@ class Engine:
 
     def _apply(self, apply: Apply, now: float) -> None:
         version, workers = self.updates, self.workers
+        self._together = len(apply.pushes)
         for push in apply.pushes:
             worker = workers[push.worker]
             stale = version - worker.used
@@ -344,9 +361,10 @@ class Engine:
         self._samples += sum(push.samples for push in apply.pushes)
         self._stopped = self._steps >= self._budget.steps or self._samples >= self._budget.samples
 
-    def _drop(self, worker: Worker) -> None:
+    def _drop(self, action: Discard | Refuse, now: float) -> None:
+        worker = self.workers[action.worker]
         worker.discarded += 1
-        worker.wasted += worker.spent if self._route else self.now - worker.since
+        worker.wasted += worker.spent if self._route else now - worker.since
         worker.resuming = True
         if self._trainee:
             self._trainee.drop(worker.used)
