@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
+
+from polytempo.simulate.description import experiment_from
+from polytempo.sync.spec import parse_spec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,3 +61,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_readme_shows_the_two_commands_first() -> None:
     screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:30])
     assert screen.index("make demo") < screen.index("make test")
+
+
+def test_the_file_shown_in_the_docs_and_the_example_are_good() -> None:
+    text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    shown = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert shown is not None
+    for content in (shown[1], (ROOT / "examples/mixed.yaml").read_text(encoding="utf-8")):
+        experiment = experiment_from(yaml.safe_load(content))
+        for sync in experiment.sync:
+            parse_spec(sync).policy(experiment.cluster.workers)

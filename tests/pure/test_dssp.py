@@ -183,6 +183,18 @@ def test_the_printed_one_grants_a_step_more_and_asks_nobody_about_it() -> None:
     assert isinstance(job.push(0, now=31.0)[-1], Hold)
 
 
+@pytest.mark.parametrize(("fastest_dies", "kind"), [(False, Hold), (True, Release)])
+def test_as_printed_only_the_fastest_of_those_alive_may_ask(fastest_dies: bool, kind: type) -> None:
+    job = Job("dssp-paper:0..12", 3).start()
+    for worker, now in [(0, 1.0), (1, 2.0), (2, 4.0), (0, 5.0), (1, 6.0), (2, 8.0), (0, 8.2), (0, 8.4)]:
+        job.push(worker, now)
+    assert job.steps == {0: 4, 1: 2, 2: 2}
+    if fastest_dies:
+        job.leave(0, "lost", now=8.5)
+    assert extra_steps(9.0, 3.0, 8.0, 4.0, 12) == 1
+    assert isinstance(job.push(1, now=9.0)[-1], kind)
+
+
 @pytest.mark.parametrize("answer", [1, 2, 3, 99])
 def test_no_credit_leads_beyond_the_upper_bound(answer: int) -> None:
     job = strict(2, 1, 4, Spy(answer))

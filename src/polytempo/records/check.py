@@ -10,7 +10,7 @@ versions 1, 2, 3, ...; barrier modes apply nothing stale.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,12 +220,3 @@ def check_lines(lines: Iterable[Line], spec: Spec, workers: int) -> int:
     for line in lines:
         checker.feed(line)
     return checker.finish()
-
-
-def checked(lines: Iterable[Line], spec: Spec, workers: int) -> Iterator[Line]:
-    """The same lines, checked as they pass."""
-    checker = RecordChecker(spec, workers)
-    for line in lines:
-        checker.feed(line)
-        yield line
-    checker.finish()
