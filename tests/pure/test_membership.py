@@ -206,23 +206,35 @@ def test_members_are_those_who_joined_and_did_not_leave() -> None:
 # A hold says whom it waits for.
 
 
-def behind(job: Job, sync: str, step: int) -> list[int]:
-    """Whoever must still push before this step may start, the slowest first: every member, one by one."""
-    name, _, argument = sync.split(",")[0].partition(":")
-    if name == "every":
-        needed = step // int(argument) * int(argument)
-    else:
-        needed = step - int(argument.split("..")[0] or 0)
-    return sorted((worker for worker in job.steps if job.steps[worker] < needed), key=lambda worker: job.steps[worker])
+class Waited:
+    """Who waits for whom, the slow way: every member is looked at each time."""
 
+    def __init__(self, sync: str) -> None:
+        self.name, _, argument = sync.split(",")[0].partition(":")
+        self.bound = int(argument.split("..")[0] or 0)
+        self._steps: dict[int, int] = {}
+        self._came: dict[int, int] = {}  # when each member came to its step
+        self._events = 0
 
-def look_at_hold(job: Job, sync: str, hold: Hold) -> None:
-    waited_for = behind(job, sync, hold.step)
-    assert hold.waiting_count == len(waited_for)
-    assert len(set(hold.waiting_for)) == len(hold.waiting_for) == min(len(waited_for), 8)
-    assert [job.steps[worker] for worker in hold.waiting_for] == [job.steps[worker] for worker in waited_for[:8]]
-    assert str(hold.waiting_for[0]) in hold.reason
-    assert "\n" not in hold.reason
+    def note(self, job: Job) -> None:
+        """Call after each event."""
+        self._events += 1
+        left = isinstance(job.history[-1][0], Left)
+        self._came.update({w: self._events for w, step in job.steps.items() if not left and self._steps.get(w) != step})
+        self._steps = dict(job.steps)
+
+    def behind(self, step: int) -> list[int]:
+        """Whoever must push before this step may start: the slowest first, then whoever has been there for longest."""
+        needed = step // self.bound * self.bound if self.name == "every" else step - self.bound
+        late = [worker for worker, own in self._steps.items() if own < needed]
+        return sorted(late, key=lambda worker: (self._steps[worker], self._came[worker]))
+
+    def look_at(self, hold: Hold) -> None:
+        late = self.behind(hold.step)
+        assert hold.waiting_for == tuple(late[:8])
+        assert hold.waiting_count == len(late)
+        assert f"worker {late[0]}" in hold.reason
+        assert "\n" not in hold.reason
 
 
 BOUNDED = ("bsp", "ssp:0", "ssp:2", "dssp:0..2", "dssp:1..3", "dssp-paper:1..3", "every:1", "every:3", "every:3,wait=1")
@@ -232,20 +244,25 @@ BOUNDED = ("bsp", "ssp:0", "ssp:2", "dssp:0..2", "dssp:1..3", "dssp-paper:1..3",
 @given(game=GAMES)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_holds_name_exactly_those_who_are_waited_for(sync: str, game: Game) -> None:
+    waited = Waited(sync)
     for job in play(sync, game):
+        waited.note(job)
         said = job.policy.holds()
         assert {hold.worker: hold.step for hold in said} == job.held
         assert len(said) == len(job.held)
         if not job.awaited:
             for hold in (*said, *only(Hold, job.history[-1][2])):
-                look_at_hold(job, sync, hold)
+                waited.look_at(hold)
 
 
 @pytest.mark.parametrize("sync", ["ssp:1", "ssp:12", "every:4", "bsp"])
 def test_also_among_many_and_after_many_moves(sync: str) -> None:
     """Speeds differ widely, ranks come and go, and all that time every hold is right."""
     dice = random.Random(7)
-    job = Job(sync, 40).start()
+    job, waited = Job(sync, 40), Waited(sync)
+    for worker in range(40):
+        job.join(worker)
+        waited.note(job)
     looked = 0
     for _ in range(4000):
         if dice.random() < 0.01 and len(job.steps) > 20:
@@ -255,12 +272,13 @@ def test_also_among_many_and_after_many_moves(sync: str) -> None:
         else:
             able = job.computing()
             actions = job.push(able[int(len(able) * dice.random() ** 3)])
+        waited.note(job)
         for hold in only(Hold, actions):
-            look_at_hold(job, sync, hold)
+            waited.look_at(hold)
             looked += 1
     assert looked > 300
     for hold in job.policy.holds():
-        look_at_hold(job, sync, hold)
+        waited.look_at(hold)
 
 
 def test_a_hung_worker_far_behind_is_named_and_counted_with_the_others() -> None:
