@@ -6,6 +6,8 @@ PolytempoError
 │   └── ClusterError  a cluster or experiment description that cannot be read
 ├── OrderError        a policy was fed an event that cannot happen (a push of a step nobody released)
 ├── StuckError        nothing can happen any more and somebody still waits; says who waits for whom
+├── PeerError         another process sent what cannot be right, or cannot be reached
+├── JobEnded          the job has ended early; the text is the first cause
 ├── RecordError       a record that cannot be read: file and line are named
 └── BrokenInvariant   a record that can be read and breaks a promise: line and promise are named
 
@@ -40,6 +42,14 @@ class OrderError(PolytempoError):
 
 class StuckError(PolytempoError):
     """Nothing is left that could happen, and somebody still waits."""
+
+
+class PeerError(PolytempoError):
+    """Another process of the job broke the protocol, is not allowed in, or does not answer."""
+
+
+class JobEnded(PolytempoError):
+    """The job has ended early, for a cause that need not lie in this process."""
 
 
 class RecordError(PolytempoError):

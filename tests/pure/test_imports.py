@@ -19,6 +19,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "sync": ({"errors"}, set()),
     "records": ({"errors", "sync"}, set()),
     "simulate": ({"errors", "version", "sync", "records"}, set()),
+    "protocol": ({"errors"}, {"msgspec"}),
+    "coordinate": ({"errors", "sync", "records", "protocol"}, set()),
+    "transport": ({"errors"}, {"zmq", "numpy"}),
+    "parameter_server": (
+        {"errors", "records", "protocol", "coordinate", "transport"},
+        {"torch", "numpy", "zmq", "msgspec", "safetensors"},
+    ),
+    "train": ({"errors", "sync", "protocol", "transport", "parameter_server"}, {"torch", "zmq", "msgspec"}),
+    "testing": ({"errors", "records", "protocol", "coordinate", "transport", "parameter_server", "train"}, set()),
     "virtual": ({"errors", "sync", "records", "simulate"}, {"torch", "numpy"}),
     "report": ({"errors", "simulate"}, {"matplotlib"}),
     "cli": (
@@ -30,7 +39,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 }
 
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.
-PURE = ("sync", "simulate", "records/lines.py", "records/check.py", "records/replay.py", "errors.py")
+PURE = ("sync", "protocol", "coordinate", "simulate", "records/lines.py", "records/check.py", "records/replay.py", "errors.py")
 IMPURE = {
     "time",
     "datetime",

@@ -26,6 +26,14 @@ class RecordWriter:
         """Append one line."""
         self._file.write(to_text(line) + "\n")
 
+    def flush(self) -> None:
+        """Let others read what was written so far."""
+        self._file.flush()
+
+    def abandon(self) -> None:
+        """End without the meta: the record says that it was cut short."""
+        self._file.close()
+
     def close(self, meta: dict[str, Any] | None = None) -> None:
         """Finish the record."""
         self._file.close()

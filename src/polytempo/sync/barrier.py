@@ -39,6 +39,10 @@ class Barrier(Policy):
         self._arrived: list[Pushed] = []
         self._waiting: set[int] = set()  # members whose push is among them
 
+    def begin_at(self, step: int) -> None:
+        super().begin_at(step)
+        self.round = step
+
     def _entry_step(self) -> int:
         return self.round
 

@@ -32,6 +32,10 @@ class Policy(ABC):
         self.room = WaitingRoom()
         self._awaited: OrderedDict[int, None] = OrderedDict.fromkeys(range(workers))
 
+    def begin_at(self, step: int) -> None:
+        """Number the first step `step`: for a job that goes on from a checkpoint. Before any event."""
+        self.progress.slowest = self.progress.fastest = step
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event that happened at `now`; return what is to be done, in order."""
         if type(event) is Pushed:

@@ -1,0 +1,126 @@
+"""What each worker did, counted as it happens: for the display, for meta.json and for the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.protocol.messages import Position, Push, WorkerStatus
+
+
+@dataclass
+class Account:
+    """One worker's figures. Seconds are those of the sequencer's clock, but for `computing` and `exchanging`, its own."""
+
+    worker: int
+    state: str = "absent"
+    step: int = 0
+    steps: int = 0
+    samples: float = 0.0
+    discarded: int = 0
+    nonfinite: int = 0
+    computing_s: float = 0.0
+    exchanging_s: float = 0.0
+    waiting_s: float = 0.0
+    wasted_s: float = 0.0  # computing for pushes that were discarded
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    position: Position | None = None
+    joined_at: float | None = None
+    left_at: float | None = None
+    held_since: float | None = None
+    waiting_for: tuple[int, ...] = field(default_factory=tuple)
+
+    def pushed(self, push: Push) -> None:
+        """A push was counted."""
+        self.steps += 1
+        self.samples += push.samples
+        self.computing_s += push.computed
+        self.exchanging_s += push.exchanged
+        self.nonfinite += push.nonfinite
+        self.bytes_sent, self.bytes_received = push.sent, push.received
+        self.position = push.position or self.position
+
+    def stale(self, by: int) -> None:
+        """One of its pushes was applied so many updates late."""
+        self.staleness_sum += by
+        self.staleness_max = max(self.staleness_max, by)
+
+    def held(self, now: float, waiting_for: tuple[int, ...]) -> None:
+        """It waits from now on."""
+        self.state = "waiting"
+        self.held_since = now
+        self.waiting_for = waiting_for
+
+    def released(self, step: int, now: float) -> None:
+        """It may start `step`."""
+        self.state, self.step = "computing", step
+        if self.held_since is not None:
+            if self.joined_at is not None:  # waiting for the others to start is not the mode's doing
+                self.waiting_s += now - self.held_since
+            self.held_since = None
+            self.waiting_for = ()
+        if self.joined_at is None:
+            self.joined_at = now
+
+    def left(self, reason: str, now: float) -> None:
+        """It is gone."""
+        if self.held_since is not None and self.joined_at is not None:
+            self.waiting_s += now - self.held_since
+        self.state, self.left_at, self.held_since = reason, now, None
+
+    def present(self, now: float) -> float:
+        """Seconds between its first release and its end."""
+        if self.joined_at is None:
+            return 0.0
+        return (now if self.left_at is None else self.left_at) - self.joined_at
+
+    def status(self, now: float) -> WorkerStatus:
+        """For the display."""
+        waited = self.waiting_s + (
+            now - self.held_since if self.held_since is not None and self.joined_at is not None else 0
+        )
+        return WorkerStatus(self.worker, self.step, self.samples, self.state, waited, self.present(now), self.waiting_for)
+
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """For meta.json, in the words of the simulator's outcome."""
+        return {
+            "worker": self.worker,
+            "state": self.state,
+            "steps": self.steps,
+            "samples": self.samples,
+            "discarded": self.discarded,
+            "nonfinite": self.nonfinite,
+            "computing_s": self.computing_s,
+            "waiting_s": self.waiting_s,
+            "communicating_s": max(self.exchanging_s - self.waiting_s, 0.0),
+            "present_s": self.present(now),
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "staleness_mean": self.staleness_sum / max(self.steps - self.discarded, 1),
+            "staleness_max": self.staleness_max,
+        }
+
+
+def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[str, Any]:
+    """The job's figures, under the same names as the simulator's."""
+    present = sum(account.present(now) for account in accounts) or 1.0
+    seconds = now - started if started is not None else 0.0
+    samples = sum(account.samples for account in accounts)
+    applied = sum(account.steps - account.discarded for account in accounts)
+    useful = sum(account.computing_s - account.wasted_s for account in accounts)
+    return {
+        "seconds": seconds,
+        "steps": sum(account.steps for account in accounts),
+        "samples": samples,
+        "discarded": sum(account.discarded for account in accounts),
+        "nonfinite": sum(account.nonfinite for account in accounts),
+        "samples_per_second": samples / seconds if seconds else 0.0,
+        "efficiency": useful / present,
+        "waiting": sum(account.waiting_s for account in accounts) / present,
+        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(applied, 1),
+        "staleness_max": max(account.staleness_max for account in accounts),
+        "workers": [account.as_dict(now) for account in accounts],
+    }

@@ -1,0 +1,56 @@
+"""What the sequencer orders; the first server's desk carries it out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.protocol.messages import Entry, Held, Refused, Resend, SendSeed
+from polytempo.records.lines import Line
+
+
+@dataclass(frozen=True)
+class ToShards:
+    """The next entry of the log."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class ToWorker:
+    """Tell a worker something."""
+
+    worker: int
+    message: Held | SendSeed | Resend | Refused
+
+
+@dataclass(frozen=True)
+class Write:
+    """The next line of the record."""
+
+    line: Line
+
+
+@dataclass(frozen=True)
+class WakeAt:
+    """Call `tick` at this moment."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All shards save here in the log; when they have, this manifest makes it a checkpoint."""
+
+    name: str
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Say:
+    """Something the launcher should tell people."""
+
+    text: str
+
+
+Order = ToShards | ToWorker | Write | WakeAt | Checkpoint | Say

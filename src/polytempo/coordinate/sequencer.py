@@ -1,0 +1,339 @@
+"""The sequencer: one order of everything that happens in a job.
+
+It is fed what arrives (`register`, `arrived`, `left`, `ask`, `read`, `metric`, `tick`), with the moment on the job's clock,
+and returns orders: entries of the log that every shard carries out, messages to workers, lines of the record. It owns
+a policy for each optimizer and is the only one to feed it.
+
+A push is counted when it has arrived at every shard (`docs/design/0003`). A repeat of a counted push changes nothing; if the
+first was answered already, the answer is given again, at a new place of the log, so that all shards answer alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.coordinate.ledger import Account, sum_up
+from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.plan import JobPlan
+from polytempo.coordinate.track import MAIN, MEAN, Seat, Track, disagreement, hyper_of, open_track
+from polytempo.errors import OrderError, UsageError
+from polytempo.protocol.messages import (
+    Drop,
+    ForgetWorker,
+    Held,
+    LoadState,
+    Metric,
+    Proposal,
+    Push,
+    PushId,
+    Read,
+    ReadHere,
+    Refused,
+    Resend,
+    Save,
+    Seed,
+    SendSeed,
+    Setup,
+    Status,
+)
+from polytempo.records.lines import action_line, event_line
+from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+
+
+@dataclass
+class Arrival:
+    """A push that is on its way to all shards."""
+
+    attempt: int
+    head: Push | None = None
+    shards: set[int] = field(default_factory=set)
+
+
+class Sequencer:
+    """Decides for one job. Every method returns what is to be done, in order."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self.plan = plan
+        self.tracks: dict[str, Track] = {}
+        self.accounts = [Account(worker) for worker in range(plan.size)]
+        self.started: float | None = None  # when the first step was released
+        self.stopping = False
+        self._incarnations: dict[int, int] = {}
+        self._arrivals: dict[PushId, Arrival] = {}
+        self._steps = int(plan.resumed.get("steps", 0))
+        self._samples = float(plan.resumed.get("samples", 0))
+        self._saved_at = plan.first_step
+
+    # Members.
+
+    def register(self, worker: int, incarnation: int, name: str, proposal: Proposal, now: float) -> list[Order]:
+        """A worker has made an optimizer: it takes part in this track from now on."""
+        self._incarnations[worker] = incarnation
+        track = self.tracks.get(name)
+        orders: list[Order] = []
+        if track is None:
+            try:
+                track = open_track(name, worker, proposal, self.plan.size, self.plan.first_step)
+            except UsageError as error:
+                return [ToWorker(worker, Refused(reason=str(error)))]
+            self.tracks[name] = track
+            resume = name in self.plan.resumed.get("tracks", {})
+            track.seeded = track.seeded or resume
+            orders.append(ToShards(Setup(track=name, proposal=proposal, resume=resume)))
+            for account in self.accounts:  # whoever is gone already is not waited for
+                if account.state in ("finished", "failed", "lost"):
+                    orders += self._feed(track, Left(account.worker, account.state), now)
+        else:
+            reason = disagreement(track, worker, proposal)
+            if reason:
+                return [ToWorker(worker, Refused(reason=f"{reason}; all workers must make the same optimizer"))]
+        track.seats[worker] = Seat(incarnation)
+        if not track.seeded and worker == self._seeder():
+            return [*orders, ToWorker(worker, SendSeed(track=name))]
+        return orders + self._feed(track, Joined(worker), now)
+
+    def _seeder(self) -> int:
+        """The lowest rank that may still come: the job starts from its values."""
+        return next(a.worker for a in self.accounts if a.state not in ("finished", "failed", "lost"))
+
+    def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Order]:
+        """A worker is gone: those who waited for it go on."""
+        account = self.accounts[worker]
+        if account.left_at is not None or incarnation < self._incarnations.get(worker, 0):
+            return []
+        account.left(reason, now)
+        counted = tuple(i for track in self.tracks.values() for i in track.heads if i.worker == worker)
+        forget = ForgetWorker(worker=worker, incarnation=incarnation, counted=counted)
+        orders: list[Order] = [ToShards(forget)]
+        for identity in [i for i in self._arrivals if i.worker == worker]:
+            del self._arrivals[identity]
+        for track in self.tracks.values():
+            if not track.seeded and worker in track.seats:
+                orders.append(Say(f"worker {worker} {reason} before it had given the job its first values"))
+            orders += self._feed(track, Left(worker, reason), now)
+            track.seats.pop(worker, None)
+        return orders
+
+    # Pushes.
+
+    def arrived(self, shard: int, identity: PushId, attempt: int, head: Push | None, now: float) -> list[Order]:
+        """A push is at one shard in full; the first shard brings its head."""
+        if identity.incarnation != self._incarnations.get(identity.worker) or identity.track not in self.tracks:
+            return [ToShards(Drop(id=identity))] if head is not None else []
+        arrival = self._arrivals.get(identity)
+        if arrival is None or attempt > arrival.attempt:
+            self._arrivals[identity] = arrival = Arrival(attempt)
+        if attempt == arrival.attempt:
+            arrival.shards.add(shard)
+            arrival.head = head or arrival.head
+        if len(arrival.shards) < self.plan.shards or arrival.head is None:
+            return []
+        del self._arrivals[identity]
+        return self._count(arrival.head, now)
+
+    def _count(self, push: Push, now: float) -> list[Order]:
+        """A push is at every shard: from here on it survives its worker."""
+        track = self.tracks[push.id.track]
+        if push.kind == "seed":
+            track.seeded = True
+            return [ToShards(Seed(id=push.id)), *self._feed(track, Joined(push.id.worker), now)]
+        if push.kind == "state":
+            return [ToShards(LoadState(id=push.id, attempt=push.attempt))]
+        seat = track.seats.get(push.id.worker)
+        if seat is None:
+            return [ToShards(Drop(id=push.id))]
+        if push.id.step <= seat.exchange:
+            return self._repeated(track, seat, push)
+        track.heads[push.id] = push
+        before = seat.exchange
+        seat.exchange, seat.attempt = push.id.step, push.attempt
+        if track.is_main:
+            self.accounts[push.id.worker].pushed(push)
+            self._steps += 1
+            self._samples += push.samples
+        event = Pushed(push.id.worker, push.id.step, push.samples, hyper_of(push.hyper))
+        try:
+            orders = self._feed(track, event, now)
+        except OrderError as error:
+            seat.exchange = before
+            return [ToShards(Drop(id=track.drop(push.id.worker, push.id.step))), self._refuse(push.id.worker, str(error))]
+        return orders + self._checkpoint(track, now)
+
+    def _repeated(self, track: Track, seat: Seat, push: Push) -> list[Order]:
+        if push.id.step == seat.exchange:
+            seat.attempt = push.attempt
+            if seat.answered < seat.exchange:
+                return []  # it is held; its release will be the answer
+        return [ToShards(track.answer(push.id.worker, self.stopping))]
+
+    def ask(self, identity: PushId) -> list[Order]:
+        """A worker has heard nothing for a while: still held, or is something lost?"""
+        track = self.tracks.get(identity.track)
+        seat = track.seats.get(identity.worker) if track else None
+        if track is None or seat is None:
+            return []
+        if identity.step == seat.exchange and seat.answered < seat.exchange:
+            hold = next((h for h in track.policy.holds() if h.worker == identity.worker), None)
+            return [self._held(track, seat, hold)] if hold else []
+        return [ToWorker(identity.worker, Resend(id=identity))]
+
+    def read(self, request: Read) -> list[Order]:
+        """A worker wants to see one state of all shards."""
+        if request.track not in self.tracks:
+            return [self._refuse(request.worker, f"there is no optimizer {request.track} to read")]
+        return [ToShards(ReadHere(track=request.track, worker=request.worker, request=request.request, what=request.what))]
+
+    def metric(self, metric: Metric, now: float) -> list[Order]:
+        """A worker's figure for the record."""
+        return [Write({"t": now, "kind": "metric", "worker": metric.worker, **metric.values})]
+
+    def tick(self, now: float) -> list[Order]:
+        """A moment asked for by `WakeAt` has come."""
+        return [order for track in self.tracks.values() for order in self._feed(track, Ticked(), now)]
+
+    # What a policy decides becomes orders.
+
+    def _feed(self, track: Track, event: Event, now: float) -> list[Order]:
+        actions = track.policy.handle(event, now)
+        if not actions and isinstance(event, Ticked):
+            return []
+        self._check_budget(now)
+        line = event_line(event, now)
+        orders: list[Order] = [Write(track.mark(line))] if line is not None else []
+        last = {action.worker: action.step for action in actions if isinstance(action, Release)}
+        for action in actions:
+            line = action_line(action, now)
+            if line is not None:
+                orders.append(Write(track.mark(line)))
+            if isinstance(action, Release) and last[action.worker] != action.step:
+                continue  # several steps at once are one answer
+            orders += self._carry_out(track, action, now)
+        return orders
+
+    def _carry_out(self, track: Track, action: Action, now: float) -> list[Order]:
+        if isinstance(action, Apply):
+            return self._apply(track, action, now)
+        if isinstance(action, Release):
+            if self.started is None and track.is_main:
+                self.started = now
+            if track.is_main:
+                self.accounts[action.worker].released(action.step, now)
+            return [ToShards(track.reply(action, self.stopping, now))]
+        if isinstance(action, Hold):
+            if track.is_main:
+                self.accounts[action.worker].held(now, action.waiting_for)
+            seat = track.seats[action.worker]
+            seat.held_at = now
+            return [self._held(track, seat, action)]
+        if isinstance(action, Discard):
+            account = self.accounts[action.worker]
+            account.discarded += 1
+            return [ToShards(Drop(id=track.drop(action.worker, action.step)))]
+        if isinstance(action, Refuse):
+            identity = track.drop(action.worker, action.step)
+            return [ToShards(Drop(id=identity)), self._refuse(action.worker, action.reason)]
+        if isinstance(action, Wake):
+            return [WakeAt(action.at)]
+        if isinstance(action, Admit):
+            track.seats[action.worker].enter(action.step)
+        return []
+
+    def _apply(self, track: Track, action: Apply, now: float) -> list[Order]:
+        update, staleness = track.update(action)
+        if track.is_main:
+            for push, stale in zip(action.pushes, staleness, strict=True):
+                self.accounts[push.worker].stale(stale)
+        lines = track.update_lines(action, now, self.plan.shards, staleness)
+        return [ToShards(update), *(Write(line) for line in lines)]
+
+    def _held(self, track: Track, seat: Seat, hold: Hold) -> ToWorker:
+        return ToWorker(
+            hold.worker,
+            Held(
+                track=track.name,
+                exchange=seat.exchange,
+                waiting_for=hold.waiting_for,
+                waiting_count=hold.waiting_count,
+                reason=hold.reason,
+            ),
+        )
+
+    def _refuse(self, worker: int, reason: str) -> ToWorker:
+        return ToWorker(worker, Refused(reason=reason))
+
+    # Budget, checkpoints, figures.
+
+    def _check_budget(self, now: float) -> None:
+        if not self.stopping and self.used(now) >= 1:
+            self.stopping = True
+
+    def used(self, now: float) -> float:
+        """The share of the budget that is used up."""
+        seconds = now - self.started if self.started is not None else 0.0
+        return self.plan.limits.used(self._steps, self._samples, seconds)
+
+    def _checkpoint(self, track: Track, now: float) -> list[Order]:
+        every, slowest = self.plan.checkpoint_every, track.policy.progress.slowest
+        if not every or not track.is_main or slowest // every <= self._saved_at // every:
+            return []
+        self._saved_at = slowest
+        order = self.checkpoint(slowest)
+        line = {"t": now, "kind": "checkpoint", "name": order.name, "step": slowest}
+        return [ToShards(Save(name=order.name)), order, Write(line)]
+
+    def last_checkpoint(self) -> Checkpoint:
+        """What is left to save when everybody is gone."""
+        return self.checkpoint(self.tracks[MAIN].policy.progress.fastest if MAIN in self.tracks else self.plan.first_step)
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """A checkpoint of this moment, named after a step."""
+        return Checkpoint(f"step-{step:08d}", self.manifest(step))
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What a checkpoint must know beside the tensors."""
+        clocks = self.tracks[MAIN].policy.progress.pushed if MAIN in self.tracks else {}
+        return {
+            "step": step,
+            "steps": self._steps,
+            "samples": self._samples,
+            "size": self.plan.size,
+            "sync": self.plan.sync,
+            "clocks": {str(worker): clock for worker, clock in clocks.items()},
+            "positions": self._positions(),
+            "tracks": {
+                name: {"proposal": _plain(track.proposal), "version": track.version}
+                for name, track in self.tracks.items()
+                if not name.endswith(MEAN)
+            },
+        }
+
+    def _positions(self) -> list[dict[str, Any]]:
+        """How far everybody was in its data: this job's part, after those of the jobs it goes on from."""
+        positions = [account.position for account in self.accounts]
+        epoch = max((position.epoch for position in positions if position), default=None)
+        earlier = self.plan.resumed.get("positions", [])
+        if epoch is None:
+            return list(earlier)
+        taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
+        return [*(p for p in earlier if p["epoch"] == epoch), {"epoch": epoch, "size": self.plan.size, "taken": taken}]
+
+    def status(self, now: float) -> Status:
+        """For the display."""
+        seconds = now - self.started if self.started is not None else 0.0
+        return Status(seconds=seconds, used=self.used(now), workers=tuple(a.status(now) for a in self.accounts))
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """For meta.json and the last line."""
+        ends = [account.left_at for account in self.accounts if account.left_at is not None]
+        updates = sum(track.version for track in self.tracks.values() if track.is_main)
+        return sum_up(self.accounts, max(ends, default=now), self.started) | {
+            "updates": updates,
+            "optimizers": {name: track.spec.text for name, track in self.tracks.items()},
+        }
+
+
+def _plain(proposal: Proposal) -> dict[str, Any]:
+    tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in proposal.tensors]
+    return {"apply": proposal.apply, "optimizer": proposal.optimizer, "tensors": tensors}

@@ -1,0 +1,148 @@
+"""Checkpoints: one safetensors file a shard and a manifest, in a directory that appears whole or not at all.
+
+    DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...
+
+Shards write into `step-00000120.partial`, each file synced; when all have, the first server writes the manifest with their
+digests, syncs it and the directory, and renames. All shards save at one place of the log, so the files fit together.
+Stretches are given in the flat order of the whole model, so any number of servers can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from polytempo.errors import UsageError
+from polytempo.parameter_server.state import RunState, as_bytes
+from polytempo.parameter_server.store import Store
+from polytempo.protocol.layout import first_difference, lay_out
+from polytempo.protocol.messages import Proposal, TensorInfo
+from polytempo.transport.channel import Bytes
+
+MANIFEST = "manifest.json"
+KEPT = 3  #: older checkpoints of the same job are removed
+
+
+@dataclass
+class SavedShard:
+    """What one file holds of one optimizer: stretches of values, and runs of state."""
+
+    values: list[tuple[str, int, torch.Tensor]]  # dtype, where it starts, the elements
+    runs: list[RunState]
+
+
+def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Store]) -> tuple[str, str, dict[str, Any]]:
+    """Write one shard's file; its name, digest and table of contents."""
+    tensors: dict[str, torch.Tensor] = {}
+    contents: dict[str, Any] = {}
+    for track, store in stores.items():
+        if store.averages:
+            continue
+        values = store.saved_values()
+        for index, (_, _, tensor) in enumerate(values):
+            tensors[f"{track}.value.{index}"] = tensor
+        runs = []
+        for index, run in enumerate(store.state()):
+            plain = {n: v for n, v in run.state.items() if not isinstance(v, torch.Tensor)}
+            held = {n: v for n, v in run.state.items() if isinstance(v, torch.Tensor)}
+            tensors |= {f"{track}.state.{index}.{n}": v.contiguous() for n, v in held.items()}
+            runs.append({"dtype": run.dtype, "start": run.start, "stop": run.stop, "names": list(held), "plain": plain})
+        contents[track] = {"values": [[dtype, start] for dtype, start, _ in values], "runs": runs}
+    partial = directory / f"{name}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    file = f"shard-{shard}.safetensors"
+    data = save({key: tensor.clone() for key, tensor in tensors.items()})
+    _write_synced(partial / file, data)
+    return file, hashlib.sha256(data).hexdigest(), contents
+
+
+def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> Path:
+    """All shards are written: make it a checkpoint."""
+    partial, final = directory / f"{name}.partial", directory / name
+    text = json.dumps({"format": 1, **manifest, "files": list(files)}, indent=1)
+    _write_synced(partial / MANIFEST, text.encode())
+    _sync_directory(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync_directory(directory)
+    for old in sorted(p for p in directory.glob("step-*") if p.suffix != ".partial")[:-KEPT]:
+        shutil.rmtree(old)
+    return final
+
+
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at `path`, or the newest below it, with its manifest; refused when none is whole."""
+    found = [path] if (path / MANIFEST).exists() else sorted(path.glob(f"step-*/{MANIFEST}"), reverse=True)
+    if not found:
+        raise UsageError(f"there is no checkpoint in {path}; expected a directory written with --checkpoint")
+    directory = found[0] if found[0] == path else found[0].parent
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        for file in manifest["files"]:
+            digest = hashlib.sha256((directory / file["file"]).read_bytes()).hexdigest()
+            if digest != file["digest"]:
+                raise UsageError(f"{directory / file['file']} is damaged: its digest is not the manifest's")
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"the checkpoint {directory} cannot be read: {error}") from None
+    return directory, manifest
+
+
+def read_shards(directory: Path, track: str, proposal: Proposal) -> list[SavedShard]:
+    """All that a checkpoint holds of one optimizer; refused when it is of another model."""
+    manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    saved = manifest["tracks"][track]["proposal"]
+    tensors = [TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]]
+    difference = first_difference(proposal.tensors, tensors)
+    if difference:
+        raise UsageError(f"the checkpoint {directory.name} is of another model: {difference} (there: the checkpoint)")
+    if saved["optimizer"] != proposal.optimizer:
+        there = saved["optimizer"] or "none"
+        raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {proposal.optimizer}")
+    return [_read_shard(directory / file["file"], track, file["tensors"][track]) for file in manifest["files"]]
+
+
+def _read_shard(path: Path, track: str, contents: Mapping[str, Any]) -> SavedShard:
+    tensors = load_file(path)
+    values = [(dtype, start, tensors[f"{track}.value.{i}"]) for i, (dtype, start) in enumerate(contents["values"])]
+    runs = []
+    for index, run in enumerate(contents["runs"]):
+        held = {name: tensors[f"{track}.state.{index}.{name}"] for name in run["names"]}
+        runs.append(RunState(run["dtype"], run["start"], run["stop"], {**run["plain"], **held}))
+    return SavedShard(values, runs)
+
+
+def load_values(shards: Sequence[SavedShard], store: Store) -> list[Bytes]:
+    """The values of a store's stretches, from however they were cut when saved."""
+    flats = {
+        dtype: torch.empty(size, dtype=getattr(torch, dtype))
+        for dtype, size in lay_out(store.proposal.tensors, 1).sizes.items()
+    }
+    for shard in shards:
+        for dtype, start, tensor in shard.values:
+            flats[dtype][start : start + tensor.numel()] = tensor
+    return [as_bytes(tensor) for tensor in store.from_model(flats)]
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

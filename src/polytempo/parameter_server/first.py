@@ -1,0 +1,319 @@
+"""What only the first server does: it feeds the sequencer, spreads the log, writes the record, and talks to the launcher."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.sequencer import Sequencer
+from polytempo.errors import PeerError
+from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.protocol.messages import (
+    AnyMessage,
+    Arrived,
+    Ask,
+    Assigned,
+    Beat,
+    Entries,
+    Entry,
+    Failed,
+    Finish,
+    Finished,
+    Gone,
+    Hello,
+    Leave,
+    Metric,
+    Norm,
+    NormTotal,
+    Notice,
+    Push,
+    PushId,
+    Read,
+    Register,
+    Save,
+    Saved,
+    StatusRequest,
+    Stop,
+    Stopped,
+    encode,
+)
+from polytempo.records.writer import RecordWriter
+from polytempo.transport.channel import Peer
+
+if TYPE_CHECKING:
+    from polytempo.parameter_server.server import Server
+
+#: An agent on another host is lost when nothing was heard of it for so long.
+AGENT_PATIENCE = 5.0
+LAST_CHECKPOINT = "the last"
+
+
+class First:
+    """The first server's part in the job."""
+
+    def __init__(
+        self,
+        sequencer: Sequencer,
+        record: RecordWriter | None = None,
+        checkpoints: Path | None = None,
+        facts: dict[str, Any] | None = None,
+        remote: dict[str, Any] | None = None,
+    ) -> None:
+        self.sequencer = sequencer
+        self.desk: Server
+        self._record = record
+        self._checkpoints = checkpoints
+        self._facts = facts or {}  # what meta.json says beside the figures
+        self._remote = remote or {}  # what an agent on another host must know
+        self._servers: dict[int, Peer] = {}
+        self._early: list[Entry] = []  # entries that came before all servers were there
+        self._launcher: Peer | None = None
+        self._agents: dict[int, tuple[Peer, float, tuple[int, ...]]] = {}
+        self._free_ranks: deque[int] = deque(self._remote.get("ranks", ()))
+        self._wakes: list[float] = []
+        self._norms: dict[tuple[str, int], list[float]] = {}
+        self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
+        self._finish: Finish | None = None
+        self._begun = time.time()
+        self.checkpoint = ""  # the last that is whole
+
+    @property
+    def _shards(self) -> int:
+        return self.sequencer.plan.shards
+
+    # Who is there.
+
+    def greet(self, peer: Peer, hello: Hello) -> bool:
+        """Somebody other than a worker says who it is."""
+        if hello.role == "server" and 0 < hello.rank < self._shards:
+            self._servers[hello.rank] = peer
+            if len(self._servers) == self._shards - 1:
+                early, self._early = self._early, []
+                self._spread(early)
+            return True
+        if hello.role == "launcher":
+            self._launcher = peer
+            return True
+        return hello.role == "agent" and self._take_agent(peer, hello.count)
+
+    def _take_agent(self, peer: Peer, count: int) -> bool:
+        if not 0 < count <= len(self._free_ranks):
+            free = len(self._free_ranks)
+            raise PeerError(
+                f"this job expects {free} more workers from other hosts, this host brings {count}; use -n {free}"
+            )
+        ranks = tuple(self._free_ranks.popleft() for _ in range(count))
+        self._agents[id(peer)] = peer, time.monotonic(), ranks
+        peer.send(encode(Assigned(job=self._remote["job"], ranks=ranks)))
+        self._say(f"{count} workers have come from another host: ranks {', '.join(map(str, ranks))}")
+        return True
+
+    def closed(self, peer: Peer, reason: str) -> None:
+        """A connection is gone."""
+        if peer is self._launcher:
+            self._launcher = None
+            self.stop("the launcher is gone")
+        elif peer.who is not None and peer.who.role == "server" and self._finish is None:
+            self.stop(f"server {peer.who.rank} is gone")
+        elif reason:
+            self._say(f"a connection was closed: {reason}")
+
+    # What comes in.
+
+    def hear(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        """A message that is not a push."""
+        role, rank = peer.who.role, peer.who.rank
+        if isinstance(message, Register | Ask | Read | Leave | Metric):
+            if role != "worker":
+                raise PeerError(f"{type(message).__name__} is a worker's")
+            self._hear_worker(rank, peer.who.incarnation, message, now)
+        elif isinstance(message, Arrived) and role == "server":
+            self._do(self.sequencer.arrived(message.shard, message.id, message.attempt, None, now))
+        elif isinstance(message, Norm | Saved | Failed) and role == "server":
+            self.report(message, now)
+        elif role == "launcher":
+            self._hear_launcher(peer, message, now)
+        elif role == "agent" and isinstance(message, Beat | Gone):
+            self._hear_agent(peer, message, now)
+        else:
+            raise PeerError(f"{type(message).__name__} is not for a {role} to send")
+
+    def _hear_worker(self, rank: int, incarnation: int, message: Register | Ask | Read | Leave | Metric, now: float) -> None:
+        if isinstance(message, Register):
+            self._do(self.sequencer.register(rank, incarnation, message.track, message.proposal, now))
+        elif isinstance(message, Leave):
+            self._do(self.sequencer.left(rank, incarnation, message.reason, now))
+        elif isinstance(message, Ask):
+            if message.id.worker == rank:
+                self._do(self.sequencer.ask(message.id))
+        elif message.worker != rank:
+            raise PeerError("a worker may speak for itself only")
+        elif isinstance(message, Read):
+            self._do(self.sequencer.read(message))
+        else:
+            self._do(self.sequencer.metric(message, now))
+
+    def _hear_launcher(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        if isinstance(message, StatusRequest):
+            status = self.sequencer.status(now)
+            status.checkpoint = self.checkpoint
+            peer.send(encode(status))
+        elif isinstance(message, Gone):
+            if message.reason != "finished":
+                line = {"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause}
+                self._do([Write(line)])
+            self._do(self.sequencer.left(message.worker, message.incarnation, message.reason, now))
+        elif isinstance(message, Stop):
+            self.stop(message.cause, over=False)
+        elif isinstance(message, Finish):
+            self._finish = message
+            self._last_checkpoint()
+
+    def _hear_agent(self, peer: Peer, message: Beat | Gone, now: float) -> None:
+        _, _, ranks = self._agents[id(peer)]
+        self._agents[id(peer)] = peer, now, ranks
+        if isinstance(message, Gone) and message.worker in ranks and self._launcher is not None:
+            self._launcher.send(encode(message))
+
+    def arrived(self, shard: int, identity: PushId, attempt: int, head: Push | None, now: float) -> None:
+        """A push is here."""
+        self._do(self.sequencer.arrived(shard, identity, attempt, head, now))
+
+    def report(self, item: AnyMessage, now: float) -> None:
+        """A store has something to say."""
+        if isinstance(item, Norm):
+            squares = self._norms.setdefault((item.track, item.version), [])
+            squares.append(item.square)
+            if len(squares) == self._shards:
+                del self._norms[item.track, item.version]
+                total = NormTotal(track=item.track, version=item.version, square=sum(squares))
+                self.desk.keeper.norm_total(total.square)
+                self._to_servers(total)
+        elif isinstance(item, Saved):
+            self._saved(item)
+        elif isinstance(item, Failed):
+            self.stop(item.cause)
+
+    # What goes out.
+
+    def _do(self, orders: list[Order]) -> None:
+        entries: list[Entry] = []
+        for order in orders:
+            if isinstance(order, ToShards):
+                entries.append(order.entry)
+            elif isinstance(order, Write):
+                if self._record is not None:
+                    self._record.write(order.line)
+            elif isinstance(order, ToWorker):
+                self.desk.tell(order.worker, order.message)
+            elif isinstance(order, WakeAt):
+                heapq.heappush(self._wakes, order.at)
+            elif isinstance(order, Checkpoint):
+                self._saving[order.name] = order.manifest, []
+            elif isinstance(order, Say):
+                self._say(order.text)
+        if entries:
+            self._spread(entries)
+
+    def _spread(self, entries: list[Entry]) -> None:
+        if len(self._servers) < self._shards - 1:
+            self._early += entries
+            return
+        self._to_servers(Entries(entries=tuple(entries)))
+        self.desk.carry_out(entries)
+
+    def _to_servers(self, message: AnyMessage) -> None:
+        for peer in self._servers.values():
+            peer.send(encode(message))
+
+    def _say(self, text: str, fatal: bool = False) -> None:
+        if self._launcher is not None:
+            self._launcher.send(encode(Notice(text=text, fatal=fatal)))
+
+    def stop(self, cause: str, over: bool = True) -> None:
+        """The job ends early: everybody is told why."""
+        self._say(cause, fatal=True)
+        self._to_servers(Stopped(cause=cause))
+        for peer, _, _ in self._agents.values():
+            peer.send(encode(Stopped(cause=cause)))
+        self.desk.stop(cause)
+        if not over and self._launcher is not None:
+            self.desk.over = False  # the launcher will say Finish
+
+    # Time.
+
+    def patience(self, now: float) -> float | None:
+        """Seconds until something is due."""
+        due = [self._wakes[0]] if self._wakes else []
+        due += [heard + AGENT_PATIENCE for _, heard, _ in self._agents.values()]
+        return max(min(due) - now, 0.0) if due else None
+
+    def turn(self, now: float) -> None:
+        """After everything that came was dealt with."""
+        due = False
+        while self._wakes and self._wakes[0] <= now:
+            heapq.heappop(self._wakes)
+            due = True
+        if due:
+            self._do(self.sequencer.tick(now))
+        for key, (_, heard, ranks) in list(self._agents.items()):
+            if now - heard > AGENT_PATIENCE:
+                del self._agents[key]
+                cause = f"its host was not heard of for {AGENT_PATIENCE:g} s"
+                for rank in ranks if self._launcher is not None else ():
+                    gone = Gone(worker=rank, incarnation=0, reason="lost", cause=cause)
+                    self._launcher.send(encode(gone))  # type: ignore[union-attr]
+        if self._record is not None:
+            self._record.flush()
+        if self._finish is not None and not self._saving:
+            self._end(self._finish, now)
+
+    # Checkpoints and the end.
+
+    def _saved(self, item: Saved) -> None:
+        manifest, parts = self._saving[item.name]
+        parts.append(item)
+        if len(parts) < self._shards or self._checkpoints is None:
+            return
+        del self._saving[item.name]
+        ordered = sorted(parts, key=lambda part: part.shard)
+        files = [{"file": part.file, "digest": part.digest, "tensors": part.tensors} for part in ordered]
+        path = finish_checkpoint(self._checkpoints, item.name, manifest, files)
+        self.checkpoint = str(path)
+
+    def _last_checkpoint(self) -> None:
+        """The values at the end are worth keeping too, when the job ended well."""
+        if self._checkpoints is None or self._finish is None or self._finish.exit_status or not self.sequencer.tracks:
+            return
+        order = self.sequencer.last_checkpoint()
+        if not (self._checkpoints / order.name).exists() and order.name not in self._saving:
+            self._do([ToShards(Save(name=order.name)), order])
+
+    def _end(self, finish: Finish, now: float) -> None:
+        summary = self.sequencer.summary(now)
+        if self._record is not None:
+            meta = {
+                **self._facts,
+                "start": self._begun,
+                "end": time.time(),
+                "exit_status": finish.exit_status,
+                "cause": finish.cause,
+                "throughput": summary["samples_per_second"],
+                "efficiency": summary["efficiency"],
+                "workers": summary.pop("workers"),
+                "job": summary,
+            }
+            self._record.close(meta)
+        self._to_servers(Stopped(cause="the job has ended"))
+        if self._launcher is not None:
+            self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint)))
+        self.desk.over = True
+
+    def close(self) -> None:
+        """Leave the record as it is."""
+        if self._record is not None:
+            self._record.abandon()

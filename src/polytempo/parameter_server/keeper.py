@@ -1,0 +1,199 @@
+"""The store's thread: carries out the log, entry by entry, on this shard's tensors.
+
+The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
+but two queues, so nothing is locked, and a decision never waits behind an optimizer step.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from polytempo.parameter_server.checkpoint import load_values, read_shards, write_shard
+from polytempo.parameter_server.state import pack, unpack
+from polytempo.parameter_server.store import Store
+from polytempo.protocol.messages import (
+    Answer,
+    AnyMessage,
+    Entry,
+    Failed,
+    LoadState,
+    Norm,
+    Push,
+    PushId,
+    ReadAnswer,
+    ReadHere,
+    Reply,
+    Save,
+    Saved,
+    Seed,
+    Setup,
+    Update,
+)
+from polytempo.transport.channel import Bytes, Done
+from polytempo.transport.memory import Bell
+from polytempo.transport.pool import Pool
+
+Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
+
+
+@dataclass
+class ForWorker:
+    """An answer on its way out."""
+
+    worker: int
+    message: AnyMessage
+    buffers: Sequence[Bytes] = ()
+    done: Done | None = None
+
+
+class Keeper:
+    """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
+
+    def __init__(self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None) -> None:
+        self.shard, self.shards = shard, shards
+        self.bell = Bell()
+        self.stores: dict[str, Store] = {}
+        self._pool = pool
+        self._checkpoints, self._resume = checkpoints, resume
+        self._entries: SimpleQueue[tuple[Entry, Pushes] | None] = SimpleQueue()
+        self._totals: SimpleQueue[float | None] = SimpleQueue()
+        self._out: deque[ForWorker | AnyMessage] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry, pushes: Pushes) -> None:
+        """Hand over the next entry of the log."""
+        self._entries.put((entry, pushes))
+
+    def take(self) -> list[ForWorker | AnyMessage]:
+        """What the thread has for the desk."""
+        self.bell.silence()
+        return [self._out.popleft() for _ in range(len(self._out))]
+
+    def norm_total(self, square: float) -> None:
+        """All shards' squared norms are in: their sum."""
+        self._totals.put(square)
+
+    def close(self) -> None:
+        """End after what was put."""
+        self._entries.put(None)
+        self._totals.put(None)
+        self._thread.join()
+        self.bell.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while (item := self._entries.get()) is not None:
+            entry, pushes = item
+            try:
+                self._carry_out(entry, pushes)
+            except Exception as error:  # noqa: BLE001  whatever it is, the job must hear of it
+                trace = traceback.format_exc(limit=-3)
+                self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
+                return
+
+    def _report(self, item: ForWorker | AnyMessage) -> None:
+        self._out.append(item)
+        self.bell.ring()
+
+    def _carry_out(self, entry: Entry, pushes: Pushes) -> None:
+        if isinstance(entry, Update):
+            self._update(entry, pushes)
+        elif isinstance(entry, Reply):
+            self._reply(entry)
+        elif isinstance(entry, Setup):
+            self._set_up(entry)
+        elif isinstance(entry, Seed):
+            self.stores[entry.id.track].seed(pushes[entry.id][1])
+        elif isinstance(entry, ReadHere):
+            self._read(entry)
+        elif isinstance(entry, LoadState):
+            push, buffers = pushes[entry.id]
+            self.stores[entry.id.track].load_state(unpack(push.state, buffers))
+            self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
+        elif isinstance(entry, Save):
+            self._save(entry.name)
+
+    def _set_up(self, entry: Setup) -> None:
+        store = self.stores[entry.track] = Store(entry.proposal, self.shard, self.shards)
+        if entry.resume and self._resume is not None:
+            shards = read_shards(self._resume, entry.track, entry.proposal)
+            store.seed(load_values(shards, store))
+            store.load_state([run for shard in shards for run in shard.runs])
+
+    def _update(self, entry: Update, pushes: Pushes) -> None:
+        store = self.stores[entry.track]
+        parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
+        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry))
+        for _, buffers in pushes.values():
+            for buffer in buffers:
+                self._pool.give(buffer)
+
+    def _total_norm(self, entry: Update) -> Callable[[float], float]:
+        def total(square: float) -> float:
+            if self.shards == 1:
+                return square
+            self._report(Norm(shard=self.shard, track=entry.track, version=entry.version, square=square))
+            answer = self._totals.get()
+            return square if answer is None else answer
+
+        return total
+
+    def _reply(self, entry: Reply) -> None:
+        store = self.stores[entry.track]
+        buffers, done = ([], None) if store.averages and entry.version == 0 else store.lend()
+        answer = Answer(
+            track=entry.track,
+            shard=self.shard,
+            exchange=entry.exchange,
+            attempt=entry.attempt,
+            step=entry.step,
+            version=entry.version,
+            stop=entry.stop,
+            waited=entry.waited,
+            staleness=entry.staleness,
+            skipped=store.skipped,
+        )
+        self._report(ForWorker(entry.worker, answer, buffers, done))
+
+    def _answer_to_load(self, entry: LoadState) -> Answer:
+        identity = entry.id
+        return Answer(
+            track=identity.track,
+            shard=self.shard,
+            exchange=identity.step,
+            attempt=entry.attempt,
+            step=-1,
+            version=self.stores[identity.track].version,
+            stop=False,
+        )
+
+    def _read(self, entry: ReadHere) -> None:
+        store = self.stores[entry.track]
+        if entry.what == "state":
+            state, buffers = pack(store.state())
+            copies = [buffer.copy() for buffer in buffers]
+            answer = self._read_answer(entry, store, state)
+            self._report(ForWorker(entry.worker, answer, copies))
+        else:
+            buffers, done = store.lend()
+            self._report(ForWorker(entry.worker, self._read_answer(entry, store, b""), buffers, done))
+
+    def _read_answer(self, entry: ReadHere, store: Store, state: bytes) -> ReadAnswer:
+        return ReadAnswer(track=entry.track, shard=self.shard, request=entry.request, version=store.version, state=state)
+
+    def _save(self, name: str) -> None:
+        if self._checkpoints is None:
+            return
+        file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+        self._report(Saved(shard=self.shard, name=name, file=file, digest=digest, tensors=tensors))

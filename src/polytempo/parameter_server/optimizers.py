@@ -1,0 +1,70 @@
+"""Which `torch.optim` classes a server runs. A class is named, never sent: only names in this table are built.
+
+Element-wise classes treat every element by itself, so a server may run them on any stretch of a flat tensor. Adafactor and
+Muon look at whole matrices and get whole tensors. Everything else runs on the worker: `apply="delta"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError, nearest
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "Adagrad",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
+WHOLE = ("Adafactor", "Muon")
+REASONS = {
+    "LBFGS": "it evaluates the loss several times a step",
+    "SparseAdam": "it works on sparse gradients",
+}
+#: Their step does not grow with the learning rate, so a mode cannot scale it down for single pushes.
+BARRIER_ONLY = ("Rprop",)
+
+
+def check_optimizer(cls: type, barrier: bool) -> str:
+    """The name under which a server runs this class; refused with the reason where none can."""
+    name = cls.__name__
+    known = name in ELEMENTWISE + WHOLE and getattr(torch.optim, name, None) is cls
+    if not known:
+        why = REASONS.get(name, "only torch.optim's own classes are run there, by name" + nearest(name, ELEMENTWISE + WHOLE))
+        raise UsageError(f'a server cannot run {name}: {why}; use apply="delta", which runs it on the worker')
+    if name in BARRIER_ONLY and not barrier:
+        raise UsageError(
+            f"{name} ignores the learning rate, so single pushes cannot be scaled; use bsp, or another optimizer"
+        )
+    return name
+
+
+def is_whole(name: str) -> bool:
+    """Must this class see whole tensors?"""
+    return name in WHOLE
+
+
+def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """An optimizer of the named class over these parameters, a list for each group."""
+    if name not in ELEMENTWISE + WHOLE:
+        raise UsageError(f"a server runs {', '.join(ELEMENTWISE + WHOLE)}, not {name!r}")
+    described = [{**settle(group), "params": list(own)} for group, own in zip(groups, params, strict=True)]
+    return getattr(torch.optim, name)(described)
+
+
+def settle(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters as torch wants them on a server: pairs are tuples, nothing is captured in a CUDA graph."""
+    settled = {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+    if "capturable" in settled:
+        settled["capturable"] = False
+    return settled

@@ -1,0 +1,246 @@
+"""The desk of a server: the thread that owns its sockets, and in the first server the sequencer.
+
+    message in -> who is it, may it? -> a push: kept until the log asks for it, and reported as arrived
+                                     -> anything else: to the sequencer (first server)
+    log        -> each entry, with the pushes it needs, to the store's thread (`keeper.py`)
+    answers    -> from the store's thread to the workers
+
+The other servers send their arrivals to the first one and get the log from it, over the connection they opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from polytempo.errors import PeerError
+from polytempo.parameter_server.first import First
+from polytempo.parameter_server.keeper import ForWorker, Keeper
+from polytempo.protocol.messages import (
+    AnyMessage,
+    Arrived,
+    Drop,
+    Entries,
+    Entry,
+    Failed,
+    ForgetWorker,
+    Hello,
+    LoadState,
+    NormTotal,
+    Push,
+    PushId,
+    Refused,
+    Reply,
+    Seed,
+    Stopped,
+    Update,
+    Welcome,
+    decode,
+    encode,
+)
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
+
+#: What somebody who has said who it is may send at once.
+MEMBER_LIMIT = 1 << 40
+
+
+class Server:
+    """One shard of a job. `run` returns when the job is over."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        endpoints: Sequence[Endpoint],
+        size: int,
+        first: First | None = None,
+        to_first: Channel | None = None,
+    ) -> None:
+        self.keeper = keeper
+        self.over = False
+        self._endpoints = endpoints
+        self._size = size
+        self._first = first
+        self._to_first = to_first
+        self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
+        self._workers: dict[int, Peer] = {}
+        self._poller = zmq.Poller()
+        for endpoint in endpoints:
+            endpoint.attach(self._poller)
+        self._poller.register(keeper.bell.fileno, zmq.POLLIN)
+        if to_first is not None:
+            self._poller.register(to_first.pollable(), zmq.POLLIN)
+            to_first.send(encode(Hello(role="server", rank=keeper.shard)))
+        if first is not None:
+            first.desk = self
+
+    def run(self) -> None:
+        """Serve until the job is over."""
+        try:
+            while not self.over:
+                self.turn()
+        finally:
+            for endpoint in self._endpoints:
+                endpoint.close()
+            self.keeper.close()
+            if self._first is not None:
+                self._first.close()
+            if self._to_first is not None:
+                self._to_first.close()
+
+    def turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        wait = self._first.patience(time.monotonic()) if self._first else None
+        ready = dict(self._poller.poll(None if wait is None else max(0, int(wait * 1000 + 0.999))))
+        for endpoint in self._endpoints:
+            for event in endpoint.handle(ready):
+                self._take(event)
+        if self._to_first is not None:
+            self._follow(self._to_first)
+        for item in self.keeper.take():
+            self._deliver(item)
+        if self._first is not None:
+            self._first.turn(time.monotonic())
+
+    # What comes in.
+
+    def _take(self, event: Received | Closed) -> None:
+        peer = event.peer
+        if isinstance(event, Closed):
+            self._closed(event)
+            return
+        try:
+            message = decode(event.header)
+            if peer.who is None:
+                self._greet(peer, message)
+            else:
+                self._hear(peer, message, event.buffers)
+        except PeerError as error:
+            peer.send(encode(Refused(reason=str(error))))
+            peer.close()
+
+    def _greet(self, peer: Peer, message: AnyMessage) -> None:
+        if not isinstance(message, Hello):
+            raise PeerError("expected a greeting first")
+        if message.role == "worker":
+            if not 0 <= message.rank < self._size:
+                raise PeerError(f"there is no worker {message.rank}; this job has {self._size}")
+            before = self._workers.get(message.rank)
+            if before is not None and before.who.incarnation > message.incarnation:
+                raise PeerError(f"worker {message.rank} was started again; this is an earlier life of it")
+            self._workers[message.rank] = peer
+            peer.send(encode(Welcome(size=self._size, shards=self.keeper.shards)))
+        elif self._first is None or not self._first.greet(peer, message):
+            raise PeerError(f"{message.role!r} is not served here")
+        peer.who = message
+        peer.limit = MEMBER_LIMIT
+
+    def _hear(self, peer: Peer, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if isinstance(message, Hello):
+            if message != peer.who:
+                raise PeerError("somebody who has said who it is cannot be somebody else")
+            peer.send(encode(Welcome(size=self._size, shards=self.keeper.shards)))  # the first welcome was lost
+            return
+        if not isinstance(message, Push):
+            if self._first is None:
+                raise PeerError(f"{type(message).__name__} belongs to the first server")
+            self._first.hear(peer, message, time.monotonic())
+            return
+        who = peer.who
+        if who.role != "worker" or (message.id.worker, message.id.incarnation) != (who.rank, who.incarnation):
+            raise PeerError("a worker may push as itself only")
+        self._check_fits(message, buffers)
+        self._arrived[message.id] = message, buffers
+        self._report_arrival(message)
+
+    def _check_fits(self, push: Push, buffers: list[Bytes]) -> None:
+        store = self.keeper.stores.get(push.id.track)
+        if store is not None and push.kind != "state" and not push.skip:
+            store.tensors_of(buffers)
+
+    def _report_arrival(self, push: Push) -> None:
+        if self._first is not None:
+            self._first.arrived(0, push.id, push.attempt, push, time.monotonic())
+        elif self._to_first is not None:
+            self._to_first.send(encode(Arrived(shard=self.keeper.shard, id=push.id, attempt=push.attempt)))
+
+    def _closed(self, event: Closed) -> None:
+        who = event.peer.who
+        if who is not None and who.role == "worker" and self._workers.get(who.rank) is event.peer:
+            del self._workers[who.rank]
+        if self._first is not None:
+            self._first.closed(event.peer, event.reason)
+
+    def _follow(self, first: Channel) -> None:
+        """Carry out what the first server sends."""
+        try:
+            while (received := first.receive()) is not None:
+                message = decode(received[0])
+                if isinstance(message, Entries):
+                    self.carry_out(message.entries)
+                elif isinstance(message, NormTotal):
+                    self.keeper.norm_total(message.square)
+                elif isinstance(message, Stopped):
+                    self.stop(message.cause)
+        except PeerError:
+            self.stop("the first server is gone")
+
+    # The log.
+
+    def carry_out(self, entries: Sequence[Entry]) -> None:
+        """Hand entries of the log to the store, with what they need."""
+        for entry in entries:
+            if isinstance(entry, Update):
+                wanted = [part.id for part in entry.parts]
+            elif isinstance(entry, Seed | LoadState):
+                wanted = [entry.id]
+            else:
+                wanted = []
+            if isinstance(entry, Drop):
+                self._arrived.pop(entry.id, None)
+            elif isinstance(entry, ForgetWorker):
+                self._forget(entry)
+            else:
+                self.keeper.put(entry, {identity: self._arrived.pop(identity) for identity in wanted})
+            if isinstance(entry, Reply):  # what a repeat brought once more
+                self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
+
+    def _forget(self, entry: ForgetWorker) -> None:
+        """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""
+        for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
+            if identity not in entry.counted:
+                del self._arrived[identity]
+
+    # What goes out.
+
+    def _deliver(self, item: ForWorker | AnyMessage) -> None:
+        if isinstance(item, ForWorker):
+            peer = self._workers.get(item.worker)
+            if peer is not None:
+                peer.send(encode(item.message), item.buffers, item.done)
+            elif item.done is not None:
+                item.done()
+        elif self._first is not None:
+            self._first.report(item, time.monotonic())
+        elif self._to_first is not None:
+            self._to_first.send(encode(item))
+            if isinstance(item, Failed):
+                self.stop(item.cause)
+
+    def tell(self, worker: int, message: AnyMessage) -> None:
+        """Send a worker a message without buffers."""
+        peer = self._workers.get(worker)
+        if peer is not None:
+            peer.send(encode(message))
+
+    def stop(self, cause: str) -> None:
+        """Tell all workers that the job has ended, and end."""
+        for peer in self._workers.values():
+            peer.send(encode(Stopped(cause=cause)))
+        self.over = True
+
+    def facts(self) -> dict[str, Any]:
+        """For tests: what is kept that was not asked for yet."""
+        return {"arrived": len(self._arrived), "workers": sorted(self._workers)}

@@ -1,0 +1,282 @@
+"""A shard's part of one optimizer: values, optimizer state, version.
+
+Values stand in one flat tensor a dtype. The optimizer runs on *runs* of it: at first one for each group and dtype: a
+step is one call however many tensors the model has. When a parameter has no gradient in an update, plain PyTorch leaves
+it and its state alone; its run is then split, state and all, and the part without a gradient is left alone too.
+
+Values are sent from where they lie. An update that comes while they are still being sent goes to a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polytempo.errors import PeerError
+from polytempo.parameter_server.optimizers import build, is_whole, settle
+from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
+from polytempo.protocol.layout import Place, Stretch, lay_out
+from polytempo.protocol.messages import Proposal, Push
+from polytempo.transport.channel import Bytes, Done
+
+Flats = dict[str, torch.Tensor]
+NormOf = Callable[[float], float]
+
+
+@dataclass(eq=False)
+class Run:
+    """Elements `start` to `stop` of this shard's flat tensor, updated together."""
+
+    dtype: str
+    group: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    param: torch.nn.Parameter
+
+
+class Loan:
+    """Counts how often one memory is out. It goes out in the store's thread and comes back in the desk's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def out(self) -> None:
+        """It is being sent once more."""
+        with self._lock:
+            self.count += 1
+
+    def back(self) -> None:
+        """It was sent."""
+        with self._lock:
+            self.count -= 1
+
+
+class Store:
+    """What one shard holds of one optimizer."""
+
+    def __init__(self, proposal: Proposal, shard: int, shards: int) -> None:
+        self.proposal = proposal
+        self.version = 0
+        self.skipped = False
+        self.averages = proposal.apply == "mean"
+        whole = is_whole(proposal.optimizer)
+        layout = lay_out(proposal.tensors, shards, whole)
+        self.stretches: tuple[Stretch, ...] = layout.shards[shard]
+        self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
+        self.values: Flats = {s.dtype: torch.zeros(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
+        self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
+        self._canonical = {place.index: place.start for place in lay_out(proposal.tensors, 1).places} if whole else None
+        self._loan = Loan()
+        self.runs: list[Run] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        if proposal.apply == "server":
+            self.runs = self._first_runs(whole)
+            of_group = [[r.param for r in self.runs if r.group == g] for g in range(len(proposal.groups))]
+            if self.runs:
+                self._optimizer = build(proposal.optimizer, proposal.groups, of_group)
+
+    # Where everything lies.
+
+    def _piece_of(self, place: Place) -> list[tuple[Place, int, int]]:
+        """The part of a tensor that is here, in elements of this shard's flat tensor."""
+        stretch = next((s for s in self.stretches if s.dtype == place.info.dtype), None)
+        if stretch is None:
+            return []
+        start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+        return [(place, start - stretch.start, stop - stretch.start)] if start < stop else []
+
+    def _first_runs(self, whole: bool) -> list[Run]:
+        runs: list[Run] = []
+        for place, start, stop in self._pieces:
+            last = runs[-1] if runs else None
+            if not whole and last and (last.dtype, last.group) == (place.info.dtype, place.info.group):
+                last.stop = stop
+            else:
+                shape = tuple(place.info.shape) if whole else ()
+                runs.append(Run(place.info.dtype, place.info.group, start, stop, shape, torch.nn.Parameter(torch.empty(0))))
+        for run in runs:
+            run.param = torch.nn.Parameter(self._view(self.values, run))
+        return runs
+
+    def _view(self, flats: Flats, run: Run) -> torch.Tensor:
+        view = flats[run.dtype][run.start : run.stop]
+        return view.view(run.shape) if run.shape else view
+
+    # Values in and out.
+
+    def lend(self) -> tuple[list[Bytes], Done]:
+        """The memory of the values, to be sent; call the second when it was."""
+        self._loan.out()
+        return [as_bytes(self.values[s.dtype]) for s in self.stretches], self._loan.back
+
+    def seed(self, buffers: Sequence[Bytes]) -> None:
+        """Take these values."""
+        self._own()
+        for stretch, tensor in zip(self.stretches, self.tensors_of(buffers), strict=True):
+            self.values[stretch.dtype].copy_(tensor)
+
+    def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
+        """Buffers of a push as flat tensors; refused when they do not fit this shard."""
+        expected = [stretch.nbytes for stretch in self.stretches]
+        got = [buffer.nbytes for buffer in buffers]
+        if got != expected:
+            raise PeerError(f"a push of {got} bytes came, this shard holds {expected}")
+        return [as_tensor(buffer, s.dtype) for buffer, s in zip(buffers, self.stretches, strict=True)]
+
+    def _own(self) -> None:
+        """Before values change: what is still being sent must not."""
+        if not self._loan.count:
+            return
+        self.values = {dtype: flat.clone() for dtype, flat in self.values.items()}
+        self._loan = Loan()
+        for run in self.runs:
+            run.param.data = self._view(self.values, run)
+
+    # Updates.
+
+    def update(
+        self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]], rate: float, barrier: bool, total: NormOf
+    ) -> None:
+        """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
+        self.version += 1
+        weight = sum(samples for _, samples, _ in parts)
+        self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
+        if self.skipped:
+            return
+        mean = self._mean([(samples, self.tensors_of(buffers)) for _, samples, buffers in parts], weight)
+        first = parts[0][0]
+        self._own()
+        if first.kind == "delta":
+            for dtype, change in mean.items():
+                self.values[dtype].add_(change, alpha=rate)
+        elif first.kind == "value" or self.averages:
+            for dtype, value in mean.items():
+                self.values[dtype].copy_(value)
+        else:
+            if self.proposal.clip_norm is not None and barrier:
+                self._clip(mean, self.proposal.clip_norm, total)
+            absent = set.intersection(*(set(push.absent) for push, _, _ in parts))
+            self._step(mean, first.hyper, rate, absent)
+
+    def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]], weight: float) -> Flats:
+        """The weighted mean, summed in the order given, in the memory of the first."""
+        dtypes = [stretch.dtype for stretch in self.stretches]
+        (samples, result), *others = parts
+        if others:
+            equal = all(other == samples for other, _ in others)
+            for index, total in enumerate(result):
+                if not equal:
+                    total.mul_(samples / weight)
+                for other, tensors in others:
+                    total.add_(tensors[index], alpha=1 if equal else other / weight)
+                if equal:
+                    total.div_(len(parts))
+        return dict(zip(dtypes, result, strict=True))
+
+    def _clip(self, mean: Flats, limit: float, total: NormOf) -> None:
+        square = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
+        factor = limit / (total(square) ** 0.5 + 1e-6)
+        if factor < 1:
+            for flat in mean.values():
+                flat.mul_(factor)
+
+    def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: set[int]) -> None:
+        if self._optimizer is None:
+            return
+        without = [(p.info.dtype, a, b) for p, a, b in self._pieces if p.index in absent] if absent else []
+        for dtype, start, stop in without:
+            self._split(dtype, start)
+            self._split(dtype, stop)
+        for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+            group.update(settle(values))
+            group["lr"] = values["lr"] * rate
+        for run in self.runs:
+            left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
+            run.param.grad = None if left_alone else self._view(mean, run)
+        self._optimizer.step()
+        for run in self.runs:
+            run.param.grad = None
+
+    # Runs are split; their state with them.
+
+    def _split(self, dtype: str, at: int) -> None:
+        run = next((r for r in self.runs if r.dtype == dtype and r.start < at < r.stop), None)
+        if run is None or self._optimizer is None:
+            return
+        whole = RunState(dtype, run.start, run.stop, dict(self._optimizer.state.pop(run.param, {})))
+        rest = Run(dtype, run.group, at, run.stop, (), torch.nn.Parameter(torch.empty(0)))
+        old, run.stop = run.param, at
+        params = self._optimizer.param_groups[run.group]["params"]
+        place = next(index for index, param in enumerate(params) if param is old)
+        for part in (run, rest):
+            part.param = torch.nn.Parameter(self._view(self.values, part))
+            if whole.state:
+                self._optimizer.state[part.param] = whole.part(part.start, part.stop)
+        params[place : place + 1] = [run.param, rest.param]
+        self.runs.insert(self.runs.index(run) + 1, rest)
+
+    # State in and out, in the flat order of the whole model.
+
+    def _shift(self, run: Run) -> int:
+        """From this shard's elements to the flat order of the whole model."""
+        if self._canonical is None:
+            return self._offset[run.dtype]
+        place = next(p for p, start, _ in self._pieces if p.info.dtype == run.dtype and start == run.start)
+        return self._canonical[place.index] - run.start
+
+    def saved_values(self) -> list[tuple[str, int, torch.Tensor]]:
+        """The values, as stretches of the flat order of the whole model: dtype, where it starts, the elements."""
+        if self._canonical is None:
+            return [(s.dtype, s.start, self.values[s.dtype]) for s in self.stretches if s.size]
+        return [
+            (p.info.dtype, self._canonical[p.index], self.values[p.info.dtype][start:stop])
+            for p, start, stop in self._pieces
+        ]
+
+    def from_model(self, flats: Flats) -> list[torch.Tensor]:
+        """This shard's values, out of the flat order of the whole model."""
+        if self._canonical is None:
+            return [flats[s.dtype][s.start : s.stop] for s in self.stretches]
+        mine = {s.dtype: torch.empty_like(self.values[s.dtype]) for s in self.stretches}
+        for place, start, stop in self._pieces:
+            source = self._canonical[place.index]
+            mine[place.info.dtype][start:stop] = flats[place.info.dtype][source : source + stop - start]
+        return [mine[s.dtype] for s in self.stretches]
+
+    def state(self) -> list[RunState]:
+        """The optimizer's state, not copied."""
+        if self._optimizer is None:
+            return []
+        return [
+            RunState(
+                r.dtype, r.start + self._shift(r), r.stop + self._shift(r), dict(self._optimizer.state.get(r.param, {}))
+            )
+            for r in self.runs
+        ]
+
+    def load_state(self, runs: Sequence[RunState]) -> None:
+        """Take the optimizer's state from runs that may be cut in another way."""
+        if self._optimizer is None:
+            return
+        if self._canonical is None:
+            for source in runs:
+                self._split(source.dtype, source.start - self._offset[source.dtype])
+                self._split(source.dtype, source.stop - self._offset[source.dtype])
+        for run in self.runs:
+            start, stop = run.start + self._shift(run), run.stop + self._shift(run)
+            touching = find(runs, run.dtype, start, stop)
+            self._optimizer.state.pop(run.param, None)
+            if touching and touching[0].state:
+                state = touching[0].part(start, stop)
+                self._optimizer.state[run.param] = {n: self._fit(v, run) for n, v in state.items()}
+
+    def _fit(self, value: Any, run: Run) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.stop - run.start:
+            return value.reshape(run.param.shape)
+        return value

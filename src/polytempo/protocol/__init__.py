@@ -1,0 +1,1 @@
+"""What travels between the processes of a job: typed headers, and how tensors are cut into shards. Pure."""

@@ -1,0 +1,474 @@
+"""The headers of all messages, as typed values, and their bytes (msgpack).
+
+A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
+one of these is refused. Buffers are checked against the layout by whoever uses them.
+
+    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric
+    worker   -> every server   Hello, Push (with buffers)
+    server   -> first server   Hello, Arrived, Norm, Saved, Failed
+    first server -> servers    Entries (of the log), NormTotal
+    server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Stopped
+    launcher -> first server   Hello, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
+    agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from polytempo.errors import PeerError
+
+#: A header longer than this is refused unread. A model of 100,000 tensors fits.
+HEADER_LIMIT = 32 << 20
+#: What somebody who has not said who it is may send.
+STRANGER_LIMIT = 64 << 10
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """The base of all headers; `tag` names the kind on the wire."""
+
+
+# Values inside headers.
+
+
+class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor of a model: its name, shape, dtype (as torch writes it) and parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
+
+    sync: str
+    apply: str  #: "server", "delta", or "mean" for a side clock that only averages
+    optimizer: str  #: name of a torch.optim class; empty where the server runs none
+    tensors: tuple[TensorInfo, ...]
+    groups: tuple[dict[str, Any], ...]  #: hyper-parameters at the start
+    clip_norm: float | None = None
+
+
+class PushId(msgspec.Struct, array_like=True, frozen=True):
+    """Which push: never applied twice."""
+
+    track: str
+    worker: int
+    incarnation: int
+    step: int
+
+
+class Position(msgspec.Struct, array_like=True, frozen=True):
+    """How far a worker is in its data: samples taken in this epoch."""
+
+    epoch: int
+    taken: int
+
+
+# From workers.
+
+
+class Hello(Message):
+    """Who I am. The first message on every connection."""
+
+    role: str
+    rank: int = 0
+    incarnation: int = 0
+    pid: int = 0
+    count: int = 0  #: of an agent: how many workers it will start
+
+
+class Register(Message):
+    """This worker has made an optimizer."""
+
+    track: str
+    proposal: Proposal
+
+
+class Push(Message):
+    """An update; its part for this shard follows in the buffers, one for each dtype that the shard holds."""
+
+    id: PushId
+    attempt: int = 0
+    version: int = 0  #: of the values it was computed on
+    kind: str = "gradient"  #: "gradient", "delta", "value", "seed" or "state"
+    samples: float = 1.0
+    hyper: tuple[dict[str, Any], ...] = ()
+    absent: tuple[int, ...] = ()  #: tensors without a gradient
+    skip: bool = False  #: counts as a step, changes nothing
+    nonfinite: bool = False
+    computed: float = 0.0  #: seconds since the last answer
+    exchanged: float = 0.0  #: seconds of the last exchange
+    sent: int = 0
+    received: int = 0
+    position: Position | None = None
+    state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
+
+
+class Ask(Message):
+    """I have heard nothing of this push for a while: what of it?"""
+
+    id: PushId
+
+
+class Read(Message):
+    """Send me the values ("params") or the optimizer's state ("state"), all shards at one place of the log."""
+
+    track: str
+    worker: int
+    request: int
+    what: str
+
+
+class Leave(Message):
+    """I am done."""
+
+    worker: int
+    incarnation: int
+    reason: str
+
+
+class Metric(Message):
+    """A figure for the record."""
+
+    worker: int
+    values: dict[str, float | int | str]
+
+
+# Between servers.
+
+
+class Arrived(Message):
+    """A push is here in full, at this shard."""
+
+    shard: int
+    id: PushId
+    attempt: int
+
+
+class Norm(Message):
+    """The squared norm of this shard's part of an update."""
+
+    shard: int
+    track: str
+    version: int
+    square: float
+
+
+class NormTotal(Message):
+    """The sum over all shards."""
+
+    track: str
+    version: int
+    square: float
+
+
+class Saved(Message):
+    """This shard's part of a checkpoint is on the disk."""
+
+    shard: int
+    name: str
+    file: str
+    digest: str
+    tensors: dict[str, Any]
+
+
+class Failed(Message):
+    """A server cannot go on."""
+
+    cause: str
+
+
+# The log.
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """One push in an update, and its weight."""
+
+    id: PushId
+    samples: float
+
+
+class Setup(Message):
+    """Make the store of this optimizer."""
+
+    track: str
+    proposal: Proposal
+    resume: bool = False
+
+
+class Seed(Message):
+    """Take the first values from this push."""
+
+    id: PushId
+
+
+class Update(Message):
+    """Make one update of these pushes at the learning rate times `rate`."""
+
+    track: str
+    version: int
+    parts: tuple[Part, ...]
+    rate: float
+    barrier: bool
+
+
+class Drop(Message):
+    """Forget this push: it is not applied."""
+
+    id: PushId
+
+
+class Reply(Message):
+    """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
+
+    track: str
+    worker: int
+    incarnation: int
+    exchange: int
+    attempt: int
+    step: int
+    version: int
+    stop: bool
+    waited: float = 0.0  #: seconds the mode held the worker
+    staleness: int = 0  #: of the push that is answered
+
+
+class ReadHere(Message):
+    """Answer this read with what is here."""
+
+    track: str
+    worker: int
+    request: int
+    what: str
+
+
+class LoadState(Message):
+    """Take the optimizer's state from this push, and answer it."""
+
+    id: PushId
+    attempt: int
+
+
+class Save(Message):
+    """Write this shard's part of a checkpoint."""
+
+    name: str
+
+
+class ForgetWorker(Message):
+    """Drop what this incarnation has sent, but for what was counted and is still to be applied."""
+
+    worker: int
+    incarnation: int
+    counted: tuple[PushId, ...] = ()
+
+
+Entry = Setup | Seed | Update | Drop | Reply | ReadHere | LoadState | Save | ForgetWorker
+
+
+class Entries(Message):
+    """The next entries of the log."""
+
+    entries: tuple[Entry, ...]
+
+
+# To workers.
+
+
+class Welcome(Message):
+    """You belong to the job."""
+
+    size: int
+    shards: int
+
+
+class Answer(Message):
+    """The exchange is finished; you may start `step`. The values follow in the buffers."""
+
+    track: str
+    shard: int
+    exchange: int
+    attempt: int
+    step: int
+    version: int
+    stop: bool
+    waited: float = 0.0
+    staleness: int = 0
+    skipped: bool = False
+
+
+class ReadAnswer(Message):
+    """What was read; `state` describes the buffers where they are an optimizer's state."""
+
+    track: str
+    shard: int
+    request: int
+    version: int
+    state: bytes = b""
+
+
+class Held(Message):
+    """You wait, and for whom."""
+
+    track: str
+    exchange: int
+    waiting_for: tuple[int, ...]
+    waiting_count: int
+    reason: str
+
+
+class SendSeed(Message):
+    """The job starts from your values: push them."""
+
+    track: str
+
+
+class Resend(Message):
+    """Your push is not here in full: send it again."""
+
+    id: PushId
+
+
+class Refused(Message):
+    """This cannot be; the worker must stop."""
+
+    reason: str
+
+
+class Stopped(Message):
+    """The job has ended early."""
+
+    cause: str
+
+
+# Launcher and agents.
+
+
+class Gone(Message):
+    """A process of a worker has ended: "finished", "failed" or "lost". `cause` says how, for people."""
+
+    worker: int
+    incarnation: int
+    reason: str
+    cause: str = ""
+
+
+class Stop(Message):
+    """End the job with this cause."""
+
+    cause: str
+
+
+class StatusRequest(Message):
+    """How is everybody?"""
+
+
+class WorkerStatus(msgspec.Struct, array_like=True):
+    """A worker in the launcher's display."""
+
+    worker: int
+    step: int
+    samples: float
+    state: str  #: "absent", "computing", "waiting", "finished", "failed" or "lost"
+    waited_s: float
+    present_s: float
+    waiting_for: tuple[int, ...]
+
+
+class Status(Message):
+    """How everybody is."""
+
+    seconds: float
+    used: float  #: share of the budget, 0 without one
+    workers: tuple[WorkerStatus, ...]
+    checkpoint: str = ""
+
+
+class Notice(Message):
+    """Something the launcher should say."""
+
+    text: str
+    fatal: bool = False
+
+
+class Finish(Message):
+    """All workers are gone: write what is left and end."""
+
+    exit_status: int
+    cause: str = ""
+
+
+class Finished(Message):
+    """The last word of the first server, with the job's summary."""
+
+    summary: dict[str, Any]
+    checkpoint: str = ""
+
+
+class Beat(Message):
+    """An agent is alive."""
+
+
+class Assigned(Message):
+    """An agent's ranks and the job's facts: what a worker process is started with."""
+
+    job: dict[str, Any]
+    ranks: tuple[int, ...]
+
+
+AnyMessage = (
+    Hello
+    | Register
+    | Push
+    | Ask
+    | Read
+    | Leave
+    | Metric
+    | Arrived
+    | Norm
+    | NormTotal
+    | Saved
+    | Failed
+    | Entries
+    | Welcome
+    | Answer
+    | ReadAnswer
+    | Held
+    | SendSeed
+    | Resend
+    | Refused
+    | Stopped
+    | Gone
+    | Stop
+    | StatusRequest
+    | Status
+    | Notice
+    | Finish
+    | Finished
+    | Beat
+    | Assigned
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The bytes of a header."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
+    """The header in these bytes; `PeerError` when they are none."""
+    if len(data) > HEADER_LIMIT:
+        raise PeerError(f"a header of {len(data)} bytes was refused; at most {HEADER_LIMIT} are read")
+    try:
+        message: AnyMessage = _decoder.decode(data)
+        return message
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerError(f"a message was refused: {error}; are all hosts on the same version of polytempo?") from None

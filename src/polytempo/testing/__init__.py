@@ -1,0 +1,1 @@
+"""For tests of training scripts, and for notebooks: whole jobs inside one process."""

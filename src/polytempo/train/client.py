@@ -1,0 +1,308 @@
+"""A worker's conversation with the servers: pushes, answers, repeats. No thread: whoever calls `wait` does the receiving.
+
+    register   -> the first answer: the values the job starts from
+    push       -> an answer from every shard, all from one place of the log
+    read       -> the same without a push
+
+An answer counts when all shards have given it with the same attempt number. When nothing was heard for `retry` seconds the
+first server is asked; it says "held" or "send it again", and a repeat has the next attempt number, so that answers to the
+first try are told apart and nothing is applied twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.protocol.messages import (
+    Answer,
+    AnyMessage,
+    Ask,
+    Held,
+    Hello,
+    Leave,
+    Metric,
+    Proposal,
+    Push,
+    PushId,
+    Read,
+    ReadAnswer,
+    Refused,
+    Register,
+    Resend,
+    SendSeed,
+    Stopped,
+    Welcome,
+    decode,
+    encode,
+)
+from polytempo.transport.channel import Bytes, Channel
+from polytempo.transport.pool import Pool
+
+#: Who waits longer than this says for whom; then after twice as long, and so on.
+SAY_AFTER = 10.0
+
+
+@dataclass
+class Outstanding:
+    """A push that was not answered yet: kept to be sent again."""
+
+    push: Push
+    parts: list[list[Bytes]]  # for each shard its buffers
+    answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
+
+
+@dataclass
+class Line:
+    """What this worker knows of one track."""
+
+    name: str
+    released: int = -1  # the last step it may start
+    version: int = 0
+    waited: float = 0.0  # by the mode, all in all, once the job had started
+    staleness: int = 0  # of the last push that was answered
+    skipped: bool = False
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)  # by exchange
+    started: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
+    joined: bool = False
+    seed: Callable[[], list[list[Bytes]]] | None = None
+    held: Held | None = None
+    take: Callable[[dict[int, list[Bytes]]], None] = lambda answers: None
+
+
+@dataclass
+class Reading:
+    """A read under way."""
+
+    request: int
+    answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)
+
+
+class Client:
+    """One worker's connections to all servers."""
+
+    def __init__(self, channels: Sequence[Channel], rank: int, incarnation: int, pool: Pool, retry: float = 5.0) -> None:
+        self.rank, self.incarnation = rank, incarnation
+        self.size = 0
+        self.stop = False
+        self.bytes_sent = self.bytes_received = 0
+        self.retry = retry
+        self._pool = pool
+        self._channels = list(channels)
+        self._lines: dict[str, Line] = {}
+        self._reading: Reading | None = None
+        self._requests = 0
+        self._welcomes: set[int] = set()
+        self._poller = zmq.Poller()
+        for channel in channels:
+            self._poller.register(channel.pollable(), zmq.POLLIN)
+            channel.send(encode(self._hello()))
+        self._wait(lambda: len(self._welcomes) == len(self._channels), "the servers to welcome it", self._greet_again)
+
+    @property
+    def shards(self) -> int:
+        """How many servers there are."""
+        return len(self._channels)
+
+    # What a worker does.
+
+    def register(self, name: str, proposal: Proposal, seed: Callable[[], list[list[Bytes]]], line: Line) -> None:
+        """Take part in a track, and wait for the values it starts from."""
+        self._lines[name] = line
+        line.seed = seed
+        self._channels[0].send(encode(Register(track=name, proposal=proposal)))
+        self._wait(lambda: line.joined, "all workers to make their optimizer", None, line)
+
+    def push(self, push: Push, parts: list[list[Bytes]]) -> None:
+        """Send a push to all shards; its answer comes to `wait_for_release` or `settle`."""
+        line = self._lines[push.id.track]
+        line.outstanding[push.id.step] = waiting = Outstanding(push, parts)
+        line.held = None
+        self._send(waiting)
+
+    def wait_for_release(self, name: str, step: int) -> None:
+        """Wait until this worker may start `step`, and take the values that came with it."""
+        line = self._lines[name]
+        self._wait(lambda: line.released >= step, "an answer", lambda: self._ask(line), line)
+
+    def settle(self, name: str) -> None:
+        """Wait until every push of a track is answered."""
+        line = self._lines[name]
+        self._wait(lambda: not line.outstanding, "its answers", lambda: self._ask(line), line)
+
+    def read(self, name: str, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """The values or state of all shards, at one place of the log."""
+        reading = self._reading = Reading(-1)
+        self._read_again(name, what)
+        again = lambda: self._read_again(name, what)  # noqa: E731
+        self._wait(lambda: len(reading.answers) == self.shards, "what it reads", again)
+        self._reading = None
+        return [reading.answers[shard] for shard in range(self.shards)]
+
+    def metric(self, values: dict[str, float | int | str]) -> None:
+        """A figure for the record."""
+        self._channels[0].send(encode(Metric(worker=self.rank, values=values)))
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and close."""
+        with suppress(PeerError):  # the servers may go first
+            self._channels[0].send(encode(Leave(worker=self.rank, incarnation=self.incarnation, reason=reason)))
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+
+    def give_back(self, buffers: Sequence[Bytes]) -> None:
+        """Received buffers that are used up."""
+        for buffer in buffers:
+            self._pool.give(buffer)
+
+    # Sending, and sending again.
+
+    def _hello(self) -> Hello:
+        return Hello(role="worker", rank=self.rank, incarnation=self.incarnation, pid=os.getpid())
+
+    def _greet_again(self) -> None:
+        for channel in self._channels:
+            channel.send(encode(self._hello()))
+
+    def _send(self, waiting: Outstanding) -> None:
+        header = encode(waiting.push)
+        for channel, buffers in zip(self._channels, waiting.parts, strict=True):
+            self.bytes_sent += channel.send(header, buffers)
+
+    def _ask(self, line: Line) -> None:
+        for waiting in line.outstanding.values():
+            self._channels[0].send(encode(Ask(id=waiting.push.id)))
+
+    def _send_again(self, identity: PushId) -> None:
+        waiting = self._lines[identity.track].outstanding.get(identity.step)
+        if waiting is not None:
+            waiting.push = msgspec.structs.replace(waiting.push, attempt=waiting.push.attempt + 1)
+            waiting.answers.clear()
+            self._send(waiting)
+
+    def repeat(self, name: str) -> None:
+        """Send all that is unanswered again, as after a lost connection."""
+        for waiting in list(self._lines[name].outstanding.values()):
+            self._send_again(waiting.push.id)
+
+    def reconnect(self, shard: int, channel: Channel) -> None:
+        """Go on over another connection to the same server."""
+        self._poller.unregister(self._channels[shard].pollable())
+        self._channels[shard].close()
+        self._channels[shard] = channel
+        self._poller.register(channel.pollable(), zmq.POLLIN)
+        channel.send(encode(self._hello()))
+
+    def _read_again(self, name: str, what: str) -> None:
+        assert self._reading is not None
+        self._requests += 1
+        self._reading.request = self._requests
+        self._reading.answers.clear()
+        self._channels[0].send(encode(Read(track=name, worker=self.rank, request=self._requests, what=what)))
+
+    # Waiting and hearing.
+
+    def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, line: Line | None = None) -> None:
+        began = heard = time.monotonic()
+        say_at = began + SAY_AFTER
+        while not done():
+            if self._receive(min(self.retry, 1.0)):
+                heard = time.monotonic()
+                continue
+            now = time.monotonic()
+            if now >= say_at:
+                self._say_waiting(now - began, what, line)
+                say_at = now + 2 * (now - began)
+            if again is not None and now - heard >= self.retry:
+                heard = now
+                again()
+
+    def _say_waiting(self, seconds: float, what: str, line: Line | None) -> None:
+        why = f"{what}"
+        if line is not None and line.held is not None:
+            held = line.held
+            more = f" and {held.waiting_count - len(held.waiting_for)} more" if held.waiting_count > 8 else ""
+            why = f"workers {', '.join(map(str, held.waiting_for))}{more}: {held.reason}"
+        sys.stderr.write(f"polytempo: worker {self.rank} has waited {seconds:.0f} s for {why}\n")
+        sys.stderr.flush()
+
+    def _receive(self, timeout: float) -> bool:
+        """Take every message that is there, waiting at most so long for the first; was there one?"""
+        self._poller.poll(int(timeout * 1000))
+        got = False
+        for shard, channel in enumerate(self._channels):
+            while (received := channel.receive()) is not None:
+                got = True
+                header, buffers = received
+                self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
+                self._hear(shard, decode(header), buffers)
+        return got
+
+    def _hear(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if isinstance(message, Answer):
+            self._answered(self._lines[message.track], message, buffers)
+        elif isinstance(message, ReadAnswer):
+            if self._reading is not None and message.request == self._reading.request:
+                self._reading.answers[message.shard] = message, buffers
+        elif isinstance(message, Held):
+            self._lines[message.track].held = message
+        elif isinstance(message, Resend):
+            self._send_again(message.id)
+        elif isinstance(message, SendSeed):
+            self._send_seed(message.track)
+        elif isinstance(message, Welcome):
+            self.size = message.size
+            self._welcomes.add(shard)
+        elif isinstance(message, Refused):
+            raise UsageError(f"worker {self.rank}: {message.reason}")
+        elif isinstance(message, Stopped):
+            raise JobEnded(message.cause)
+
+    def _send_seed(self, name: str) -> None:
+        line = self._lines[name]
+        assert line.seed is not None
+        identity = PushId(name, self.rank, self.incarnation, -1)
+        self._send(Outstanding(Push(id=identity, kind="seed"), line.seed()))
+
+    def _answered(self, line: Line, answer: Answer, buffers: list[Bytes]) -> None:
+        if not line.joined:
+            line.started[answer.shard] = answer, buffers
+            if len(line.started) == self.shards:
+                line.joined = True
+                self._take(line, line.started)
+            return
+        waiting = line.outstanding.get(answer.exchange)
+        if waiting is None or answer.attempt != waiting.push.attempt:
+            return  # an answer to an earlier try
+        waiting.answers[answer.shard] = answer, buffers
+        if len(waiting.answers) == self.shards:
+            del line.outstanding[answer.exchange]
+            self._take(line, waiting.answers)
+
+    def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]]) -> None:
+        """All shards have answered from one place of the log."""
+        first = answers[0][0]
+        line.released, line.version = max(line.released, first.step), first.version
+        line.skipped, line.staleness = first.skipped, first.staleness
+        line.waited += first.waited if answers is not line.started else 0.0
+        line.held = None
+        if first.stop:
+            self.stop = True
+        parts = {shard: buffers for shard, (_, buffers) in answers.items() if buffers}
+        if parts:
+            line.take(parts)
+        for _, buffers in answers.values():
+            self.give_back(buffers)

@@ -1,0 +1,115 @@
+"""One optimizer's exchange with the servers: the way from a worker's tensors to a push, and from an answer back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.parameter_server.optimizers import is_whole
+from polytempo.parameter_server.state import RunState, pack, unpack
+from polytempo.protocol.layout import lay_out
+from polytempo.protocol.messages import Proposal, Push, PushId
+from polytempo.sync.spec import parse_spec
+from polytempo.train.client import Client, Line
+from polytempo.train.flat import Copier, Flat
+from polytempo.train.session import Session
+from polytempo.transport.channel import Bytes
+
+Hyper = tuple[dict[str, Any], ...]
+
+
+class Exchange:
+    """A track as its worker sees it."""
+
+    def __init__(self, session: Session, name: str, proposal: Proposal, params: Sequence[torch.Tensor]) -> None:
+        assert session.client is not None
+        self.name = name
+        self.client: Client = session.client
+        self.proposal = proposal
+        self.session = session
+        self.spec = parse_spec(proposal.sync)
+        self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
+        delay = self.spec.arguments[0] if self.spec.mode.name == "delay" else 0
+        self.copier = Copier(params, self.layout, slots=delay + 1)
+        self.averages = proposal.apply == "mean"
+        self.line = Line(name)
+        self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
+        self.step = 0
+        self.waited = 0.0
+        self._loads = -1
+        with session.lock:
+            self.client.register(name, proposal, self._seed, self.line)
+        self.step = self.first_step = self.line.released - delay
+
+    def _seed(self) -> list[list[Bytes]]:
+        flat = self.copier.next_flat()
+        self.copier.gather(flat, lambda param: param.detach())
+        return flat.parts
+
+    def flat_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Flat, tuple[int, ...]]:
+        """A flat copy of `of(param)` for each parameter, and those that have none."""
+        flat = self.copier.next_flat()
+        return flat, self.copier.gather(flat, of)
+
+    def push(self, flat: Flat | None, hyper: Hyper, **about: Any) -> None:
+        """Push a flat copy (or, without one, a step that changes nothing), and wait as the mode says."""
+        began = time.perf_counter()
+        skip = flat is None
+        push = Push(
+            id=PushId(self.name, self.client.rank, self.client.incarnation, self.step),
+            version=self.line.version,
+            hyper=hyper,
+            skip=skip,
+            sent=self.client.bytes_sent,
+            received=self.client.bytes_received,
+            exchanged=self.waited,
+            **about,
+        )
+        parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
+        with self.session.lock:
+            self.client.push(push, parts)
+            self.client.wait_for_release(self.name, self.step + 1)
+        self.step = self.line.released if self.spec.mode.name != "delay" else self.step + 1
+        self.waited = time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Wait for the answers that are still under way (`delay`)."""
+        with self.session.lock:
+            self.client.settle(self.name)
+
+    def read_values(self) -> None:
+        """The servers' newest values into the parameters."""
+        with self.session.lock:
+            self.client.settle(self.name)
+            answers = self.client.read(self.name, "params")
+            self.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
+            self.line.version = answers[0][0].version
+
+    def read_state(self) -> list[RunState]:
+        """The optimizer's state on all servers, from one place of the log."""
+        with self.session.lock:
+            self.client.settle(self.name)
+            answers = self.client.read(self.name, "state")
+        return [run for answer, buffers in answers for run in unpack(answer.state, buffers)]
+
+    def load_state(self, runs: Sequence[RunState]) -> None:
+        """Give the servers an optimizer's state."""
+        with self.session.lock:
+            self.client.settle(self.name)
+            self._loads -= 1
+            identity = PushId(self.name, self.client.rank, self.client.incarnation, self._loads)
+            state, buffers = pack(runs)
+            self.client.push(Push(id=identity, kind="state", state=state), [buffers for _ in range(self.client.shards)])
+            self.client.settle(self.name)
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        same = len(params) == len(self.copier.params) and all(
+            one is other for one, other in zip(params, self.copier.params, strict=True)
+        )
+        if not same:
+            raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")

@@ -1,0 +1,143 @@
+"""A worker's flat copies: gradients in, new values out.
+
+One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one stretch of memory: the
+one extra copy a worker needs. New values go from the receive buffers straight into the parameters; where a parameter is not
+contiguous, or lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name
+from polytempo.protocol.layout import Layout
+from polytempo.protocol.messages import TensorInfo
+from polytempo.transport.channel import Bytes
+
+
+def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int]) -> tuple[TensorInfo, ...]:
+    """What the servers must know of each parameter."""
+    return tuple(
+        TensorInfo(name, tuple(param.shape), dtype_name(param.dtype), group)
+        for param, name, group in zip(params, names, groups, strict=True)
+    )
+
+
+class Flat:
+    """One set of flat tensors, with a view for each parameter."""
+
+    def __init__(self, layout: Layout, pinned: bool) -> None:
+        self.tensors = {
+            dtype: torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=pinned) for dtype, size in layout.sizes.items()
+        }
+        self.views = {
+            place.index: self.tensors[place.info.dtype][place.start : place.stop].view(tuple(place.info.shape))
+            for place in layout.places
+        }
+        self._bytes = {dtype: as_bytes(tensor) for dtype, tensor in self.tensors.items()}
+        item = {dtype: tensor.element_size() for dtype, tensor in self.tensors.items()}
+        self.parts = [
+            [self._bytes[s.dtype][s.start * item[s.dtype] : s.stop * item[s.dtype]] for s in stretches]
+            for stretches in layout.shards
+        ]
+
+
+class Copier:
+    """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
+
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, slots: int = 1) -> None:
+        self.params = list(params)
+        self.layout = layout
+        self._on_gpu = any(param.is_cuda for param in params)
+        self._flats = [Flat(layout, self._on_gpu) for _ in range(slots)]
+        self._turn = 0
+        self._order = [place.index for place in layout.places]
+        self._direct, self._staged = self._targets()
+
+    def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
+        """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
+        flat = self._flats[0]
+        staged = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
+        direct: list[list[list[torch.Tensor]]] = []
+        for stretches in self.layout.shards:
+            of_shard: list[list[torch.Tensor]] = []
+            for stretch in stretches:
+                targets = []
+                for place in self.layout.places:
+                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+                    if place.info.dtype == stretch.dtype and start < stop:
+                        source = flat.views[place.index] if place.index in staged else self.params[place.index].detach()
+                        targets.append(source.view(-1)[start - place.start : stop - place.start])
+                of_shard.append(targets)
+            direct.append(of_shard)
+        return direct, staged
+
+    def next_flat(self) -> Flat:
+        """The flat copy whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._flats)
+        return self._flats[self._turn]
+
+    def gather(self, flat: Flat, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
+        """Copy `of(param)` of every parameter into the flat copy; those for which it is None are zero, and returned."""
+        absent = []
+        targets, sources = [], []
+        for index in self._order:
+            tensor = of(self.params[index])
+            if tensor is None:
+                absent.append(index)
+                flat.views[index].zero_()
+                continue
+            if tensor.layout != torch.strided:
+                name = next(p.info.name for p in self.layout.places if p.index == index)
+                raise UsageError(
+                    f"{name} has a sparse gradient, which a parameter server does not take yet; use sparse=False"
+                )
+            targets.append(flat.views[index])
+            sources.append(tensor)
+        if self._on_gpu:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        return tuple(absent)
+
+    def scatter(self, parts: dict[int, list[Bytes]]) -> None:
+        """New values, one list of buffers for each shard, into the parameters."""
+        with torch.no_grad():
+            for shard, buffers in parts.items():
+                for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
+                    if targets:
+                        sources = torch.split(as_tensor(buffer, stretch.dtype), [t.numel() for t in targets])
+                        torch._foreach_copy_(targets, list(sources))
+            self._unstage(lambda param: param)
+
+    def scatter_gradients(self, parts: dict[int, list[Bytes]]) -> None:
+        """The agreed gradients, into `.grad` of every parameter that has one."""
+        flat = self._flats[0]
+        with torch.no_grad():
+            for shard, buffers in parts.items():
+                for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
+                    flat.tensors[stretch.dtype][stretch.start : stretch.stop] = as_tensor(buffer, stretch.dtype)
+            for index in self._order:
+                grad = self.params[index].grad
+                if grad is not None:
+                    grad.copy_(flat.views[index], non_blocking=True)
+            self._synchronize()
+
+    def _unstage(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for index in self._staged:
+            of(self.params[index]).detach().copy_(self._flats[0].views[index], non_blocking=True)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+def is_finite(flat: Flat) -> bool:
+    """Are all elements numbers? One pass: what is no number survives a sum."""
+    return all(bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in flat.tensors.values())

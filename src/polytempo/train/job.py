@@ -1,0 +1,62 @@
+"""What a worker process must know to join its job: written by the launcher, read by `init`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polytempo.errors import UsageError
+
+#: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
+JOB_VARIABLE = "POLYTEMPO_JOB"
+RANK_VARIABLE = "POLYTEMPO_RANK"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The same for all workers of a host."""
+
+    size: int
+    addresses: tuple[str, ...]
+    sync: str = "bsp"
+    seed: int = 0
+    first_rank: int = 0  #: of this host
+    local_size: int = 1
+    incarnation: int = 0
+    slow: dict[int, float] = field(default_factory=dict)
+    hiccup: tuple[float, float] = (0.0, 0.0)
+    positions: tuple[dict[str, Any], ...] = ()  #: how far the data was read by the jobs this one goes on from
+    keys: dict[str, str] | None = None
+
+    def write(self, path: Path) -> None:
+        """For the workers of this host and nobody else: it may hold a key."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+
+def job_from(data: dict[str, Any]) -> JobFacts:
+    """The facts in plain data."""
+    slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
+    addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
+    probability, seconds = data.pop("hiccup", (0.0, 0.0))
+    return JobFacts(**data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds))
+
+
+def read_job(path: str | Path) -> JobFacts:
+    """Read what a launcher wrote."""
+    try:
+        return job_from(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"the job file {path} cannot be read: {error}; start the script with polytempo run") from None
+
+
+def job_of_environment() -> tuple[JobFacts, int] | None:
+    """The job and rank this process was started with; None when no launcher started it."""
+    path, rank = os.environ.get(JOB_VARIABLE), os.environ.get(RANK_VARIABLE)
+    if path is None or rank is None:
+        return None
+    return read_job(path), int(rank)

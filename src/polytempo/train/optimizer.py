@@ -1,0 +1,354 @@
+"""`DistributedOptimizer`: a torch optimizer whose `step()` is taken together with other workers.
+
+It is a `torch.optim.Optimizer` and shares the groups of the one it wraps, so schedulers, hooks and `GradScaler` work.
+Where the update is made depends on `apply`:
+
+    "server"  the gradient is pushed; the servers run the torch.optim class; the new values come back
+    "delta"   the wrapped optimizer runs here; the change it made is pushed, and the servers add it. In barrier modes the
+              gradients are averaged first and every worker makes the same change, so that Adam is Adam of the mean.
+
+Alone, without a launcher, the wrapped optimizer simply runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError, nearest
+from polytempo.parameter_server.optimizers import check_optimizer
+from polytempo.protocol.messages import Proposal
+from polytempo.sync.spec import parse_spec
+from polytempo.train.exchange import Exchange
+from polytempo.train.flat import Flat, describe, is_finite
+from polytempo.train.session import Session, current
+from polytempo.train.state_dict import runs_of, torch_state
+
+#: Hyper-parameters that say how to compute, not what: they travel once.
+PLAIN = (bool, int, float, str, type(None))
+
+
+class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """Wrap an optimizer after the model is built; use it in its place."""
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step() even when it would skip, and the clocks stay together
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None = None,
+        *,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        sync: str | None = None,
+        via: str | None = None,
+        apply: str = "server",
+        compression: object | None = None,
+        buffers: str = "local",
+        clip_norm: float | None = None,
+        nonfinite: str = "count",
+        session: Session | None = None,
+    ) -> None:
+        self.inner = optimizer
+        self._ready = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._ready = True
+        self._session = session or current()
+        self._spec = parse_spec(sync or self._session.job.sync)
+        self._apply, self._clip_norm, self._nonfinite, self._buffers = apply, clip_norm, nonfinite, buffers
+        _check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
+        if buffers == "mean" and model is None:
+            raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
+        if apply == "delta" and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
+            raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
+        self._name = self._session.next_track()
+        self._emulation = self._session.emulation
+        self._params = [param for group in self.param_groups for param in group["params"]]
+        self._names = _names(self._params, named_parameters, model)
+        self._model = model
+        self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._agreed = False  # synchronize() was called since the last step
+        self._nonfinite_seen = 0
+        self._alone_steps = 0
+        self._syncing = True
+        self._exchange = (
+            Exchange(self._session, self._name, self._proposal(), self._params) if self._session.client else None
+        )
+        self._mean: Exchange | None = None
+        self._returned = time.perf_counter()
+
+    # It shares everything with the optimizer it wraps.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups themselves."""
+        return self.inner.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._ready:
+            self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state: empty where the servers keep it."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._ready:
+            self.inner.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only before it is wrapped."""
+        if self._ready:
+            raise UsageError("add parameter groups before wrapping the optimizer: the servers have cut it up already")
+
+    # A step.
+
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
+        """Push, wait as the mode says, pull. `samples` weighs this worker's gradient."""
+        if not self._syncing:
+            raise UsageError("step() inside no_sync(); accumulate there, and step outside")
+        self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
+        loss = None
+        if closure is not None and type(self.inner) is not torch.optim.LBFGS:
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        with torch.no_grad():
+            if self._exchange is None:
+                loss = self._step_alone(closure, loss)
+            else:
+                self._step_together(self._exchange, closure, samples)
+        self._agreed = False
+        self._returned = time.perf_counter()
+        return loss
+
+    def _step_alone(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        self._alone_steps += 1
+        if self._unscale():
+            return loss
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        result = self.inner.step(closure)
+        return loss if closure is None else result
+
+    def _step_together(self, exchange: Exchange, closure: Callable[[], Any] | None, samples: float | None) -> None:
+        exchange.check_same([param for group in self.param_groups for param in group["params"]])
+        self._emulation.slow_down(time.perf_counter() - self._returned)
+        computed = time.perf_counter() - self._returned
+        skip = self._unscale()
+        weight = 1.0 if samples is None else samples
+        if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
+            skip = self._agree(weight, skip)
+        flat: Flat | None = None
+        about: dict[str, Any] = {}
+        if not skip:
+            flat, about = self._change(exchange, closure) if self._apply == "delta" else self._gradient(exchange)
+        exchange.push(flat, self._hyper(), samples=weight, computed=computed, **about, **self._position(samples))
+
+    def _gradient(self, exchange: Exchange) -> tuple[Flat, dict[str, Any]]:
+        if self._clip_norm is not None and not self._spec.mode.barrier:
+            torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        flat, absent = exchange.flat_of(lambda param: param.grad)
+        return flat, {"absent": absent, "nonfinite": self._look_at(flat)}
+
+    def _change(self, exchange: Exchange, closure: Callable[[], Any] | None) -> tuple[Flat, dict[str, Any]]:
+        """Run the wrapped optimizer; what it changed is what is pushed."""
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        if self._spec.mode.barrier:
+            self.inner.step()
+            flat, _ = exchange.flat_of(lambda param: param.detach())
+            return flat, {"kind": "value", "nonfinite": self._look_at(flat)}
+        flat, _ = exchange.flat_of(lambda param: param.detach())
+        with torch.enable_grad():
+            self.inner.step(closure)
+        for index, param in enumerate(self._params):
+            view = flat.views[index]
+            view.neg_().add_(param.detach().to(view.device))
+        return flat, {"kind": "delta", "nonfinite": self._look_at(flat)}
+
+    def _hyper(self) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+            for group in self.param_groups
+        )
+
+    def _position(self, samples: float | None) -> dict[str, Any]:
+        sampler = self._session.sampler
+        if sampler is None or self._name != "0":
+            return {}
+        sampler.trained(samples)
+        return {"position": sampler.position()}
+
+    def _look_at(self, flat: Flat) -> bool:
+        if is_finite(flat):
+            return False
+        self._nonfinite_seen += 1
+        if self._nonfinite == "refuse":
+            name = next(
+                n for n, i in zip(self._names, range(len(self._params)), strict=True) if not flat.views[i].isfinite().all()
+            )
+            raise UsageError(
+                f"worker {self._session.rank}, step {self.stats['step']}: {name} has a gradient that is not finite; "
+                "lower the learning rate, clip, or count such gradients with nonfinite='count'"
+            )
+        return True
+
+    def _unscale(self) -> bool:
+        """Undo a GradScaler's scale; is this step to be skipped?"""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            grads = [param.grad for param in self._params if param.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, float(1.0 / scale))
+        return found is not None and bool(found)
+
+    # Agreeing on gradients.
+
+    def synchronize(self, samples: float | None = None) -> None:
+        """Make `.grad` the agreed mean now, to be looked at or clipped before `step()`. Barrier modes only."""
+        if not self._spec.mode.barrier:
+            raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
+        if self._exchange is not None:
+            with torch.no_grad():
+                self._agree(1.0 if samples is None else samples, skip=False)
+        self._agreed = True
+
+    def _agree(self, samples: float, skip: bool) -> bool:
+        """Average the gradients in the side clock; was the round skipped?"""
+        assert self._exchange is not None
+        if self._mean is None:
+            self._mean = Exchange(self._session, f"{self._name}/mean", self._proposal(mean=True), self._params)
+        if skip:
+            self._mean.push(None, (), samples=samples)
+        else:
+            flat, absent = self._mean.flat_of(lambda param: param.grad)
+            self._mean.push(flat, (), absent=absent, samples=samples)
+        return self._mean.line.skipped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of several batches: nothing is sent inside."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    # What the job holds.
+
+    def consolidate(self) -> None:
+        """Load the job's model: the servers' newest values.
+
+        With `buffers="mean"` also the mean of everybody's buffers: then all workers must call it.
+        """
+        if self._exchange is None:
+            return
+        with torch.no_grad():
+            self._exchange.read_values()
+            if self._buffers == "mean":
+                self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        assert self._model is not None
+        floating = [(n, b) for n, b in self._model.named_buffers() if b.is_floating_point()]
+        if not floating:
+            return
+        tensors = [buffer for _, buffer in floating]
+        infos = describe(tensors, [name for name, _ in floating], [0] * len(floating))
+        proposal = Proposal(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},))
+        side = Exchange(self._session, f"{self._session.next_track()}/mean", proposal, tensors)
+        side.line.take = side.copier.scatter
+        flat, _ = side.flat_of(lambda buffer: buffer)
+        side.push(flat, ())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
+        state: dict[str, Any] = self.inner.state_dict()
+        if self._exchange is not None and self._apply == "server":
+            state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, for the whole job where the servers keep it."""
+        self.inner.load_state_dict(state_dict)
+        if self._exchange is not None and self._apply == "server":
+            runs = runs_of(state_dict["state"], self._exchange.proposal.tensors)
+            self.inner.state.clear()
+            self._exchange.load_state(runs)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of this worker so far."""
+        exchange = self._exchange
+        if exchange is None:
+            step, waited, stale, sent, received = self._alone_steps, 0.0, 0, 0, 0
+        else:
+            client = exchange.client
+            step, waited, stale = exchange.step, exchange.line.waited, exchange.line.staleness
+            sent, received = client.bytes_sent, client.bytes_received
+        return {
+            "step": step,
+            "waited_s": waited,
+            "staleness": stale,
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "nonfinite": self._nonfinite_seen,
+        }
+
+    def _proposal(self, mean: bool = False) -> Proposal:
+        on_server = self._apply == "server" and not mean
+        name = check_optimizer(type(self.inner), self._spec.mode.barrier) if on_server else ""
+        return Proposal(
+            sync=self._spec.text,
+            apply="mean" if mean else self._apply,
+            optimizer=name,
+            tensors=describe(self._params, self._names, self._groups),
+            groups=self._hyper(),
+            clip_norm=self._clip_norm if on_server else None,
+        )
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A hyper-parameter as it can travel."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(name, item) for item in value)
+    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
+
+
+def _names(
+    params: list[torch.nn.Parameter],
+    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    model: torch.nn.Module | None,
+) -> list[str]:
+    pairs = list(named) if named is not None else list(model.named_parameters()) if model is not None else []
+    known = {id(param): name for name, param in pairs}
+    return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
+
+
+def _check_choices(
+    apply: str, via: str | None, compression: object | None, buffers: str, clip_norm: float | None, nonfinite: str
+) -> None:
+    choices = {
+        "apply": (apply, ("server", "delta")),
+        "buffers": (buffers, ("local", "mean")),
+        "nonfinite": (nonfinite, ("count", "refuse")),
+        "via": (via or "auto", ("auto", "ps")),
+    }
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
+    if compression is not None:
+        raise UsageError("compression is planned but not available yet; leave it out")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"expected clip_norm above 0, got {clip_norm}")

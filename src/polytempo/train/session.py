@@ -1,0 +1,146 @@
+"""A process's place in its job: `init`, `rank`, `size`, `should_stop`, `log`, `shutdown`.
+
+`init` makes the one session of the process. Threads that each play a worker (`polytempo.testing`) hold sessions of their own
+and hand them to their optimizers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Any
+
+from polytempo.errors import UsageError
+from polytempo.sync.spec import parse_spec
+from polytempo.train.client import Client
+from polytempo.train.emulate import Emulation, emulation_for
+from polytempo.train.job import JobFacts, job_of_environment, read_job
+from polytempo.transport.connect import connect
+from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.pool import Pool
+
+
+class Session:
+    """One worker of a job; without a client, the only one."""
+
+    def __init__(self, client: Client | None, job: JobFacts, rank: int) -> None:
+        self.client = client
+        self.job = job
+        self.rank = rank
+        self.size = job.size
+        self.lock = threading.RLock()
+        self.optimizers = 0
+        self.sampler: Any = None  #: the DistributedSampler whose position goes with the pushes
+        self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+
+    @property
+    def emulation(self) -> Emulation:
+        """How this worker is to be slowed down: a fresh one for each optimizer."""
+        return emulation_for(self.rank, self.job.slow, self.job.hiccup, self.job.seed)
+
+    def next_track(self) -> str:
+        """The name of the next optimizer."""
+        self.optimizers += 1
+        return str(self.optimizers - 1)
+
+    def close(self, reason: str = "finished") -> None:
+        """Leave the job."""
+        if self.client is not None:
+            client, self.client = self.client, None
+            client.leave(reason)
+
+
+def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
+    """Connect to all servers of a job."""
+    pool = Pool()
+    keys = WorkerKeys(**job.keys) if job.keys else None
+    identity = f"worker-{rank}-{job.incarnation}"
+    channels = [connect(address, identity, keys, pool) for address in job.addresses]
+    return Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
+
+
+_session: Session | None = None
+
+
+def init(job: str | None = None, rank: int | None = None, sync: str | None = None) -> None:
+    """Join the job of the launcher; without one, be a job of one.
+
+    `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode of a job of
+    one, where it changes nothing but is checked.
+    """
+    global _session
+    if _session is not None:
+        raise UsageError("init() was called twice; call shutdown() in between")
+    found = job_of_environment() if job is None else (read_job(job), 0)
+    if found is None:
+        parse_spec(sync or "bsp")
+        _session = Session(None, JobFacts(1, (), sync or "bsp"), 0)
+    else:
+        facts, own_rank = found
+        _session = open_session(facts, own_rank if rank is None else rank)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """At the end of the process: the launcher learns from its exit status whether all was well."""
+    global _session
+    if _session is not None and _session.client is not None:
+        _session.client.close()
+    _session = None
+
+
+def shutdown() -> None:
+    """Leave the job: done."""
+    global _session
+    if _session is not None:
+        session, _session = _session, None
+        atexit.unregister(_leave)
+        session.close()
+
+
+def current() -> Session:
+    """The session of this process."""
+    if _session is None:
+        raise UsageError("call polytempo.init() first")
+    return _session
+
+
+def is_initialized() -> bool:
+    """Has `init` been called?"""
+    return _session is not None
+
+
+def rank() -> int:
+    """This worker's number in the job."""
+    return current().rank
+
+
+def size() -> int:
+    """How many workers the job started with."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This worker's number on its host: which GPU to take."""
+    return current().rank - current().job.first_rank
+
+
+def local_size() -> int:
+    """How many workers of the job run on this host."""
+    return current().job.local_size
+
+
+def should_stop() -> bool:
+    """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
+    client = current().client
+    return client is not None and client.stop
+
+
+def log(**values: float | int | str) -> None:
+    """Record figures of this worker, such as `log(accuracy=0.93)`."""
+    session = current()
+    if session.client is None:
+        session.metrics.append(values)
+    else:
+        with session.lock:
+            session.client.metric(values)

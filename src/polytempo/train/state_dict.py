@@ -1,0 +1,39 @@
+"""Between the servers' runs and torch's `state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from polytempo.parameter_server.state import RunState, of_tensor
+from polytempo.protocol.layout import lay_out
+from polytempo.protocol.messages import TensorInfo
+
+
+def torch_state(runs: Sequence[RunState], tensors: Sequence[TensorInfo]) -> dict[int, dict[str, Any]]:
+    """State by parameter number, as torch's `state_dict()["state"]`."""
+    result = {}
+    for place in lay_out(tensors, 1).places:
+        state = of_tensor(runs, place.info.dtype, place.start, place.stop, place.info.shape)
+        if state:
+            result[place.index] = state
+    return dict(sorted(result.items()))
+
+
+def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo]) -> list[RunState]:
+    """The same the other way: one run for each parameter that has state."""
+    runs = []
+    for place in lay_out(tensors, 1).places:
+        own = {name: _on_cpu(value, place.info) for name, value in state.get(place.index, {}).items()}
+        runs.append(RunState(place.info.dtype, place.start, place.stop, own))
+    return runs
+
+
+def _on_cpu(value: Any, info: TensorInfo) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.reshape(-1) if value.dim() > 0 and value.numel() == prod(info.shape) else value

@@ -1,0 +1,122 @@
+"""`memory://`: queues inside one process, for jobs in threads: tests, notebooks, a job of one.
+
+Buffers are copied on the way, as on every other way, so that nobody shares memory by accident.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from polytempo.errors import PeerError
+from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+
+Message = tuple[bytes, list[Bytes]]
+
+
+class Bell:
+    """Wakes a poller: a number in the kernel that any thread may raise."""
+
+    def __init__(self) -> None:
+        self.fileno = os.eventfd(0, os.EFD_NONBLOCK)
+        self._open = True
+        self._lock = threading.Lock()  # once closed, the number may be somebody else's file
+
+    def ring(self) -> None:
+        """Wake whoever polls."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.fileno, 1)
+
+    def silence(self) -> None:
+        """It was heard."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fileno)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.close(self.fileno)
+
+
+class MemoryPeer(Peer):
+    """The endpoint's side of a connection."""
+
+    def __init__(self, channel: MemoryChannel) -> None:
+        super().__init__(f"thread {id(channel):x}", 1 << 62)
+        self._channel = channel
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+        self._channel.inbox.append((header, [buffer.copy() for buffer in buffers]))
+        self._channel.bell.ring()
+        if done:
+            done()
+
+    def close(self) -> None:
+        self._channel.bell.ring()
+
+
+class MemoryEndpoint(Endpoint):
+    """Takes connections from threads of this process: hand it to `MemoryChannel`."""
+
+    def __init__(self, name: str) -> None:
+        self.address = f"memory://{name}"
+        self.bell = Bell()
+        self.inbox: deque[Received | Closed] = deque()
+        self.closed = False
+
+    def attach(self, poller: zmq.Poller) -> None:
+        poller.register(self.bell.fileno, zmq.POLLIN)
+
+    def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
+        if self.bell.fileno in ready:
+            self.bell.silence()
+        return [self.inbox.popleft() for _ in range(len(self.inbox))]
+
+    def close(self) -> None:
+        self.closed = True
+        self.bell.close()
+
+
+class MemoryChannel(Channel):
+    """A connection to an endpoint of this process."""
+
+    def __init__(self, endpoint: MemoryEndpoint) -> None:
+        self._endpoint = endpoint
+        self.inbox: deque[Message] = deque()
+        self.bell = Bell()
+        self._peer = MemoryPeer(self)
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        if self._endpoint.closed:
+            raise PeerError(f"the server at {self._endpoint.address} is gone")
+        self._endpoint.inbox.append(Received(self._peer, header, [buffer.copy() for buffer in buffers]))
+        self._endpoint.bell.ring()
+        return len(header) + sum(buffer.nbytes for buffer in buffers)
+
+    def receive(self) -> Message | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        self.bell.silence()
+        if self.inbox:
+            return self.inbox.popleft()
+        if self._endpoint.closed:
+            raise PeerError(f"the server at {self._endpoint.address} is gone")
+        return None
+
+    def pollable(self) -> int:
+        return self.bell.fileno
+
+    def close(self) -> None:
+        if not self._endpoint.closed:
+            self._endpoint.inbox.append(Closed(self._peer))
+            self._endpoint.bell.ring()
+        self.bell.close()

@@ -1,0 +1,36 @@
+"""Buffers that are used again.
+
+A fresh buffer of many megabytes costs a page fault for each 4 KB of it, which takes longer than copying into it. So buffers
+come from here and go back when they have been used up; of each size at most as many are kept as were ever out at once.
+"""
+
+from __future__ import annotations
+
+import numpy
+
+from polytempo.transport.channel import Bytes
+
+#: Smaller ones are not worth keeping.
+KEEP_FROM = 64 << 10
+
+
+class Pool:
+    """Takes and gives buffers. Its methods may be called by several threads: lists append and pop at once."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bytes]] = {}
+
+    def take(self, size: int) -> Bytes:
+        """A buffer of so many bytes, with anything in it."""
+        free = self._free.get(size)
+        if free:
+            try:
+                return free.pop()
+            except IndexError:
+                pass
+        return numpy.empty(size, dtype=numpy.uint8)
+
+    def give(self, buffer: Bytes) -> None:
+        """A buffer that nobody reads any more."""
+        if buffer.nbytes >= KEEP_FROM:
+            self._free.setdefault(buffer.nbytes, []).append(buffer)

@@ -1,0 +1,268 @@
+"""`ipc://`: Unix stream sockets in a private directory.
+
+Nobody but this user can reach the directory, and the kernel says who connects (SO_PEERCRED): another user is turned away
+before a byte is read. No cipher is needed. The kernel also says at once when a peer is gone, however it died.
+
+On the wire:  "PT01" | header length u32 | buffer count u32 | buffer lengths u64... | header | buffers
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from polytempo.errors import PeerError
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.pool import Pool
+
+MAGIC = b"PT01"
+PREFIX = struct.Struct("<4sII")
+SOCKET_BUFFER = 4 << 20
+
+
+def prefix_of(header: bytes, buffers: Sequence[Bytes]) -> bytes:
+    """What stands before the buffers."""
+    lengths = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+    return PREFIX.pack(MAGIC, len(header), len(buffers)) + lengths + header
+
+
+class Reader:
+    """Reads messages piece by piece, as bytes come; each buffer directly into the memory it will be used from."""
+
+    def __init__(self, pool: Pool, limit: int) -> None:
+        self.limit = limit
+        self._pool = pool
+        self._messages = self._read()
+        self._want: memoryview = next(self._messages)
+        self._done: tuple[bytes, list[Bytes]] | None = None
+
+    def read(self, sock: socket.socket) -> tuple[bytes, list[Bytes]] | None:
+        """Read what is there; a message when one is whole. EOFError at the end, BlockingIOError when nothing is there."""
+        while True:
+            count = sock.recv_into(self._want)
+            if not count:
+                raise EOFError
+            self._want = self._want[count:]
+            if not self._want:
+                self._want = next(self._messages)
+                if self._done is not None:
+                    message, self._done = self._done, None
+                    return message
+
+    def _read(self) -> Iterator[memoryview]:
+        """Yields where the next bytes belong; all of them are there when it goes on."""
+        fixed = bytearray(PREFIX.size)
+        while True:
+            yield memoryview(fixed)
+            magic, header_length, count = PREFIX.unpack(fixed)
+            if magic != MAGIC:
+                raise PeerError("a connection does not speak polytempo's protocol")
+            if count > BUFFER_COUNT_LIMIT or header_length + 8 * count > self.limit:
+                raise PeerError(f"a message with a header of {header_length} bytes and {count} buffers was refused")
+            table = bytearray(8 * count + header_length)
+            if table:
+                yield memoryview(table)
+            lengths = struct.unpack_from(f"<{count}Q", table)
+            if sum(lengths) > self.limit:
+                raise PeerError(f"a message of {sum(lengths)} bytes was refused; at most {self.limit} are taken")
+            buffers = [self._pool.take(length) for length in lengths]
+            for buffer in buffers:
+                if buffer.nbytes:
+                    yield buffer.data
+            self._done = bytes(table[8 * count :]), buffers
+
+
+class StreamPeer(Peer):
+    """The endpoint's side of a connection."""
+
+    def __init__(self, endpoint: StreamEndpoint, sock: socket.socket, limit: int, pool: Pool) -> None:
+        super().__init__(f"connection {sock.fileno()}", limit)
+        self.sock = sock
+        self.fileno = sock.fileno()
+        self.reader = Reader(pool, limit)
+        self._endpoint = endpoint
+        self._outbox: deque[tuple[memoryview, Done | None]] = deque()
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+        pieces = [memoryview(prefix_of(header, buffers)), *(b.data.cast("B") for b in buffers if b.nbytes)]
+        self._outbox.extend((piece, None) for piece in pieces[:-1])
+        self._outbox.append((pieces[-1], done))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        while self._outbox:
+            piece, done = self._outbox[0]
+            try:
+                count = self.sock.send(piece)
+            except BlockingIOError:
+                break
+            except OSError:
+                return self.drop()
+            if count < len(piece):
+                self._outbox[0] = piece[count:], done
+                continue
+            self._outbox.popleft()
+            if done:
+                done()
+        self._endpoint.watch(self, bool(self._outbox))
+        return None
+
+    def drop(self) -> None:
+        """The peer is gone: nobody reads what was meant for it."""
+        while self._outbox:
+            done = self._outbox.popleft()[1]
+            if done:
+                done()
+
+    def close(self) -> None:
+        self._endpoint.forget(self)
+
+
+class StreamEndpoint(Endpoint):
+    """Listens at a path."""
+
+    def __init__(self, path: str, pool: Pool, stranger_limit: int) -> None:
+        self.address = f"ipc://{path}"
+        self._path = path
+        self._pool = pool
+        self._limit = stranger_limit
+        self._peers: dict[int, StreamPeer] = {}
+        self._poller: zmq.Poller | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+
+    def attach(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        poller.register(self._listener.fileno(), zmq.POLLIN)
+
+    def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
+        events: list[Received | Closed] = []
+        if self._listener.fileno() in ready:
+            self._accept()
+        for fileno, peer in list(self._peers.items()):
+            state = ready.get(fileno, 0)
+            if state & zmq.POLLOUT:
+                peer.flush()
+            if state & (zmq.POLLIN | zmq.POLLERR):
+                events += self._read(peer)
+        return events
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            if peer_uid(sock) != os.getuid():
+                sock.close()
+                continue
+            sock.setblocking(False)
+            _widen(sock)
+            peer = StreamPeer(self, sock, self._limit, self._pool)
+            self._peers[peer.fileno] = peer
+            self.watch(peer, False)
+
+    def _read(self, peer: StreamPeer) -> list[Received | Closed]:
+        events: list[Received | Closed] = []
+        reason = ""
+        peer.reader.limit = peer.limit
+        try:
+            while (message := peer.reader.read(peer.sock)) is not None:
+                events.append(Received(peer, *message))
+                if peer.who is None:
+                    break  # what it may send depends on who it is
+        except BlockingIOError:
+            return events
+        except (EOFError, OSError):
+            pass
+        except PeerError as error:
+            reason = str(error)
+        else:
+            return events
+        self.forget(peer)
+        return [*events, Closed(peer, reason)]
+
+    def watch(self, peer: StreamPeer, writing: bool) -> None:
+        """Be told when this peer has sent something, and, if wanted, when it can take more."""
+        if self._poller is not None and peer.fileno in self._peers:
+            self._poller.register(peer.fileno, zmq.POLLIN | (zmq.POLLOUT if writing else 0))
+
+    def forget(self, peer: StreamPeer) -> None:
+        """End a connection."""
+        if self._peers.pop(peer.fileno, None) is not None and self._poller is not None:
+            self._poller.unregister(peer.fileno)
+        peer.drop()
+        peer.sock.close()
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            peer.sock.setblocking(True)
+            peer.sock.settimeout(1.0)
+            peer.flush()
+            self.forget(peer)
+        if self._poller is not None:
+            self._poller.unregister(self._listener.fileno())
+        self._listener.close()
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+
+class StreamChannel(Channel):
+    """A connection to a path."""
+
+    def __init__(self, path: str, pool: Pool, limit: int) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.connect(path)
+        except OSError as error:
+            self._sock.close()
+            raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
+        _widen(self._sock)
+        self._reader = Reader(pool, limit)
+        self._path = path
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        prefix = prefix_of(header, buffers)
+        try:
+            self._sock.sendall(prefix)
+            for buffer in buffers:
+                self._sock.sendall(buffer.data.cast("B"))
+        except OSError:
+            raise PeerError(f"the server at ipc://{self._path} is gone") from None
+        return len(prefix) + sum(buffer.nbytes for buffer in buffers)
+
+    def receive(self) -> tuple[bytes, list[Bytes]] | None:
+        if not select.select([self._sock], [], [], 0)[0]:
+            return None
+        try:
+            return self._reader.read(self._sock)
+        except (EOFError, OSError):
+            raise PeerError(f"the server at ipc://{self._path} is gone") from None
+
+    def pollable(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
+    _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def _widen(sock: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)

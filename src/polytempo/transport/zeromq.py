@@ -1,0 +1,187 @@
+"""`tcp://`: ZeroMQ between hosts, with CURVE keys; without them only where `--insecure` was said.
+
+Frames of a message: header | buffer lengths | pieces of at most 1 MB. Pieces, because a frame of many megabytes is allocated
+anew each time, and its page faults cost more than its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from polytempo.errors import PeerError
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.keys import JobKeys, WorkerKeys
+from polytempo.transport.pool import Pool
+
+PIECE = 1 << 20
+#: No single frame may be larger: pieces are smaller, headers never reach it.
+FRAME_LIMIT = 64 << 20
+HEARTBEAT_MS = 1000
+
+
+class OnlyWorkers:
+    """Lets in those who have the workers' key."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator with the key a peer has proved to have."""
+        return zmq.utils.z85.encode(key) == self._public
+
+
+class ZmqPeer(Peer):
+    """The endpoint's side of a connection."""
+
+    def __init__(self, socket: zmq.Socket[bytes], identity: bytes, limit: int) -> None:
+        super().__init__(identity.hex(), limit)
+        self._socket = socket
+        self._identity = identity
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+        try:
+            self._socket.send_multipart([self._identity, *frames_of(header, buffers)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        if done:
+            done()
+
+    def close(self) -> None:
+        """ZeroMQ closes when the peer does."""
+
+
+class ZmqEndpoint(Endpoint):
+    """Listens on a TCP address."""
+
+    def __init__(self, address: str, keys: JobKeys | None, pool: Pool, stranger_limit: int) -> None:
+        self._pool = pool
+        self._limit = stranger_limit
+        self._context = zmq.Context()
+        self._guard: ThreadAuthenticator | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self._guard = ThreadAuthenticator(self._context)
+            self._guard.start()
+            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.workers.worker_public))
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = keys.server_secret.encode()
+            self._socket.curve_publickey = keys.workers.server_public.encode()
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PeerError(f"cannot listen on {address}: {error.strerror}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._peers: dict[bytes, ZmqPeer] = {}
+
+    def attach(self, poller: zmq.Poller) -> None:
+        poller.register(self._socket, zmq.POLLIN)
+
+    def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
+        events: list[Received | Closed] = []
+        while self._socket in ready:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            peer = self._peers.setdefault(identity.bytes, ZmqPeer(self._socket, identity.bytes, self._limit))
+            try:
+                events.append(Received(peer, *message_of(frames, peer.limit, self._pool)))
+            except PeerError as error:
+                events.append(Closed(peer, str(error)))
+        return events
+
+    def close(self) -> None:
+        self._socket.close(linger=1000)
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.term()
+
+
+class ZmqChannel(Channel):
+    """A connection to a TCP address; `identity` stays the same when it is made again."""
+
+    def __init__(self, address: str, identity: bytes, keys: WorkerKeys | None, pool: Pool, limit: int) -> None:
+        self._address, self._identity, self._keys = address, identity, keys
+        self._pool, self._limit = pool, limit
+        self._context = zmq.Context()
+        self._socket = self._connect()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        set_options(socket)
+        socket.setsockopt(zmq.IDENTITY, self._identity)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.server_public.encode()
+            socket.curve_publickey = self._keys.worker_public.encode()
+            socket.curve_secretkey = self._keys.worker_secret.encode()
+        socket.connect(self._address)
+        return socket
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        self._socket.send_multipart(frames_of(header, buffers))
+        return len(header) + sum(buffer.nbytes for buffer in buffers)
+
+    def receive(self) -> tuple[bytes, list[Bytes]] | None:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return message_of(frames, self._limit, self._pool)
+
+    def pollable(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def close(self) -> None:
+        self._socket.close(linger=2000)
+        self._context.term()
+
+
+def set_options(socket: zmq.Socket[bytes]) -> None:
+    """Alike on both sides: no limit on waiting messages (the protocol bounds them), one on frames, heartbeats."""
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.LINGER, 1000)
+
+
+def frames_of(header: bytes, buffers: Sequence[Bytes]) -> list[bytes | memoryview]:
+    """A message as frames."""
+    lengths = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+    return [header, lengths, *(piece for buffer in buffers for piece in _pieces(buffer))]
+
+
+def _pieces(buffer: Bytes) -> Iterator[memoryview]:
+    view = buffer.data.cast("B")
+    return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+
+
+def message_of(frames: Sequence[zmq.Frame], limit: int, pool: Pool) -> tuple[bytes, list[Bytes]]:
+    """The message in these frames; `PeerError` when they make none."""
+    if len(frames) < 2 or len(frames[1]) % 8 or len(frames[1]) > 8 * BUFFER_COUNT_LIMIT:
+        raise PeerError("a message was refused: expected a header and the lengths of its buffers")
+    lengths = struct.unpack(f"<{len(frames[1]) // 8}Q", frames[1].bytes)
+    total = sum(lengths)
+    if len(frames[0]) + total > limit or total != sum(len(frame) for frame in frames[2:]):
+        raise PeerError(f"a message of {total} bytes was refused; at most {limit} are taken, and lengths must be true")
+    buffers, pieces = [], iter(frames[2:])
+    for length in lengths:
+        buffer = pool.take(length)
+        for start in range(0, length, PIECE):
+            piece = next(pieces).buffer
+            if len(piece) != min(PIECE, length - start):
+                raise PeerError("a message was refused: its pieces do not fit its buffers")
+            buffer.data[start : start + len(piece)] = piece
+        buffers.append(buffer)
+    return frames[0].bytes, buffers
