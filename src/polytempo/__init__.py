@@ -12,12 +12,24 @@ from typing import TYPE_CHECKING, Any
 from polytempo.version import VERSION
 
 if TYPE_CHECKING:
+    from polytempo.errors import JobEnded as JobEnded
     from polytempo.errors import PolytempoError as PolytempoError
     from polytempo.errors import UsageError as UsageError
     from polytempo.simulate.cluster import Cluster as Cluster
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.sync.spec import parse_spec as parse_spec
+    from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
+    from polytempo.train.sampler import DistributedSampler as DistributedSampler
+    from polytempo.train.session import init as init
+    from polytempo.train.session import is_initialized as is_initialized
+    from polytempo.train.session import local_rank as local_rank
+    from polytempo.train.session import local_size as local_size
+    from polytempo.train.session import log as log
+    from polytempo.train.session import rank as rank
+    from polytempo.train.session import should_stop as should_stop
+    from polytempo.train.session import shutdown as shutdown
+    from polytempo.train.session import size as size
     from polytempo.virtual.train import train_virtually as train_virtually
 
 __version__ = VERSION
@@ -30,16 +42,35 @@ _WHERE = {
     "simulate_job": "polytempo.simulate.run",
     "parse_spec": "polytempo.sync.spec",
     "train_virtually": "polytempo.virtual.train",
+    "DistributedOptimizer": "polytempo.train.optimizer",
+    "DistributedSampler": "polytempo.train.sampler",
+    "JobEnded": "polytempo.errors",
+    **dict.fromkeys(
+        ("init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop", "shutdown", "size"),
+        "polytempo.train.session",
+    ),
 }
 
 __all__ = [
     "Cluster",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "JobEnded",
     "PolytempoError",
     "UsageError",
     "__version__",
     "cluster_from",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "log",
     "parse_spec",
+    "rank",
+    "should_stop",
+    "shutdown",
     "simulate_job",
+    "size",
     "train_virtually",
 ]
 

@@ -84,7 +84,6 @@ def test_scaling(tmp_path: Path) -> None:
         (["simulate", "--wrokers", "3"], "--workers"),
         (["simulate", "--steps", "0"], "above 0"),
         (["simulate", "--picture", "x.docx"], "x.docx"),
-        (["run", "-n", "4", "train.py"], "No such command 'run'"),
     ],
 )
 def test_mistakes_are_refused_in_one_line_with_status_2(arguments: list[str], expected: str, tmp_path: Path) -> None:

@@ -28,18 +28,32 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "train": ({"errors", "sync", "protocol", "transport", "parameter_server"}, {"torch", "zmq", "msgspec"}),
     "testing": ({"errors", "records", "protocol", "coordinate", "transport", "parameter_server", "train"}, set()),
+    "launch": (
+        {"errors", "version", "sync", "records", "protocol", "coordinate", "transport", "parameter_server", "train"},
+        {"rich", "torch"},
+    ),
     "virtual": ({"errors", "sync", "records", "simulate"}, {"torch", "numpy"}),
-    "report": ({"errors", "simulate"}, {"matplotlib"}),
+    "report": ({"errors", "records", "simulate"}, {"matplotlib"}),
     "cli": (
-        {"errors", "version", "sync", "records", "simulate", "virtual", "report"},
+        {"errors", "version", "sync", "records", "simulate", "coordinate", "transport", "launch", "virtual", "report"},
         {"typer", "rich", "yaml", "torch"},
     ),
     "__main__": ({"cli"}, set()),
-    "__init__": ({"version", "errors", "simulate", "sync", "virtual"}, set()),
+    "__init__": ({"version", "errors", "simulate", "sync", "virtual", "train"}, set()),
 }
 
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.
-PURE = ("sync", "protocol", "coordinate", "simulate", "records/lines.py", "records/check.py", "records/replay.py", "errors.py")
+PURE = (
+    "sync",
+    "protocol",
+    "coordinate",
+    "simulate",
+    "records/lines.py",
+    "records/check.py",
+    "records/replay.py",
+    "launch/supervise.py",
+    "errors.py",
+)
 IMPURE = {
     "time",
     "datetime",

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from polytempo.records.check import check_lines
+from polytempo.records.lines import MAIN, MEAN, of_track
 from polytempo.records.reader import read_events, read_meta
 from polytempo.records.replay import replay
 from polytempo.sync.spec import parse_spec
@@ -19,6 +20,11 @@ def check(
     """Check a record: the promises of its mode, and that a replay decides the same."""
     meta = read_meta(directory)
     spec = parse_spec(meta["spec"])
-    lines = check_lines(read_events(directory), spec, meta["size"])
-    decisions = replay(read_events(directory), spec.policy(meta["size"]))
+    lines = decisions = 0
+    for track, text in (meta.get("job", {}).get("optimizers") or {MAIN: spec.text}).items():
+        own = parse_spec(text)
+        policy = own.policy(meta["size"])
+        policy.begin_at(0 if track.endswith(MEAN) else meta.get("first_step", 0))
+        lines += check_lines(of_track(read_events(directory), track), own, meta["size"])
+        decisions += replay(of_track(read_events(directory), track), policy)
     typer.echo(f"{spec.text}: {lines} lines keep every promise; replay gives the same {decisions} decisions")

@@ -11,6 +11,9 @@ from typing import Annotated
 import typer
 
 from polytempo.cli.check import check
+from polytempo.cli.compare import compare
+from polytempo.cli.run import PASS_ON, worker
+from polytempo.cli.run import run as run_job
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.version import VERSION
@@ -22,6 +25,9 @@ app = typer.Typer(
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("run", context_settings=PASS_ON)(run_job)
+app.command("worker", context_settings=PASS_ON)(worker)
+app.command("compare", context_settings=PASS_ON)(compare)
 app.command()(simulate)
 app.command()(check)
 

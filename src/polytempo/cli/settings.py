@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from polytempo.errors import ClusterError, UsageError
+from polytempo.records.reader import read_events, read_meta
 from polytempo.simulate.budget import Budget
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
 from polytempo.simulate.description import Experiment, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal, as_duration
+from polytempo.simulate.fit import cluster_from_record
 from polytempo.simulate.run import resolve_via
 from polytempo.simulate.units import parse_factors, parse_rate, parse_seconds, parse_size
 from polytempo.sync.spec import parse_spec
@@ -49,10 +51,10 @@ def load_experiment(path: Path | None) -> Experiment:
         raise ClusterError(f"{path}: {error}") from None
 
 
-def settle(experiment: Experiment, flags: Mapping[str, Any]) -> Settings:
+def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None = None) -> Settings:
     """Flags win over the file, the file over the defaults. Whatever cannot work is refused here."""
     given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
-    cluster = _cluster(experiment.cluster, given)
+    cluster = _cluster(cluster_like(like) if like else experiment.cluster, given)
     budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
     train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
     sync = given.get("sync") or experiment.sync or DEFAULT_MODES
@@ -63,6 +65,11 @@ def settle(experiment: Experiment, flags: Mapping[str, Any]) -> Settings:
     if budget:
         Budget(**budget)
     return Settings(cluster, jobs, budget, train, given.get("seed", experiment.seed or 0))
+
+
+def cluster_like(directory: Path) -> Cluster:
+    """The cluster of a recorded run."""
+    return cluster_from_record(read_events(directory), read_meta(directory)["size"])
 
 
 def mean_step_time(cluster: Cluster) -> float:

@@ -35,6 +35,7 @@ EVALUATIONS = 120
 
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="YAML with cluster, sync, budget, train; flags override it.")] = None,
+    like: Annotated[Path | None, Option(help="The machines of a recorded run: a directory made with --record.")] = None,
     workers: Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")] = None,
     sync: Annotated[list[str] | None, Option(help="A mode; repeat it to compare (bsp, ssp:3, dssp:3..15, asp).")] = None,
     via: Annotated[
@@ -71,7 +72,7 @@ def simulate(
 ) -> None:
     """Compare synchronisation modes on a cluster you describe, in virtual time: the same twice."""
     flags = dict(locals()) | {"task": train}
-    settings = settle(load_experiment(file), flags)
+    settings = settle(load_experiment(file), flags, like)
     if picture:
         check_picture(picture)
     if scaling:

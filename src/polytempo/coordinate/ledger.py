@@ -30,18 +30,32 @@ class Account:
     position: Position | None = None
     joined_at: float | None = None
     left_at: float | None = None
+    earlier_s: float = 0.0  # in earlier lives
     held_since: float | None = None
     waiting_for: tuple[int, ...] = field(default_factory=tuple)
 
-    def pushed(self, push: Push) -> None:
-        """A push was counted."""
-        self.steps += 1
-        self.samples += push.samples
-        self.computing_s += push.computed
-        self.exchanging_s += push.exchanged
-        self.nonfinite += push.nonfinite
+    def back(self, now: float) -> None:
+        """It came back: a new life."""
+        self.earlier_s = self.present(now)
+        self.joined_at = self.left_at = self.held_since = None
+        self.state = "absent"
+
+    def pushed(self, push: Push, sign: int = 1) -> None:
+        """A push was counted (or, with sign -1, refused after all)."""
+        self.steps += sign
+        self.samples += sign * push.samples
+        self.computing_s += sign * push.computed
+        self.exchanging_s += sign * push.exchanged
+        self.nonfinite += sign * push.nonfinite
         self.bytes_sent, self.bytes_received = push.sent, push.received
         self.position = push.position or self.position
+
+    def discard(self, push: Push) -> None:
+        """A counted push was not applied."""
+        self.steps -= 1
+        self.samples -= push.samples
+        self.discarded += 1
+        self.wasted_s += push.computed
 
     def stale(self, by: int) -> None:
         """One of its pushes was applied so many updates late."""
@@ -72,17 +86,18 @@ class Account:
         self.state, self.left_at, self.held_since = reason, now, None
 
     def present(self, now: float) -> float:
-        """Seconds between its first release and its end."""
+        """Seconds between its first release and its end, in all its lives."""
         if self.joined_at is None:
-            return 0.0
-        return (now if self.left_at is None else self.left_at) - self.joined_at
+            return self.earlier_s
+        return self.earlier_s + (now if self.left_at is None else self.left_at) - self.joined_at
 
     def status(self, now: float) -> WorkerStatus:
         """For the display."""
-        waited = self.waiting_s + (
-            now - self.held_since if self.held_since is not None and self.joined_at is not None else 0
+        held = now - self.held_since if self.held_since is not None else 0.0
+        waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
+        return WorkerStatus(
+            self.worker, self.step, self.samples, self.state, waited, held, self.present(now), self.waiting_for
         )
-        return WorkerStatus(self.worker, self.step, self.samples, self.state, waited, self.present(now), self.waiting_for)
 
     def as_dict(self, now: float) -> dict[str, Any]:
         """For meta.json, in the words of the simulator's outcome."""
@@ -99,7 +114,7 @@ class Account:
             "present_s": self.present(now),
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
-            "staleness_mean": self.staleness_sum / max(self.steps - self.discarded, 1),
+            "staleness_mean": self.staleness_sum / max(self.steps, 1),
             "staleness_max": self.staleness_max,
         }
 
@@ -109,18 +124,18 @@ def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[s
     present = sum(account.present(now) for account in accounts) or 1.0
     seconds = now - started if started is not None else 0.0
     samples = sum(account.samples for account in accounts)
-    applied = sum(account.steps - account.discarded for account in accounts)
+    steps = sum(account.steps for account in accounts)
     useful = sum(account.computing_s - account.wasted_s for account in accounts)
     return {
         "seconds": seconds,
-        "steps": sum(account.steps for account in accounts),
+        "steps": steps,
         "samples": samples,
         "discarded": sum(account.discarded for account in accounts),
         "nonfinite": sum(account.nonfinite for account in accounts),
         "samples_per_second": samples / seconds if seconds else 0.0,
         "efficiency": useful / present,
         "waiting": sum(account.waiting_s for account in accounts) / present,
-        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(applied, 1),
+        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(steps, 1),
         "staleness_max": max(account.staleness_max for account in accounts),
         "workers": [account.as_dict(now) for account in accounts],
     }

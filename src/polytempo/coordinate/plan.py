@@ -18,9 +18,9 @@ class Limits:
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        least = min(self.steps, self.samples, self.seconds)
-        if not least > 0:
-            raise UsageError(f"expected a budget above 0, got {least:g}")
+        for limit in (self.steps, self.samples, self.seconds):
+            if not limit > 0:
+                raise UsageError(f"expected a budget above 0, got {limit:g}")
 
     def used(self, steps: int, samples: float, seconds: float) -> float:
         """The share that is used up."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.coordinate.ledger import Account, sum_up
-from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.plan import JobPlan
-from polytempo.coordinate.track import MAIN, MEAN, Seat, Track, disagreement, hyper_of, open_track
+from polytempo.coordinate.track import Seat, Track, disagreement, hyper_of, open_track
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.messages import (
     Drop,
@@ -37,7 +37,7 @@ from polytempo.protocol.messages import (
     Setup,
     Status,
 )
-from polytempo.records.lines import action_line, event_line
+from polytempo.records.lines import MAIN, MEAN, action_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 
@@ -70,33 +70,46 @@ class Sequencer:
 
     def register(self, worker: int, incarnation: int, name: str, proposal: Proposal, now: float) -> list[Order]:
         """A worker has made an optimizer: it takes part in this track from now on."""
-        self._incarnations[worker] = incarnation
+        orders = self._enter(worker, incarnation, now)
         track = self.tracks.get(name)
-        orders: list[Order] = []
         if track is None:
             try:
                 track = open_track(name, worker, proposal, self.plan.size, self.plan.first_step)
             except UsageError as error:
-                return [ToWorker(worker, Refused(reason=str(error)))]
-            self.tracks[name] = track
-            resume = name in self.plan.resumed.get("tracks", {})
-            track.seeded = track.seeded or resume
-            orders.append(ToShards(Setup(track=name, proposal=proposal, resume=resume)))
-            for account in self.accounts:  # whoever is gone already is not waited for
-                if account.state in ("finished", "failed", "lost"):
-                    orders += self._feed(track, Left(account.worker, account.state), now)
-        else:
-            reason = disagreement(track, worker, proposal)
-            if reason:
-                return [ToWorker(worker, Refused(reason=f"{reason}; all workers must make the same optimizer"))]
+                return [*orders, self._refuse(worker, str(error))]
+            orders += self._add(track, now)
+        reason = disagreement(track, worker, proposal)
+        if reason:
+            return [*orders, self._refuse(worker, f"{reason}; all workers must make the same optimizer")]
+        if worker in track.seats:
+            return [*orders, self._refuse(worker, f"optimizer {name} was made twice by worker {worker}")]
         track.seats[worker] = Seat(incarnation)
-        if not track.seeded and worker == self._seeder():
-            return [*orders, ToWorker(worker, SendSeed(track=name))]
-        return orders + self._feed(track, Joined(worker), now)
+        if track.seeded:
+            return orders + self._feed(track, Joined(worker), now)
+        track.early.append(worker)
+        return orders + self._ask_for_seed(track, worker)
 
-    def _seeder(self) -> int:
-        """The lowest rank that may still come: the job starts from its values."""
-        return next(a.worker for a in self.accounts if a.state not in ("finished", "failed", "lost"))
+    def _enter(self, worker: int, incarnation: int, now: float) -> list[Order]:
+        """A worker is there; when it came back, its earlier life is over."""
+        known = self._incarnations.get(worker, 0)
+        orders = self.left(worker, known, "lost", now) if incarnation > known else []
+        if self.accounts[worker].left_at is not None:
+            self.accounts[worker].back(now)
+        self._incarnations[worker] = incarnation
+        return orders
+
+    def _add(self, track: Track, now: float) -> list[Order]:
+        self.tracks[track.name] = track
+        resume = track.name in self.plan.resumed.get("tracks", {})
+        track.seeded = track.seeded or resume
+        gone = [account for account in self.accounts if account.left_at is not None]  # they are not waited for
+        orders: list[Order] = [ToShards(Setup(track=track.name, proposal=track.proposal, resume=resume))]
+        return orders + [order for a in gone for order in self._feed(track, Left(a.worker, a.state), now)]
+
+    def _ask_for_seed(self, track: Track, worker: int) -> list[Order]:
+        """A job starts from the values of the lowest rank that may still come."""
+        seeder = next((a.worker for a in self.accounts if a.left_at is None), None)
+        return [ToWorker(worker, SendSeed(track=track.name))] if worker == seeder else []
 
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Order]:
         """A worker is gone: those who waited for it go on."""
@@ -104,16 +117,17 @@ class Sequencer:
         if account.left_at is not None or incarnation < self._incarnations.get(worker, 0):
             return []
         account.left(reason, now)
-        counted = tuple(i for track in self.tracks.values() for i in track.heads if i.worker == worker)
-        forget = ForgetWorker(worker=worker, incarnation=incarnation, counted=counted)
-        orders: list[Order] = [ToShards(forget)]
+        counted = tuple(i for track in self.tracks.values() for i in track.counted_of(worker))
+        orders: list[Order] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         for identity in [i for i in self._arrivals if i.worker == worker]:
             del self._arrivals[identity]
         for track in self.tracks.values():
-            if not track.seeded and worker in track.seats:
-                orders.append(Say(f"worker {worker} {reason} before it had given the job its first values"))
             orders += self._feed(track, Left(worker, reason), now)
             track.seats.pop(worker, None)
+            if worker in track.early:
+                track.early.remove(worker)
+            if not track.seeded and track.early:
+                orders += self._ask_for_seed(track, min(track.early))
         return orders
 
     # Pushes.
@@ -121,7 +135,7 @@ class Sequencer:
     def arrived(self, shard: int, identity: PushId, attempt: int, head: Push | None, now: float) -> list[Order]:
         """A push is at one shard in full; the first shard brings its head."""
         if identity.incarnation != self._incarnations.get(identity.worker) or identity.track not in self.tracks:
-            return [ToShards(Drop(id=identity))] if head is not None else []
+            return self._drop(identity) if head is not None else []
         arrival = self._arrivals.get(identity)
         if arrival is None or attempt > arrival.attempt:
             self._arrivals[identity] = arrival = Arrival(attempt)
@@ -135,38 +149,62 @@ class Sequencer:
 
     def _count(self, push: Push, now: float) -> list[Order]:
         """A push is at every shard: from here on it survives its worker."""
-        track = self.tracks[push.id.track]
+        track, worker = self.tracks[push.id.track], push.id.worker
+        seat = track.seats.get(worker)
+        if seat is None or (push.kind == "seed" and track.seeded):
+            return self._drop(push.id)
         if push.kind == "seed":
-            track.seeded = True
-            return [ToShards(Seed(id=push.id)), *self._feed(track, Joined(push.id.worker), now)]
+            return self._seeded(track, push, now)
         if push.kind == "state":
             return [ToShards(LoadState(id=push.id, attempt=push.attempt))]
-        seat = track.seats.get(push.id.worker)
-        if seat is None:
-            return [ToShards(Drop(id=push.id))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
-        track.heads[push.id] = push
-        before = seat.exchange
-        seat.exchange, seat.attempt = push.id.step, push.attempt
-        if track.is_main:
-            self.accounts[push.id.worker].pushed(push)
-            self._steps += 1
-            self._samples += push.samples
-        event = Pushed(push.id.worker, push.id.step, push.samples, hyper_of(push.hyper))
+        if track.spec.mode.name == "delay" and push.id.step > seat.exchange + 1:
+            seat.ahead[push.id.step] = push  # one before it was lost on the way, and will be sent again
+            return []
+        orders = self._accept(track, seat, push, now)
+        following = seat.ahead.pop(seat.exchange + 1, None)
+        return orders if following is None else orders + self._count(following, now)
+
+    def _accept(self, track: Track, seat: Seat, push: Push, now: float) -> list[Order]:
+        """A new push, in its turn: the policy decides."""
+        worker = push.id.worker
+        event = Pushed(worker, push.id.step, push.samples, hyper_of(push.hyper))
+        track.count(event, push)
+        before, seat.exchange, seat.attempt = seat.exchange, push.id.step, push.attempt
+        self._tally(track, push)
         try:
-            orders = self._feed(track, event, now)
+            return self._feed(track, event, now) + self._checkpoint(track, now)
         except OrderError as error:
             seat.exchange = before
-            return [ToShards(Drop(id=track.drop(push.id.worker, push.id.step))), self._refuse(push.id.worker, str(error))]
-        return orders + self._checkpoint(track, now)
+            track.drop(worker, push.id.step)
+            self._tally(track, push, -1)
+            return [ToShards(Drop(id=push.id)), self._refuse(worker, str(error))]
+
+    def _drop(self, identity: PushId) -> list[Order]:
+        """Nobody's push, or one too many: forget it, unless it is the repeat of one that is still to be applied."""
+        counted = any(identity in track.counted_of(identity.worker) for track in self.tracks.values())
+        return [] if counted else [ToShards(Drop(id=identity))]
+
+    def _seeded(self, track: Track, push: Push, now: float) -> list[Order]:
+        """There are values to start from: those who came early may join."""
+        track.seeded = True
+        early, track.early = track.early, []
+        joined = [order for worker in sorted(early) for order in self._feed(track, Joined(worker), now)]
+        return [ToShards(Seed(id=push.id)), *joined]
+
+    def _tally(self, track: Track, push: Push, sign: int = 1) -> None:
+        if track.is_main:
+            self.accounts[push.id.worker].pushed(push, sign)
+            self._steps += sign
+            self._samples += sign * push.samples
 
     def _repeated(self, track: Track, seat: Seat, push: Push) -> list[Order]:
         if push.id.step == seat.exchange:
             seat.attempt = push.attempt
             if seat.answered < seat.exchange:
                 return []  # it is held; its release will be the answer
-        return [ToShards(track.answer(push.id.worker, self.stopping))]
+        return [ToShards(track.answer(push.id.worker, push.id.step, push.attempt))]
 
     def ask(self, identity: PushId) -> list[Order]:
         """A worker has heard nothing for a while: still held, or is something lost?"""
@@ -187,18 +225,23 @@ class Sequencer:
 
     def metric(self, metric: Metric, now: float) -> list[Order]:
         """A worker's figure for the record."""
-        return [Write({"t": now, "kind": "metric", "worker": metric.worker, **metric.values})]
+        line = {"t": now, "kind": "metric", "worker": metric.worker}
+        return [Write(line | {name: value for name, value in metric.values.items() if name not in line})]
 
     def tick(self, now: float) -> list[Order]:
         """A moment asked for by `WakeAt` has come."""
-        return [order for track in self.tracks.values() for order in self._feed(track, Ticked(), now)]
+        orders: list[Order] = []
+        for track in self.tracks.values():
+            later = [at for at in track.wakes if at > now]
+            if len(later) < len(track.wakes):
+                track.wakes = later
+                orders += self._feed(track, Ticked(), now)
+        return orders
 
     # What a policy decides becomes orders.
 
     def _feed(self, track: Track, event: Event, now: float) -> list[Order]:
         actions = track.policy.handle(event, now)
-        if not actions and isinstance(event, Ticked):
-            return []
         self._check_budget(now)
         line = event_line(event, now)
         orders: list[Order] = [Write(track.mark(line))] if line is not None else []
@@ -228,13 +271,18 @@ class Sequencer:
             seat.held_at = now
             return [self._held(track, seat, action)]
         if isinstance(action, Discard):
-            account = self.accounts[action.worker]
-            account.discarded += 1
-            return [ToShards(Drop(id=track.drop(action.worker, action.step)))]
+            push = track.drop(action.worker, action.step)
+            if track.is_main:
+                self.accounts[action.worker].discard(push)
+                self._steps -= 1
+                self._samples -= push.samples
+            return [ToShards(Drop(id=push.id))]
         if isinstance(action, Refuse):
-            identity = track.drop(action.worker, action.step)
-            return [ToShards(Drop(id=identity)), self._refuse(action.worker, action.reason)]
+            push = track.drop(action.worker, action.step)
+            self._tally(track, push, -1)
+            return [ToShards(Drop(id=push.id)), self._refuse(action.worker, action.reason)]
         if isinstance(action, Wake):
+            track.wakes.append(action.at)
             return [WakeAt(action.at)]
         if isinstance(action, Admit):
             track.seats[action.worker].enter(action.step)

@@ -12,14 +12,11 @@ from typing import Any
 
 from polytempo.protocol.layout import first_difference
 from polytempo.protocol.messages import Part, Proposal, Push, PushId, Reply, Update
-from polytempo.records.lines import Line, apply_line
+from polytempo.records.lines import MAIN, MEAN, Line, apply_line
 from polytempo.sync.actions import Apply, Release
-from polytempo.sync.events import Hyper
+from polytempo.sync.events import Hyper, Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec, parse_spec
-
-MAIN = "0"  #: the first optimizer, whose steps the budget counts
-MEAN = "/mean"  #: ends the name of a side track
 
 
 @dataclass
@@ -34,6 +31,8 @@ class Seat:
     held_at: float | None = None
     waited: float = 0.0  # for its last push
     staleness: int = 0  # of its last push
+    stop: bool = False  # what its last answer said of the budget
+    ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
 
     def enter(self, step: int) -> None:
         """It will start with this step: the exchange before it counts as made, and is to be answered."""
@@ -52,7 +51,9 @@ class Track:
     seeded: bool = False
     version: int = 0
     seats: dict[int, Seat] = field(default_factory=dict)
-    heads: dict[PushId, Push] = field(default_factory=dict)  # counted and neither applied nor dropped
+    early: list[int] = field(default_factory=list)  # registered before there were values to start from
+    wakes: list[float] = field(default_factory=list)
+    _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
     @property
     def is_main(self) -> bool:
@@ -67,9 +68,8 @@ class Track:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness = [], []
         for push in action.pushes:
-            identity = self._identity(push.worker, push.step)
-            head = self.heads.pop(identity)
-            parts.append(Part(identity, head.samples))
+            head = self._counted.pop(id(push))[1]
+            parts.append(Part(head.id, head.samples))
             staleness.append(max(self.version - head.version, 0))
             if push.worker in self.seats:
                 self.seats[push.worker].staleness = staleness[-1]
@@ -87,36 +87,39 @@ class Track:
         """The log's entry for a release: the answer to the worker's last push."""
         seat = self.seats[release.worker]
         seat.waited, seat.held_at = (now - seat.held_at if seat.held_at is not None else 0.0), None
-        seat.answered, seat.released = seat.exchange, release.step
-        return self.answer(release.worker, stop)
+        seat.answered, seat.released, seat.stop = seat.exchange, release.step, stop
+        return self.answer(release.worker, seat.exchange, seat.attempt)
 
-    def answer(self, worker: int, stop: bool) -> Reply:
-        """An answer to a worker's last push, as things stand."""
+    def answer(self, worker: int, exchange: int, attempt: int) -> Reply:
+        """An answer to one of a worker's pushes; given again it says the same of the budget."""
         seat = self.seats[worker]
         return Reply(
             track=self.name,
             worker=worker,
             incarnation=seat.incarnation,
-            exchange=seat.exchange,
-            attempt=seat.attempt,
+            exchange=exchange,
+            attempt=attempt,
             step=seat.released,
             version=self.version,
-            stop=stop,
+            stop=seat.stop,
             waited=seat.waited,
             staleness=seat.staleness,
         )
 
-    def drop(self, worker: int, step: int) -> PushId:
-        """Forget a push that was discarded or refused."""
-        identity = self._identity(worker, step)
-        self.heads.pop(identity, None)
-        return identity
+    def count(self, event: Pushed, push: Push) -> None:
+        """A push is handed to the policy, which will give back this very event."""
+        self._counted[id(event)] = event, push
 
-    def _identity(self, worker: int, step: int) -> PushId:
-        for identity in self.heads:  # those of a round: few
-            if identity.worker == worker and identity.step == step:
-                return identity
-        return PushId(self.name, worker, self.seats[worker].incarnation if worker in self.seats else 0, step)
+    def drop(self, worker: int, step: int) -> Push:
+        """Forget a push that was discarded or refused: the one of the worker's present life."""
+        incarnation = self.seats[worker].incarnation
+        wanted = PushId(self.name, worker, incarnation, step)
+        key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
+        return self._counted.pop(key)[1]
+
+    def counted_of(self, worker: int) -> list[PushId]:
+        """A worker's pushes that are still to be applied."""
+        return [push.id for _, push in self._counted.values() if push.id.worker == worker]
 
 
 def open_track(name: str, worker: int, proposal: Proposal, size: int, first_step: int) -> Track:
@@ -140,10 +143,10 @@ def disagreement(track: Track, worker: int, proposal: Proposal) -> str:
         return f"the models of workers {worker} (here) and {track.first} (there) differ: {difference}"
     ours, theirs = hyper_of(proposal.groups), hyper_of(first.groups)
     if track.spec.mode.barrier and ours != theirs:
-        theirs_by_name = dict(theirs)
-        name, value = next((n, v) for n, v in ours if theirs_by_name.get(n, "not given") != v)
-        there = theirs_by_name.get(name, "not given")
-        return f"hyper-parameters differ: {name} is {value} at worker {worker} and {there} at worker {track.first}"
+        here, there = dict(ours), dict(theirs)
+        name = next(n for n in {**there, **here} if here.get(n, "not given") != there.get(n, "not given"))
+        values = here.get(name, "not given"), there.get(name, "not given")
+        return f"hyper-parameters differ: {name} is {values[0]} at worker {worker} and {values[1]} at worker {track.first}"
     return ""
 
 

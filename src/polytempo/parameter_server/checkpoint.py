@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import load_file, save
 
 from polytempo.errors import UsageError
+from polytempo.parameter_server.manifest import MANIFEST
 from polytempo.parameter_server.state import RunState, as_bytes
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import first_difference, lay_out
 from polytempo.protocol.messages import Proposal, TensorInfo
 from polytempo.transport.channel import Bytes
 
-MANIFEST = "manifest.json"
 KEPT = 3  #: older checkpoints of the same job are removed
 
 
@@ -78,23 +78,6 @@ def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], f
     for old in sorted(p for p in directory.glob("step-*") if p.suffix != ".partial")[:-KEPT]:
         shutil.rmtree(old)
     return final
-
-
-def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint at `path`, or the newest below it, with its manifest; refused when none is whole."""
-    found = [path] if (path / MANIFEST).exists() else sorted(path.glob(f"step-*/{MANIFEST}"), reverse=True)
-    if not found:
-        raise UsageError(f"there is no checkpoint in {path}; expected a directory written with --checkpoint")
-    directory = found[0] if found[0] == path else found[0].parent
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        for file in manifest["files"]:
-            digest = hashlib.sha256((directory / file["file"]).read_bytes()).hexdigest()
-            if digest != file["digest"]:
-                raise UsageError(f"{directory / file['file']} is damaged: its digest is not the manifest's")
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"the checkpoint {directory} cannot be read: {error}") from None
-    return directory, manifest
 
 
 def read_shards(directory: Path, track: str, proposal: Proposal) -> list[SavedShard]:

@@ -20,6 +20,7 @@ from polytempo.protocol.messages import (
     Beat,
     Entries,
     Entry,
+    Expecting,
     Failed,
     Finish,
     Finished,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 #: An agent on another host is lost when nothing was heard of it for so long.
 AGENT_PATIENCE = 5.0
-LAST_CHECKPOINT = "the last"
 
 
 class First:
@@ -61,19 +61,18 @@ class First:
         record: RecordWriter | None = None,
         checkpoints: Path | None = None,
         facts: dict[str, Any] | None = None,
-        remote: dict[str, Any] | None = None,
     ) -> None:
         self.sequencer = sequencer
         self.desk: Server
         self._record = record
         self._checkpoints = checkpoints
         self._facts = facts or {}  # what meta.json says beside the figures
-        self._remote = remote or {}  # what an agent on another host must know
+        self._remote: dict[str, Any] = {}  # what a worker on another host must know
         self._servers: dict[int, Peer] = {}
         self._early: list[Entry] = []  # entries that came before all servers were there
         self._launcher: Peer | None = None
         self._agents: dict[int, tuple[Peer, float, tuple[int, ...]]] = {}
-        self._free_ranks: deque[int] = deque(self._remote.get("ranks", ()))
+        self._free_ranks: deque[int] = deque()
         self._wakes: list[float] = []
         self._norms: dict[tuple[str, int], list[float]] = {}
         self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
@@ -108,7 +107,7 @@ class First:
             )
         ranks = tuple(self._free_ranks.popleft() for _ in range(count))
         self._agents[id(peer)] = peer, time.monotonic(), ranks
-        peer.send(encode(Assigned(job=self._remote["job"], ranks=ranks)))
+        peer.send(encode(Assigned(job=self._remote, ranks=ranks)))
         self._say(f"{count} workers have come from another host: ranks {', '.join(map(str, ranks))}")
         return True
 
@@ -167,6 +166,8 @@ class First:
                 line = {"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause}
                 self._do([Write(line)])
             self._do(self.sequencer.left(message.worker, message.incarnation, message.reason, now))
+        elif isinstance(message, Expecting):
+            self._remote, self._free_ranks = message.job, deque(message.ranks)
         elif isinstance(message, Stop):
             self.stop(message.cause, over=False)
         elif isinstance(message, Finish):

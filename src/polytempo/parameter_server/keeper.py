@@ -114,7 +114,7 @@ class Keeper:
         elif isinstance(entry, Setup):
             self._set_up(entry)
         elif isinstance(entry, Seed):
-            self.stores[entry.id.track].seed(pushes[entry.id][1])
+            self._seed(*pushes[entry.id])
         elif isinstance(entry, ReadHere):
             self._read(entry)
         elif isinstance(entry, LoadState):
@@ -130,6 +130,13 @@ class Keeper:
             shards = read_shards(self._resume, entry.track, entry.proposal)
             store.seed(load_values(shards, store))
             store.load_state([run for shard in shards for run in shard.runs])
+
+    def _seed(self, push: Push, buffers: list[Bytes]) -> None:
+        store = self.stores[push.id.track]
+        count = len(store.stretches)
+        store.seed(buffers[:count])
+        if push.state:
+            store.load_state(unpack(push.state, buffers[count:]))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
         store = self.stores[entry.track]
@@ -163,6 +170,7 @@ class Keeper:
             waited=entry.waited,
             staleness=entry.staleness,
             skipped=store.skipped,
+            absent=tuple(sorted(store.absent)) if store.averages else (),
         )
         self._report(ForWorker(entry.worker, answer, buffers, done))
 

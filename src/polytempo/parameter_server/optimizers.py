@@ -59,7 +59,12 @@ def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[tor
     if name not in ELEMENTWISE + WHOLE:
         raise UsageError(f"a server runs {', '.join(ELEMENTWISE + WHOLE)}, not {name!r}")
     described = [{**settle(group), "params": list(own)} for group, own in zip(groups, params, strict=True)]
-    return getattr(torch.optim, name)(described)
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(described)
+    if name == "Adagrad":  # reads this one from its arguments, not from the group
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param]["sum"].fill_(group["initial_accumulator_value"])
+    return optimizer
 
 
 def settle(group: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from polytempo.errors import PeerError
+from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import ForWorker, Keeper
 from polytempo.protocol.messages import (
@@ -117,7 +117,7 @@ class Server:
                 self._greet(peer, message)
             else:
                 self._hear(peer, message, event.buffers)
-        except PeerError as error:
+        except PolytempoError as error:
             peer.send(encode(Refused(reason=str(error))))
             peer.close()
 
@@ -157,7 +157,7 @@ class Server:
 
     def _check_fits(self, push: Push, buffers: list[Bytes]) -> None:
         store = self.keeper.stores.get(push.id.track)
-        if store is not None and push.kind != "state" and not push.skip:
+        if store is not None and push.kind not in ("state", "seed") and not push.skip:
             store.tensors_of(buffers)
 
     def _report_arrival(self, push: Push) -> None:

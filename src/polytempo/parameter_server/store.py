@@ -64,6 +64,7 @@ class Store:
         self.proposal = proposal
         self.version = 0
         self.skipped = False
+        self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
         self.averages = proposal.apply == "mean"
         whole = is_whole(proposal.optimizer)
         layout = lay_out(proposal.tensors, shards, whole)
@@ -149,6 +150,7 @@ class Store:
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return
+        self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
         mean = self._mean([(samples, self.tensors_of(buffers)) for _, samples, buffers in parts], weight)
         first = parts[0][0]
         self._own()
@@ -161,8 +163,7 @@ class Store:
         else:
             if self.proposal.clip_norm is not None and barrier:
                 self._clip(mean, self.proposal.clip_norm, total)
-            absent = set.intersection(*(set(push.absent) for push, _, _ in parts))
-            self._step(mean, first.hyper, rate, absent)
+            self._step(mean, first.hyper, rate, self.absent)
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]], weight: float) -> Flats:
         """The weighted mean, summed in the order given, in the memory of the first."""
@@ -186,7 +187,7 @@ class Store:
             for flat in mean.values():
                 flat.mul_(factor)
 
-    def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: set[int]) -> None:
+    def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: frozenset[int]) -> None:
         if self._optimizer is None:
             return
         without = [(p.info.dtype, a, b) for p, a, b in self._pieces if p.index in absent] if absent else []

@@ -8,7 +8,7 @@ one of these is refused. Buffers are checked against the layout by whoever uses 
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
     server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Stopped
-    launcher -> first server   Hello, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
+    launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
 """
 
@@ -300,6 +300,7 @@ class Answer(Message):
     waited: float = 0.0
     staleness: int = 0
     skipped: bool = False
+    absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
 
 
 class ReadAnswer(Message):
@@ -376,6 +377,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
     samples: float
     state: str  #: "absent", "computing", "waiting", "finished", "failed" or "lost"
     waited_s: float
+    held_s: float  #: of that, in the wait that goes on now
     present_s: float
     waiting_for: tuple[int, ...]
 
@@ -408,6 +410,13 @@ class Finished(Message):
 
     summary: dict[str, Any]
     checkpoint: str = ""
+
+
+class Expecting(Message):
+    """Workers will come from other hosts: what they are told, and their ranks."""
+
+    job: dict[str, Any]
+    ranks: tuple[int, ...]
 
 
 class Beat(Message):
@@ -450,6 +459,7 @@ AnyMessage = (
     | Notice
     | Finish
     | Finished
+    | Expecting
     | Beat
     | Assigned
 )
@@ -470,5 +480,5 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         message: AnyMessage = _decoder.decode(data)
         return message
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
         raise PeerError(f"a message was refused: {error}; are all hosts on the same version of polytempo?") from None

@@ -5,6 +5,7 @@ A line is a plain dict; keys stand in the order of the contract. `t` is the unro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from polytempo.errors import RecordError
@@ -12,6 +13,17 @@ from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, 
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 
 Line = dict[str, Any]
+
+
+MAIN = "0"  #: the first optimizer of a job, whose lines do not name it
+MEAN = "/mean"  #: ends the name of a side clock, in which gradients are averaged
+
+
+def of_track(lines: Iterable[Line], track: str) -> Iterator[Line]:
+    """The lines that belong to one optimizer, without its name; what belongs to none goes with the first."""
+    for line in lines:
+        if line.get("optimizer", MAIN) == track:
+            yield {key: value for key, value in line.items() if key != "optimizer"}
 
 
 def event_line(event: Event, now: float) -> Line | None:

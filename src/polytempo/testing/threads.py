@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
-from polytempo.parameter_server.checkpoint import find_checkpoint
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
+from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.parameter_server.server import Server
 from polytempo.protocol.messages import Finish, Finished, Hello, Notice, decode, encode
 from polytempo.records.writer import RecordWriter

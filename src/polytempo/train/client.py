@@ -51,6 +51,10 @@ from polytempo.transport.pool import Pool
 SAY_AFTER = 10.0
 
 
+#: The optimizer's state, described, and for each shard its buffers.
+MakeSeed = Callable[[], tuple[bytes, list[list[Bytes]]]]
+
+
 @dataclass
 class Outstanding:
     """A push that was not answered yet: kept to be sent again."""
@@ -73,9 +77,9 @@ class Line:
     outstanding: dict[int, Outstanding] = field(default_factory=dict)  # by exchange
     started: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
     joined: bool = False
-    seed: Callable[[], list[list[Bytes]]] | None = None
+    seed: MakeSeed | None = None
     held: Held | None = None
-    take: Callable[[dict[int, list[Bytes]]], None] = lambda answers: None
+    take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
 
 
 @dataclass
@@ -114,7 +118,7 @@ class Client:
 
     # What a worker does.
 
-    def register(self, name: str, proposal: Proposal, seed: Callable[[], list[list[Bytes]]], line: Line) -> None:
+    def register(self, name: str, proposal: Proposal, seed: MakeSeed, line: Line) -> None:
         """Take part in a track, and wait for the values it starts from."""
         self._lines[name] = line
         line.seed = seed
@@ -152,8 +156,10 @@ class Client:
         self._channels[0].send(encode(Metric(worker=self.rank, values=values)))
 
     def leave(self, reason: str) -> None:
-        """Say goodbye and close."""
+        """Say goodbye and close. Who finishes waits for its last answers first; they may still be under way (`delay`)."""
         with suppress(PeerError):  # the servers may go first
+            for name in self._lines if reason == "finished" else ():
+                self.settle(name)
             self._channels[0].send(encode(Leave(worker=self.rank, incarnation=self.incarnation, reason=reason)))
         self.close()
 
@@ -275,7 +281,8 @@ class Client:
         line = self._lines[name]
         assert line.seed is not None
         identity = PushId(name, self.rank, self.incarnation, -1)
-        self._send(Outstanding(Push(id=identity, kind="seed"), line.seed()))
+        state, parts = line.seed()
+        self._send(Outstanding(Push(id=identity, kind="seed", state=state), parts))
 
     def _answered(self, line: Line, answer: Answer, buffers: list[Bytes]) -> None:
         if not line.joined:
@@ -303,6 +310,6 @@ class Client:
             self.stop = True
         parts = {shard: buffers for shard, (_, buffers) in answers.items() if buffers}
         if parts:
-            line.take(parts)
+            line.take(parts, first.absent)
         for _, buffers in answers.values():
             self.give_back(buffers)

@@ -25,7 +25,9 @@ Hyper = tuple[dict[str, Any], ...]
 class Exchange:
     """A track as its worker sees it."""
 
-    def __init__(self, session: Session, name: str, proposal: Proposal, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, session: Session, name: str, proposal: Proposal, params: Sequence[torch.Tensor], state: Sequence[RunState] = ()
+    ) -> None:
         assert session.client is not None
         self.name = name
         self.client: Client = session.client
@@ -41,14 +43,17 @@ class Exchange:
         self.step = 0
         self.waited = 0.0
         self._loads = -1
+        self._first_state = state
         with session.lock:
             self.client.register(name, proposal, self._seed, self.line)
         self.step = self.first_step = self.line.released - delay
 
-    def _seed(self) -> list[list[Bytes]]:
+    def _seed(self) -> tuple[bytes, list[list[Bytes]]]:
+        """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
         flat = self.copier.next_flat()
         self.copier.gather(flat, lambda param: param.detach())
-        return flat.parts
+        state, buffers = pack(self._first_state) if self._first_state else (b"", [])
+        return state, [[*part, *buffers] for part in flat.parts]
 
     def flat_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Flat, tuple[int, ...]]:
         """A flat copy of `of(param)` for each parameter, and those that have none."""

@@ -53,13 +53,14 @@ class Copier:
         self.layout = layout
         self._on_gpu = any(param.is_cuda for param in params)
         self._flats = [Flat(layout, self._on_gpu) for _ in range(slots)]
+        self._staging = self._flats[0] if slots == 1 else Flat(layout, self._on_gpu)  # pushes under way must not change
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._direct, self._staged = self._targets()
 
     def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
         """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
-        flat = self._flats[0]
+        flat = self._staging
         staged = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
         direct: list[list[list[torch.Tensor]]] = []
         for stretches in self.layout.shards:
@@ -105,33 +106,33 @@ class Copier:
             torch._foreach_copy_(targets, sources)
         return tuple(absent)
 
-    def scatter(self, parts: dict[int, list[Bytes]]) -> None:
+    def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
+        flat = self._staging
         with torch.no_grad():
             for shard, buffers in parts.items():
                 for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
                     if targets:
                         sources = torch.split(as_tensor(buffer, stretch.dtype), [t.numel() for t in targets])
                         torch._foreach_copy_(targets, list(sources))
-            self._unstage(lambda param: param)
+            for index in self._staged:
+                self.params[index].detach().copy_(flat.views[index], non_blocking=True)
+            self._synchronize()
 
-    def scatter_gradients(self, parts: dict[int, list[Bytes]]) -> None:
-        """The agreed gradients, into `.grad` of every parameter that has one."""
-        flat = self._flats[0]
+    def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        """The agreed gradients, into `.grad` of every parameter but those for which nobody had one."""
+        flat = self._staging
         with torch.no_grad():
             for shard, buffers in parts.items():
                 for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
                     flat.tensors[stretch.dtype][stretch.start : stretch.stop] = as_tensor(buffer, stretch.dtype)
             for index in self._order:
-                grad = self.params[index].grad
-                if grad is not None:
-                    grad.copy_(flat.views[index], non_blocking=True)
+                if index not in absent:
+                    param = self.params[index]
+                    if param.grad is None:
+                        param.grad = torch.empty_like(param)
+                    param.grad.copy_(flat.views[index], non_blocking=True)
             self._synchronize()
-
-    def _unstage(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for index in self._staged:
-            of(self.params[index]).detach().copy_(self._flats[0].views[index], non_blocking=True)
-        self._synchronize()
 
     def _synchronize(self) -> None:
         if self._on_gpu:

@@ -74,11 +74,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._nonfinite_seen = 0
         self._alone_steps = 0
         self._syncing = True
-        self._exchange = (
-            Exchange(self._session, self._name, self._proposal(), self._params) if self._session.client else None
-        )
+        self._exchange = self._join() if self._session.client else None
         self._mean: Exchange | None = None
-        self._returned = time.perf_counter()
+        self._session.computing_from(time.perf_counter())
+
+    def _join(self) -> Exchange:
+        """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
+        proposal, runs = self._proposal(), []
+        if self._apply == "server" and self.inner.state:
+            runs = runs_of(self.inner.state_dict()["state"], proposal.tensors)
+            self.inner.state.clear()
+        return Exchange(self._session, self._name, proposal, self._params, runs)
 
     # It shares everything with the optimizer it wraps.
 
@@ -123,9 +129,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if self._exchange is None:
                 loss = self._step_alone(closure, loss)
             else:
-                self._step_together(self._exchange, closure, samples)
+                result = self._step_together(self._exchange, closure, samples)
+                loss = result if loss is None else loss
         self._agreed = False
-        self._returned = time.perf_counter()
+        self._session.computing_from(time.perf_counter())
         return loss
 
     def _step_alone(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
@@ -137,19 +144,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         result = self.inner.step(closure)
         return loss if closure is None else result
 
-    def _step_together(self, exchange: Exchange, closure: Callable[[], Any] | None, samples: float | None) -> None:
+    def _step_together(self, exchange: Exchange, closure: Callable[[], Any] | None, samples: float | None) -> Any:
         exchange.check_same([param for group in self.param_groups for param in group["params"]])
-        self._emulation.slow_down(time.perf_counter() - self._returned)
-        computed = time.perf_counter() - self._returned
+        self._emulation.slow_down(self._session.computed(time.perf_counter()))
+        computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
         weight = 1.0 if samples is None else samples
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
         flat: Flat | None = None
+        self._closure_loss = None
         about: dict[str, Any] = {}
         if not skip:
             flat, about = self._change(exchange, closure) if self._apply == "delta" else self._gradient(exchange)
         exchange.push(flat, self._hyper(), samples=weight, computed=computed, **about, **self._position(samples))
+        return self._closure_loss
 
     def _gradient(self, exchange: Exchange) -> tuple[Flat, dict[str, Any]]:
         if self._clip_norm is not None and not self._spec.mode.barrier:
@@ -167,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return flat, {"kind": "value", "nonfinite": self._look_at(flat)}
         flat, _ = exchange.flat_of(lambda param: param.detach())
         with torch.enable_grad():
-            self.inner.step(closure)
+            self._closure_loss = self.inner.step(closure)
         for index, param in enumerate(self._params):
             view = flat.views[index]
             view.neg_().add_(param.detach().to(view.device))
@@ -250,10 +259,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._exchange is None:
             return
+        began = time.perf_counter()
         with torch.no_grad():
             self._exchange.read_values()
             if self._buffers == "mean":
                 self._average_buffers()
+        self._session.not_computing(time.perf_counter() - began)
 
     def _average_buffers(self) -> None:
         assert self._model is not None

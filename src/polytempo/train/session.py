@@ -7,10 +7,13 @@ and hand them to their optimizers.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
-from polytempo.errors import UsageError
+from polytempo.errors import JobEnded, UsageError
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
@@ -18,6 +21,9 @@ from polytempo.train.job import JobFacts, job_of_environment, read_job
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.pool import Pool
+
+#: Servers that are still starting are given so many seconds.
+PATIENCE = 60.0
 
 
 class Session:
@@ -31,7 +37,20 @@ class Session:
         self.lock = threading.RLock()
         self.optimizers = 0
         self.sampler: Any = None  #: the DistributedSampler whose position goes with the pushes
+        self._returned = self._excluded = 0.0
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+
+    def computing_from(self, now: float) -> None:
+        """An exchange is over: what follows is computing, whichever optimizer it is for."""
+        self._returned, self._excluded = now, 0.0
+
+    def not_computing(self, seconds: float) -> None:
+        """So long something else was done."""
+        self._excluded += seconds
+
+    def computed(self, now: float) -> float:
+        """Seconds of computing since the last exchange."""
+        return now - self._returned - self._excluded
 
     @property
     def emulation(self) -> Emulation:
@@ -55,7 +74,7 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     pool = Pool()
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}"
-    channels = [connect(address, identity, keys, pool) for address in job.addresses]
+    channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
     return Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
 
 
@@ -79,14 +98,34 @@ def init(job: str | None = None, rank: int | None = None, sync: str | None = Non
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
     atexit.register(_leave)
+    sys.excepthook = _Ending(sys.excepthook)
+
+
+class _Ending:
+    """Knows whether the script ended with an error, and says in one line when it only was told to end."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self.failed = False
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        if isinstance(error, JobEnded):
+            sys.stderr.write(f"polytempo: this worker ends: {' '.join(str(error).split())}\n")
+        else:
+            self._before(kind, error, trace)
 
 
 def _leave() -> None:
-    """At the end of the process: the launcher learns from its exit status whether all was well."""
+    """At the end of the process. After an error nothing is said: the launcher sees it in the exit status."""
     global _session
-    if _session is not None and _session.client is not None:
-        _session.client.close()
-    _session = None
+    session, _session = _session, None
+    if session is None or session.client is None:
+        return
+    if isinstance(sys.excepthook, _Ending) and sys.excepthook.failed:
+        session.client.close()
+    else:
+        session.close()
 
 
 def shutdown() -> None:
@@ -139,6 +178,9 @@ def should_stop() -> bool:
 def log(**values: float | int | str) -> None:
     """Record figures of this worker, such as `log(accuracy=0.93)`."""
     session = current()
+    taken = {"t", "kind", "worker"} & values.keys()
+    if taken:
+        raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")
     if session.client is None:
         session.metrics.append(values)
     else:

@@ -9,12 +9,15 @@ from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamChannel
 from polytempo.transport.zeromq import ZmqChannel
 
+#: A job's servers are trusted with any size.
+LIMIT = 1 << 62
 
-def connect(address: str, identity: str, keys: WorkerKeys | None, pool: Pool, limit: int = 1 << 62) -> Channel:
+
+def connect(address: str, identity: str, keys: WorkerKeys | None, pool: Pool, patience: float = 0.0) -> Channel:
     """Open a connection; what the address is decides how. (`memory://` is opened by who holds the endpoint.)"""
     scheme = scheme_of(address)
     if scheme == "ipc":
-        return StreamChannel(address.removeprefix("ipc://"), pool, limit)
+        return StreamChannel(address.removeprefix("ipc://"), pool, LIMIT, patience)
     if scheme == "tcp":
-        return ZmqChannel(address, identity.encode(), keys, pool, limit)
+        return ZmqChannel(address, identity.encode(), keys, pool, LIMIT)
     raise UsageError(f"{address} can only be reached from inside its process")

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -221,13 +222,8 @@ class StreamEndpoint(Endpoint):
 class StreamChannel(Channel):
     """A connection to a path."""
 
-    def __init__(self, path: str, pool: Pool, limit: int) -> None:
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._sock.connect(path)
-        except OSError as error:
-            self._sock.close()
-            raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
+    def __init__(self, path: str, pool: Pool, limit: int, patience: float = 0.0) -> None:
+        self._sock = _connected(path, patience)
         _widen(self._sock)
         self._reader = Reader(pool, limit)
         self._path = path
@@ -255,6 +251,22 @@ class StreamChannel(Channel):
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _connected(path: str, patience: float) -> socket.socket:
+    """A connection; who listens there may still be starting, and is given so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(path)
+            return sock
+        except OSError as error:
+            sock.close()
+            directory = os.path.dirname(path)
+            if time.monotonic() >= deadline or not os.path.isdir(directory):
+                raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
+        time.sleep(0.01)
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -1,0 +1,71 @@
+"""Handwritten digits, trained by several workers.
+
+    polytempo run -n 4 --sync bsp     --samples 30720 examples/digits.py
+    polytempo run -n 4 --sync ssp:3   --samples 30720 --slow 3:3 examples/digits.py
+    polytempo compare -n 4 --slow 3:3 --samples 30720 examples/digits.py
+
+A plain PyTorch script; the lines that make it distributed are marked with a number.
+"""
+
+import argparse
+import time
+
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.virtual.tasks import digits
+
+parser = argparse.ArgumentParser(description="Train a small network on 1,797 handwritten digits.")
+parser.add_argument("--batch", type=int, default=32)
+parser.add_argument("--lr", type=float, default=0.4)
+parser.add_argument("--compute", type=float, default=0.015, help="seconds a step takes at least, as for a larger model")
+parser.add_argument("--epochs", type=int, default=60, help="at most; a budget (--samples) ends earlier")
+options = parser.parse_args()
+
+torch.set_num_threads(1)
+pt.init()  # 1: join the job of `polytempo run`; alone, be a job of one
+
+task = digits(seed=0)
+(images, labels), (test_images, test_labels) = task.data
+model = task.model
+optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+optimizer = pt.DistributedOptimizer(optimizer, model)  # 2: gradients go to the servers, new values come back
+
+data = torch.utils.data.TensorDataset(images, labels)
+sampler = pt.DistributedSampler(data, seed=0)  # 3: each worker its share of the data
+loader = torch.utils.data.DataLoader(data, options.batch, sampler=sampler)
+
+
+def evaluate() -> float:
+    """Accuracy of the job's model, not of this worker's copy."""
+    optimizer.consolidate()
+    with torch.no_grad():
+        return float((model(test_images).argmax(1) == test_labels).float().mean())
+
+
+def train() -> None:
+    """Until the job's budget is used up, or the epochs are."""
+    steps = 0
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            time.sleep(max(0.0, options.compute - (time.perf_counter() - began)))
+            optimizer.step(samples=len(x))
+            steps += 1
+            if pt.rank() == 0 and steps % 5 == 0:
+                pt.log(accuracy=evaluate())
+            if pt.should_stop():  # 4: the budget is the job's, not the worker's
+                return
+
+
+train()
+if pt.rank() == 0:
+    accuracy = evaluate()
+    pt.log(accuracy=accuracy)
+    print(f"accuracy {100 * accuracy:.1f} %")
+pt.shutdown()

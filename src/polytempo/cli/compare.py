@@ -1,0 +1,96 @@
+"""`polytempo compare`: one training script under several modes, live, one after another; a table and a picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polytempo.cli.run import check_via, parse_hiccup
+from polytempo.coordinate.plan import Limits
+from polytempo.errors import UsageError
+from polytempo.records.reader import read_events, read_meta
+from polytempo.report.live import LiveRun, live_run
+from polytempo.report.picture import check_picture, draw_training
+from polytempo.report.table import trained_comparison, verdict
+from polytempo.simulate.units import parse_factors
+
+Option = typer.Option
+
+
+def compare(
+    script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    sync: Annotated[list[str] | None, Option(help="A mode; repeat it (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    workers: Annotated[int, Option("--workers", "-n", help="Worker processes.")] = 4,
+    servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
+    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers.")] = None,
+    samples: Annotated[int | None, Option(help="Budget: samples, summed over all workers.")] = None,
+    seconds: Annotated[float | None, Option(help="Budget: seconds from the first step.")] = None,
+    slow: Annotated[str | None, Option(help="RANK:FACTOR,... make workers slower than they are.")] = None,
+    hiccup: Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded.")] = None,
+    metric: Annotated[str, Option(help="The figure to compare, as the script logs it.")] = "accuracy",
+    target: Annotated[float, Option(help="The value whose time is compared.")] = 0.95,
+    out: Annotated[Path, Option(help="Where the records go.")] = Path("out/compare"),
+    picture: Annotated[Path | None, Option(help="Draw it, to this .png, .svg or .pdf.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
+    seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
+) -> None:
+    """Run a training script under several modes and compare time to a target, waiting and staleness."""
+    from polytempo.launch.display import Display
+    from polytempo.launch.local import LocalJob
+    from polytempo.launch.request import RunRequest
+
+    if picture:
+        check_picture(picture)
+    limits = {"steps": steps, "samples": samples, "seconds": seconds}
+    modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
+    requests = []
+    for mode in modes:
+        check_via("auto", mode)
+        requests.append(
+            RunRequest(
+                script=script,
+                arguments=tuple(arguments or ()),
+                workers=workers,
+                servers=servers,
+                sync=mode,
+                record=out / mode.replace(":", "-").replace(",", "-"),
+                limits=Limits(**{name: value for name, value in limits.items() if value is not None}),
+                slow=parse_factors(slow) if slow else {},
+                hiccup=parse_hiccup(hiccup),
+                seed=seed,
+            ).checked()
+        )
+    runs: list[LiveRun] = []
+    for checked in requests:
+        request = checked.request
+        assert request.record is not None
+        status = LocalJob(checked, Display(request.sync, quiet=False)).run()
+        if status:
+            raise typer.Exit(status)
+        run = live_run(read_events(request.record), read_meta(request.record), metric)
+        if not run.curve:
+            raise UsageError(f"{script} logged no {metric}; call pt.log({metric}=...) now and then, on one worker")
+        runs.append(run)
+    title = f"{Path(script).name} live: {workers} workers" + (f", slower: {slow}" if slow else "")
+    _show(runs, target, title)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
+    if picture:
+        draw_training(runs, target, picture, title)
+        typer.echo(f"picture: {picture}", err=True)
+
+
+def _show(runs: list[LiveRun], target: float, title: str) -> None:
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    table = trained_comparison(runs, target, title)
+    typer.echo()
+    typer.echo(table.text(width))
+    typer.echo()
+    typer.echo(verdict(runs, target))

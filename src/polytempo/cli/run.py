@@ -1,0 +1,139 @@
+"""`polytempo run` and `polytempo worker`: live jobs. What they need is loaded when they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polytempo.coordinate.plan import Limits
+from polytempo.errors import UsageError, nearest
+from polytempo.simulate.units import parse_factors
+from polytempo.sync.spec import parse_spec
+
+Option = typer.Option
+
+#: Everything after SCRIPT belongs to the script.
+PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="A training script; what follows it is its own.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 2,
+    servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
+    sync: Annotated[str, Option(help="The synchronisation mode, such as bsp, ssp:3, dssp:3..15, asp.")] = "bsp",
+    via: Annotated[str, Option(help="How gradients travel: auto or ps.")] = "auto",
+    record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs below this directory.")] = None,
+    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers.")] = None,
+    samples: Annotated[int | None, Option(help="Budget: samples, as told to step(samples=...), over all workers.")] = None,
+    seconds: Annotated[float | None, Option(help="Budget: seconds from the first step.")] = None,
+    slow: Annotated[str | None, Option(help="RANK:FACTOR,... make workers slower than they are.")] = None,
+    hiccup: Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded.")] = None,
+    listen: Annotated[str | None, Option(help="HOST:PORT at which workers of other hosts join.")] = None,
+    expect: Annotated[int, Option(help="So many workers will come from other hosts.")] = 0,
+    checkpoint: Annotated[Path | None, Option(help="Save the job below this directory.")] = None,
+    checkpoint_every: Annotated[int, Option(help="Save each so many steps of the slowest worker.")] = 0,
+    resume: Annotated[Path | None, Option(help="Go on from the newest checkpoint in this directory.")] = None,
+    min_workers: Annotated[int | None, Option(help="Go on while so many workers are left (bsp: all; else 1).")] = None,
+    max_restarts: Annotated[int, Option(help="Planned: start dead workers again.", hidden=True)] = 0,
+    seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
+    timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="With --listen: no keys, no encryption.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
+) -> None:
+    """Run a training script in several processes; one word sets how they wait for one another."""
+    from polytempo.launch.display import Display
+    from polytempo.launch.local import LocalJob
+    from polytempo.launch.request import RunRequest
+
+    check_via(via, sync)
+    if max_restarts:
+        raise UsageError("--max-restarts is planned but not available yet; leave it out")
+    limits = {"steps": steps, "samples": samples, "seconds": seconds}
+    request = RunRequest(
+        script=script,
+        arguments=tuple(arguments or ()),
+        workers=workers,
+        servers=servers,
+        sync=sync,
+        record=record,
+        limits=Limits(**{name: value for name, value in limits.items() if value is not None}),
+        slow=parse_factors(slow) if slow else {},
+        hiccup=parse_hiccup(hiccup),
+        listen=listen,
+        expect=expect,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        min_workers=min_workers,
+        seed=seed,
+        timeout=timeout,
+        insecure=insecure,
+    )
+    job = LocalJob(request.checked(), Display(sync, quiet))
+    status = job.run()
+    if status == 0 and not quiet:
+        typer.echo(_summary(sync, job.summary), err=True)
+    raise typer.Exit(status)
+
+
+def worker(
+    script: Annotated[str, typer.Argument(help="The same training script.", metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    join: Annotated[str, Option(help="HOST:PORT of the job, as given to its --listen.")] = "",
+    key_file: Annotated[Path | None, Option(help="The key file that the job printed, copied here.")] = None,
+    workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 1,
+    insecure: Annotated[bool, Option("--insecure", help="For a job that was started so.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
+) -> None:
+    """Join a job that runs on another host, with workers on this one."""
+    from polytempo.launch.agent import Agent, JoinRequest
+    from polytempo.launch.display import Display
+    from polytempo.transport.keys import read_key_file
+
+    if not join:
+        raise UsageError("--join HOST:PORT is missing; it is what the job was given as --listen")
+    if (key_file is None) != insecure:
+        raise UsageError(
+            "give either --key-file FILE, copied from the job's host, or --insecure where the job was started so"
+        )
+    keys = read_key_file(key_file) if key_file else None
+    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys)
+    request.check()
+    raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
+
+
+def check_via(via: str, sync: str) -> None:
+    """Refuse a way for gradients to travel that is not there yet."""
+    if via == "allreduce":
+        raise UsageError(f"--via allreduce is planned but not available yet; {parse_spec(sync).text} runs with --via ps")
+    if via not in ("auto", "ps"):
+        raise UsageError(f"expected --via auto or ps, got {via!r}{nearest(via, ('auto', 'ps'))}")
+
+
+def parse_hiccup(text: str | None) -> tuple[float, float]:
+    """PROBABILITY:SECONDS."""
+    if not text:
+        return 0.0, 0.0
+    probability, _, seconds = text.partition(":")
+    try:
+        values = float(probability), float(seconds)
+    except ValueError:
+        values = -1.0, -1.0
+    if not (0 <= values[0] <= 1 and 0 <= values[1] < float("inf")):
+        raise UsageError(f"expected PROBABILITY:SECONDS such as 0.05:0.5 for --hiccup, got {text!r}")
+    return values
+
+
+def _summary(sync: str, figures: dict[str, Any]) -> str:
+    if not figures.get("steps"):
+        return f"polytempo: {sync}: every worker finished; no step was pushed"
+    stale = f"staleness {figures['staleness_mean']:.1f} (at most {figures['staleness_max']})"
+    odd = f", {figures['nonfinite']} gradients were not finite" if figures["nonfinite"] else ""
+    return (
+        f"polytempo: {sync}: {figures['steps']} steps in {figures['seconds']:.1f} s, "
+        f"{figures['samples_per_second']:.4g} samples/s, efficiency {100 * figures['efficiency']:.0f} %, "
+        f"waiting {100 * figures['waiting']:.0f} %, {stale}{odd}"
+    )

@@ -1,0 +1,143 @@
+"""All children of a launcher or agent in one loop: their lines, their ends, signals, and whatever else is to be watched."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.launch.children import Child
+
+#: Between being asked to end, being told to, and being made to.
+GRACE = 1.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """A child wrote a line."""
+
+    child: Child
+    text: str
+    error: bool
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child has ended, and all it wrote was read."""
+
+    child: Child
+    status: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This process was sent a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Something else that was watched has something to say."""
+
+    key: Any
+
+
+Event = Said | Exited | Signalled | Ready
+
+
+class Crew:
+    """Watches children. Everything it holds is given back by `close`."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._dying: dict[int, tuple[Child, int]] = {}  # ended, but a pipe may still hold lines
+        self._read_signal, self._write_signal = os.pipe()
+        for descriptor in (self._read_signal, self._write_signal):
+            os.set_blocking(descriptor, False)
+        self._selector.register(self._read_signal, selectors.EVENT_READ, Signalled(0))
+        self._before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._wakeup = signal.set_wakeup_fd(self._write_signal, warn_on_full_buffer=False)
+
+    def add(self, child: Child) -> None:
+        """Watch a child from now on."""
+        self.children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        for descriptor in child.pipes:
+            self._selector.register(descriptor, selectors.EVENT_READ, child)
+
+    def watch(self, descriptor: Any, key: Any) -> None:
+        """Watch something else."""
+        self._selector.register(descriptor, selectors.EVENT_READ, Ready(key))
+
+    def unwatch(self, descriptor: Any) -> None:
+        """No longer."""
+        self._selector.unregister(descriptor)
+
+    def turn(self, timeout: float) -> Iterator[Event]:
+        """Wait for something to happen; what did."""
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, Ready):
+                yield key.data
+            elif isinstance(key.data, Signalled):
+                yield from (Signalled(number) for number in os.read(self._read_signal, 64))
+            elif key.fd == key.data.pidfd:
+                yield from self._ended(key.data)
+            else:
+                yield from self._read(key.data, key.fd)
+
+    def _read(self, child: Child, descriptor: int) -> Iterator[Event]:
+        stream = child.pipes.get(descriptor)
+        if stream is None:
+            return
+        lines = child.read(descriptor)
+        if lines is None:
+            self._selector.unregister(descriptor)
+            child.forget_pipe(descriptor)
+            return
+        yield from (Said(child, line, stream == 2) for line in lines)
+
+    def _ended(self, child: Child) -> Iterator[Event]:
+        self._selector.unregister(child.pidfd)
+        status = child.reap()
+        for descriptor in list(
+            child.pipes
+        ):  # what is left; grandchildren may hold the pipe open, so its end is not waited for
+            before = -1
+            while descriptor in child.pipes and before != 0:
+                events = list(self._read(child, descriptor))
+                before = len(events)
+                yield from events
+        yield Exited(child, status)
+
+    def running(self) -> list[Child]:
+        """Those who have not ended."""
+        return [child for child in self.children if child.status is None]
+
+    def end(self, children: Iterable[Child], patience: float) -> Iterator[Event]:
+        """Let children end: wait, then ask with SIGTERM, then make them; what happened on the way."""
+        waiting = list(children)
+        steps = [(patience, signal.SIGTERM), (GRACE, signal.SIGKILL), (GRACE, None)]
+        for seconds, number in steps:
+            deadline = time.monotonic() + seconds
+            while any(child.status is None for child in waiting) and (left := deadline - time.monotonic()) > 0:
+                yield from self.turn(left)
+            for child in waiting:
+                if child.status is None and number is not None:
+                    child.kill(number)
+
+    def close(self) -> None:
+        """End whatever is left, and give everything back."""
+        for child in self.children:
+            child.close()
+        self._selector.close()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read_signal)
+        os.close(self._write_signal)

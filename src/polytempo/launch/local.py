@@ -1,0 +1,359 @@
+"""`polytempo run`: starts the servers and workers of a job on this host, watches them, and ends them all.
+
+One loop, no threads: children's output and ends, the first server's messages, signals. What follows from an end is decided
+by `supervise.py`; what is shown, by `display.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from polytempo.errors import PeerError, UsageError
+from polytempo.launch.children import Child
+from polytempo.launch.crew import Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.display import Display
+from polytempo.launch.request import CheckedRequest, split_address
+from polytempo.launch.supervise import AllDone, EndJob, Order, Report, Supervisor, described
+from polytempo.parameter_server.manifest import find_checkpoint
+from polytempo.protocol.messages import (
+    AnyMessage,
+    Expecting,
+    Finish,
+    Finished,
+    Gone,
+    Hello,
+    Notice,
+    Status,
+    StatusRequest,
+    Stop,
+    decode,
+    encode,
+)
+from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE, JobFacts
+from polytempo.transport.keys import JobKeys, make_keys, write_key_file
+from polytempo.transport.pool import Pool
+from polytempo.transport.stream import StreamChannel
+from polytempo.version import VERSION
+
+STATUS_EVERY = 0.5
+#: How long the servers may take to write what is left.
+LAST_WORDS = 60.0
+INTERRUPTED = 130
+
+
+class LocalJob:
+    """One job, from start to end."""
+
+    def __init__(self, checked: CheckedRequest, display: Display) -> None:
+        self.checked, self.request, self.plan = checked, checked.request, checked.plan
+        self.display = display
+        self.summary: dict[str, Any] = {}
+        self._directory = private_directory()
+        self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
+        self._crew = Crew()
+        self._supervisor = Supervisor(self.request.size, self.request.least)
+        self._servers: dict[Child, int] = {}
+        self._workers: dict[Child, int] = {}
+        self._ready: dict[int, list[str]] = {}
+        self._control: StreamChannel | None = None
+        self._checkpoint = str(checked.resume) if checked.resume else ""
+        self._cause: EndJob | None = None
+        self._interrupted = False
+        self._finished = False
+        self._asked_at = 0.0
+
+    def run(self) -> int:
+        """Run the job; its exit status."""
+        try:
+            self._start()
+            while not self._supervisor.ending and not self._interrupted:
+                self._turn()
+            status = self._status()
+            self._finish(status)
+            return status
+        finally:
+            self._crew.close()
+            if self._control is not None:
+                self._control.close()
+            self.display.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # Starting.
+
+    def _start(self) -> None:
+        if self.request.record:
+            (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
+        paths = [str(self._directory / f"server-{index}") for index in range(self.plan.shards)]
+        for index, path in enumerate(paths):
+            config = json.dumps(self._server_config(index, path, paths[0])).encode()
+            command = [sys.executable, "-m", "polytempo.launch.server_process"]
+            child = Child(f"server {index}", command, self._threads(), self._log(f"server-{index}"), config)
+            self._servers[child] = index
+            self._crew.add(child)
+        facts = self._facts(tuple(f"ipc://{path}" for path in paths), None)
+        job_file = self._directory / "job.json"
+        facts.write(job_file)
+        for rank in range(self.request.workers):
+            child = start_worker(self.request.script, self.request.arguments, job_file, rank, self._threads(), self._log)
+            self._workers[child] = rank
+            self._crew.add(child)
+
+    def _facts(self, addresses: tuple[str, ...], keys: dict[str, str] | None) -> JobFacts:
+        request = self.request
+        return JobFacts(
+            size=request.size,
+            addresses=addresses,
+            sync=request.sync,
+            seed=request.seed,
+            local_size=request.workers,
+            slow=request.slow,
+            hiccup=request.hiccup,
+            positions=tuple(self.plan.resumed.get("positions", ())),
+            keys=keys,
+        )
+
+    def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:
+        request = self.request
+        listen = None
+        if request.listen:
+            host, port = split_address(request.listen, "--listen")
+            listen = f"tcp://{host}:{port if index == 0 else '*'}"
+        return {
+            "index": index,
+            "path": path,
+            "first": f"ipc://{first}",
+            "listen": listen,
+            "keys": asdict(self._keys) if self._keys else None,
+            "size": self.plan.size,
+            "shards": self.plan.shards,
+            "sync": self.plan.sync,
+            "limits": {name: None if value == float("inf") else value for name, value in asdict(self.plan.limits).items()},
+            "checkpoint_every": self.plan.checkpoint_every,
+            "resumed": self.plan.resumed,
+            "checkpoint": str(request.checkpoint) if request.checkpoint else None,
+            "resume": str(self.checked.resume) if self.checked.resume else None,
+            "record": str(request.record) if request.record else None,
+            "threads": int(self._threads()["OMP_NUM_THREADS"]),
+            "facts": self._meta() if index == 0 else {},
+        }
+
+    def _meta(self) -> dict[str, Any]:
+        versions = {"polytempo": VERSION, "python": platform.python_version()}
+        host = {"name": platform.node(), "cores": os.cpu_count(), "system": platform.platform()}
+        return {
+            "spec": self.request.sync,
+            "size": self.request.size,
+            "first_step": self.plan.first_step,
+            "options": self.checked.options(),
+            "versions": versions,
+            "seed": self.request.seed,
+            "host": host,
+        }
+
+    def _threads(self) -> dict[str, str]:
+        """Processes share the cores, unless the user has said otherwise."""
+        share = max(1, (os.cpu_count() or 1) // (self.request.workers + self.request.servers))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
+
+    def _log(self, name: str) -> Path | None:
+        return self.request.record / "logs" / f"{name}.log" if self.request.record else None
+
+    # The loop.
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._control is not None and now - self._asked_at >= STATUS_EVERY:
+            self._asked_at = now
+            self._send(StatusRequest())
+        self._deal(self._crew.turn(STATUS_EVERY))
+
+    def _deal(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Said):
+                self._said(event)
+            elif isinstance(event, Exited):
+                self._exited(event)
+            elif isinstance(event, Ready):
+                self._hear()
+            elif isinstance(event, Signalled) and event.number in (signal.SIGINT, signal.SIGTERM):
+                self._interrupted = True
+
+    def _said(self, event: Said) -> None:
+        if event.child in self._workers:
+            self.display.line(str(self._workers[event.child]), event.text, event.error)
+        elif not event.error and event.text.startswith('{"ready"'):
+            self._server_ready(self._servers[event.child], json.loads(event.text)["ready"])
+        elif event.text and not self._supervisor.ending:
+            self.display.line(event.child.label, event.text, event.error)
+
+    def _server_ready(self, index: int, addresses: list[str]) -> None:
+        self._ready[index] = addresses
+        if index == 0:
+            self._control = StreamChannel(addresses[0].removeprefix("ipc://"), Pool(), 1 << 40)
+            self._control.send(encode(Hello(role="launcher")))
+            self._crew.watch(self._control.pollable(), "control")
+        if len(self._ready) == self.plan.shards and self.request.listen:
+            self._expect()
+
+    def _expect(self) -> None:
+        """All servers listen: let workers of other hosts in."""
+        ports = [self._ready[index][1].rpartition(":")[2] for index in range(self.plan.shards)]
+        facts = self._facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
+        ranks = tuple(range(self.request.workers, self.request.size))
+        self._send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
+        if self._keys is not None:
+            path = self._directory / "workers.key"
+            write_key_file(path, self._keys.workers)
+            how = f"--key-file {path.name}"
+            self.display.say(f"key file for other hosts: {path}")
+        else:
+            how = "--insecure"
+            self.display.say(
+                f"--insecure: whoever reaches {self.request.listen} can join and read the model; nothing is encrypted"
+            )
+        self.display.say(
+            f"waiting for {self.request.expect} workers: polytempo worker --join {self.request.listen} {how} SCRIPT"
+        )
+
+    def _exited(self, event: Exited) -> None:
+        reason, cause = described(event.status)
+        if event.child in self._workers:
+            self._obey(self._supervisor.exited(self._workers[event.child], reason, cause))
+        elif not self._finished:
+            self._obey(self._supervisor.server_exited(self._servers[event.child], cause, self._newest()), event.child)
+
+    def _newest(self) -> str:
+        """The newest checkpoint there is on the disk."""
+        with suppress(UsageError):
+            if self.request.checkpoint is not None:
+                return str(find_checkpoint(self.request.checkpoint)[0])
+        return self._checkpoint
+
+    def _obey(self, orders: list[Order], child: Child | None = None) -> None:
+        for order in orders:
+            if isinstance(order, Report):
+                if order.warning:
+                    self.display.say(f"warning: {order.warning}")
+                self._send(Gone(worker=order.worker, incarnation=0, reason=order.reason, cause=order.cause))
+            elif isinstance(order, EndJob):
+                self._cause = order
+                if child is not None and child.tail:
+                    self._cause = EndJob(f"{order.cause}\n" + "\n".join(child.tail))
+            elif isinstance(order, AllDone) and not self._supervisor.finished:
+                self._cause = EndJob("no worker finished")
+
+    # The first server.
+
+    def _send(self, message: AnyMessage) -> None:
+        if self._control is not None:
+            try:
+                self._control.send(encode(message))
+            except PeerError:
+                self._lose_control()
+
+    def _lose_control(self) -> None:
+        if self._control is not None:
+            self._crew.unwatch(self._control.pollable())
+            self._control.close()
+            self._control = None
+
+    def _hear(self) -> None:
+        try:
+            while self._control is not None and (received := self._control.receive()) is not None:
+                self._take(decode(received[0]))
+        except PeerError:
+            self._lose_control()
+
+    def _take(self, message: AnyMessage) -> None:
+        if isinstance(message, Status):
+            self._checkpoint = message.checkpoint or self._checkpoint
+            self.display.show(message)
+            self._watch_patience(message)
+        elif isinstance(message, Notice):
+            if message.fatal and not self._supervisor.ending:
+                self._supervisor.ending = True
+                self._cause = EndJob(message.text)
+            elif not message.fatal:
+                self.display.say(message.text)
+        elif isinstance(message, Gone):  # from an agent on another host
+            self._obey(self._supervisor.exited(message.worker, message.reason, message.cause))
+        elif isinstance(message, Finished):
+            self.summary = message.summary
+            self._checkpoint = message.checkpoint or self._checkpoint
+            self._finished = True
+
+    def _watch_patience(self, status: Status) -> None:
+        """`--timeout`: whoever is waited for too long is given up."""
+        limit = self.request.timeout
+        for worker in status.workers if limit is not None else ():
+            if worker.held_s > (limit or 0) and worker.waiting_for:
+                late = worker.waiting_for[0]
+                child = next((c for c, rank in self._workers.items() if rank == late), None)
+                self.display.say(f"worker {late} was waited for longer than {limit:g} s: given up")
+                if child is not None:
+                    child.kill(signal.SIGKILL)
+                else:
+                    cause = f"was waited for longer than {limit:g} s"
+                    self._obey(self._supervisor.exited(late, "lost", cause))
+                return
+
+    # Ending.
+
+    def _status(self) -> int:
+        if self._interrupted:
+            return INTERRUPTED
+        return 1 if self._cause is not None else 0
+
+    def _finish(self, status: int) -> None:
+        """End all processes in order: workers, then servers, which write what is left."""
+        cause = self._cause.cause if self._cause else ("interrupted" if self._interrupted else "")
+        if cause:
+            self._send(Stop(cause=cause))
+        self._deal(self._crew.end(self._workers, patience=1.0 if cause else LAST_WORDS))
+        self._send(Finish(exit_status=status, cause=cause))
+        deadline = time.monotonic() + LAST_WORDS
+        while not self._finished and self._control is not None and time.monotonic() < deadline:
+            self._deal(self._crew.turn(0.1))
+        self._deal(self._crew.end(self._servers, patience=1.0))
+        self.display.close()
+        if self._interrupted:
+            self.display.say("interrupted; all processes have ended")
+        elif self._cause is not None:
+            self._tell_cause(self._cause)
+
+    def _tell_cause(self, cause: EndJob) -> None:
+        child = next((c for c, rank in self._workers.items() if rank == cause.worker), None)
+        if child is not None and child.tail:
+            self.display.say(f"the last words of worker {cause.worker}:")
+            for line in child.tail:
+                sys.stderr.write(f"  {line}\n")
+        self.display.say(cause.cause)
+
+
+def private_directory() -> Path:
+    """A directory only this user can enter, with a path short enough for a socket."""
+    directory = tempfile.mkdtemp(prefix="polytempo-")
+    if len(directory) > 80:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="polytempo-", dir="/tmp")
+    return Path(directory)
+
+
+def start_worker(
+    script: str, arguments: Iterable[str], job_file: Path, rank: int, threads: dict[str, str], log: Any
+) -> Child:
+    """Start one worker process."""
+    environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **threads}
+    return Child(f"worker {rank}", [sys.executable, script, *arguments], environment, log(f"worker-{rank}"))

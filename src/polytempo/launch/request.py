@@ -1,0 +1,126 @@
+"""What `polytempo run` was asked for, checked before any process starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polytempo.coordinate.plan import JobPlan, Limits
+from polytempo.errors import UsageError
+from polytempo.parameter_server.manifest import find_checkpoint
+from polytempo.sync.spec import parse_spec
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A job to be started on this host."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    workers: int = 2
+    servers: int = 1
+    sync: str = "bsp"
+    record: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    slow: dict[int, float] = field(default_factory=dict)
+    hiccup: tuple[float, float] = (0.0, 0.0)
+    listen: str | None = None
+    expect: int = 0
+    checkpoint: Path | None = None
+    checkpoint_every: int = 0
+    resume: Path | None = None
+    min_workers: int | None = None
+    seed: int = 0
+    timeout: float | None = None
+    insecure: bool = False
+
+    @property
+    def size(self) -> int:
+        """Workers here and elsewhere."""
+        return self.workers + self.expect
+
+    @property
+    def least(self) -> int:
+        """With fewer workers the job ends: all of them under plain `bsp`, else one, unless told."""
+        if self.min_workers is not None:
+            return self.min_workers
+        return self.size if parse_spec(self.sync).mode.name == "bsp" else 1
+
+    def checked(self) -> CheckedRequest:
+        """Refuse what cannot work, in one line with the fix; find the checkpoint to go on from."""
+        self._check_counts()
+        parse_spec(self.sync).policy(self.size)
+        if not os.path.isfile(self.script):
+            raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
+        for rank, factor in self.slow.items():
+            if not 0 <= rank < self.size:
+                raise UsageError(f"--slow names worker {rank}, but there are workers 0 to {self.size - 1}")
+            if factor < 1:
+                raise UsageError(
+                    f"--slow can only make slower: worker {rank} was given the factor {factor:g}, expected 1 or more"
+                )
+        if self.listen is not None:
+            check_free(self.listen)
+        path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
+        if self.checkpoint_every and self.checkpoint is None:
+            raise UsageError("--checkpoint-every needs --checkpoint DIR")
+        plan = JobPlan(self.size, self.servers, self.sync, self.limits, self.checkpoint_every, manifest)
+        return CheckedRequest(self, plan, path)
+
+    def _check_counts(self) -> None:
+        if self.workers < (0 if self.expect else 1):
+            raise UsageError(f"expected at least 1 worker, got {self.workers}; use -n 1 or more")
+        if self.servers < 1:
+            raise UsageError(f"expected at least 1 server, got {self.servers}; use --servers 1 or more")
+        if self.checkpoint_every < 0:
+            raise UsageError(f"expected --checkpoint-every 1 or more, got {self.checkpoint_every}")
+        if bool(self.listen) != bool(self.expect):
+            raise UsageError("--listen HOST:PORT and --expect N belong together; give both or neither")
+        if self.insecure and not self.listen:
+            raise UsageError("--insecure is about --listen, which was not given; leave it out")
+        if self.min_workers is not None and not 1 <= self.min_workers <= self.size:
+            raise UsageError(f"expected --min-workers between 1 and {self.size}, got {self.min_workers}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise UsageError(f"expected --timeout above 0 seconds, got {self.timeout:g}")
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request that can be started."""
+
+    request: RunRequest
+    plan: JobPlan
+    resume: Path | None
+
+    def options(self) -> dict[str, Any]:
+        """For meta.json."""
+        request = self.request
+        return {
+            "script": request.script,
+            "servers": request.servers,
+            "slow": {str(rank): factor for rank, factor in request.slow.items()},
+            "hiccup": list(request.hiccup),
+            "min_workers": request.least,
+            "resumed_from": self.resume.name if self.resume else None,
+        }
+
+
+def split_address(text: str, option: str) -> tuple[str, int]:
+    """HOST:PORT."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 for {option}, got {text!r}")
+    return host, int(port)
+
+
+def check_free(listen: str) -> None:
+    """Refuse an address that cannot be listened on."""
+    host, port = split_address(listen, "--listen")
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot listen on {listen}: {error.strerror or error}; choose another port or address") from None

@@ -1,0 +1,70 @@
+"""The program of a server process: `python -m polytempo.launch.server_process`, its configuration on standard input.
+
+Nothing secret stands on its command line. When it is ready it says so, with its addresses, in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.coordinate.plan import JobPlan, Limits
+from polytempo.coordinate.sequencer import Sequencer
+from polytempo.errors import PolytempoError
+from polytempo.parameter_server.first import First
+from polytempo.parameter_server.keeper import Keeper
+from polytempo.parameter_server.server import Server
+from polytempo.protocol.messages import STRANGER_LIMIT
+from polytempo.records.writer import RecordWriter
+from polytempo.transport.channel import Endpoint
+from polytempo.transport.connect import connect
+from polytempo.transport.keys import JobKeys, WorkerKeys
+from polytempo.transport.pool import Pool
+from polytempo.transport.stream import StreamEndpoint
+from polytempo.transport.zeromq import ZmqEndpoint
+
+PATIENCE = 60.0
+
+
+def serve(config: dict[str, Any]) -> None:
+    """Be the server that the configuration describes, until the job is over."""
+    torch.set_num_threads(config["threads"])
+    index, pool = config["index"], Pool()
+    limits = {name: value for name, value in config["limits"].items() if value is not None}
+    plan = JobPlan(
+        config["size"], config["shards"], config["sync"], Limits(**limits), config["checkpoint_every"], config["resumed"]
+    )
+    endpoints: list[Endpoint] = [StreamEndpoint(config["path"], pool, STRANGER_LIMIT)]
+    if config["listen"]:
+        keys = config["keys"] and JobKeys(WorkerKeys(**config["keys"]["workers"]), config["keys"]["server_secret"])
+        endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
+    checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
+    keeper = Keeper(index, plan.shards, pool, checkpoints, resume)
+    if index:
+        first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
+    else:
+        record = RecordWriter(config["record"]) if config["record"] else None
+        first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"]), None
+    server = Server(keeper, endpoints, plan.size, first, to_first)
+    sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
+    sys.stdout.flush()
+    server.run()
+
+
+def main() -> None:
+    """Read the configuration and serve."""
+    try:
+        serve(json.load(sys.stdin))
+    except PolytempoError as error:
+        sys.stderr.write(f"polytempo: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What follows from a process's end: go on, or end the job, and with which status. Pure: ends in, orders out."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the sequencer that a worker is gone; `warning` is for people, where there is something to say."""
+
+    worker: int
+    reason: str
+    cause: str
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """End everything: this is the first cause."""
+
+    cause: str
+    worker: int | None = None
+
+
+@dataclass(frozen=True)
+class AllDone:
+    """Every worker is gone, and enough of them well."""
+
+
+Order = Report | EndJob | AllDone
+
+
+@dataclass
+class Supervisor:
+    """Knows who is still there."""
+
+    size: int
+    least: int
+    finished: set[int] = field(default_factory=set)
+    dead: dict[int, str] = field(default_factory=dict)
+    ending: bool = False
+
+    def exited(self, worker: int, reason: str, cause: str) -> list[Order]:
+        """A worker's process has ended: "finished", "failed" or "lost"."""
+        if worker in self.finished or worker in self.dead or self.ending:
+            return []
+        if reason == "finished":
+            self.finished.add(worker)
+            return [Report(worker, reason, cause), *self._whether_done()]
+        self.dead[worker] = cause
+        left = self.size - len(self.dead)
+        if left < self.least:
+            self.ending = True
+            needs = "" if left == 0 else f"; {left} of {self.size} workers are left, at least {self.least} are needed"
+            return [EndJob(f"worker {worker} {cause}{needs}", worker)]
+        warning = f"worker {worker} {cause}; going on with {left} of {self.size}"
+        return [Report(worker, reason, cause, warning), *self._whether_done()]
+
+    def _whether_done(self) -> list[Order]:
+        if len(self.finished) + len(self.dead) < self.size:
+            return []
+        self.ending = True
+        return [AllDone()]
+
+    def server_exited(self, server: int, cause: str, checkpoint: str) -> list[Order]:
+        """A server's process has ended before the job did."""
+        if self.ending:
+            return []
+        self.ending = True
+        resume = (
+            f"resume with --resume {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint to resume from (--checkpoint DIR)"
+        )
+        return [EndJob(f"server {server} {cause}: its part of the model is lost; {resume}")]
+
+
+def described(status: int) -> tuple[str, str]:
+    """A process's exit status as a reason and in words."""
+    if status == 0:
+        return "finished", "finished"
+    if status > 0:
+        return "failed", f"failed with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return "lost", f"was killed by {name}"

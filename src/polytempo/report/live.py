@@ -1,0 +1,71 @@
+"""A record of a live run in the shape of a simulated one, so that the same tables and pictures show both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.records.lines import Line
+from polytempo.simulate.outcome import Outcome, WorkerOutcome
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What came of a live run."""
+
+    outcome: Outcome
+    curve: tuple[tuple[float, float], ...]  #: (seconds since the first step, the metric)
+
+    @property
+    def accuracy(self) -> float:
+        """The metric at the end."""
+        return self.curve[-1][1]
+
+    def time_to(self, target: float) -> float | None:
+        """The first second at which the target was seen, or None."""
+        return next((seconds for seconds, value in self.curve if value >= target), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self.outcome.as_dict(), "curve": [list(point) for point in self.curve]}
+
+
+def live_run(lines: Iterable[Line], meta: dict[str, Any], metric: str = "accuracy") -> LiveRun:
+    """Sum up a record."""
+    start: float | None = None
+    lead = 0
+    points: list[tuple[float, float]] = []
+    for line in lines:
+        if line["kind"] == "release" and "optimizer" not in line:
+            start = line["t"] if start is None else start
+            lead = max(lead, line["step"] - line["slowest"])
+        elif line["kind"] == "metric" and metric in line:
+            points.append((line["t"], float(line[metric])))
+    begin = start or 0.0
+    return LiveRun(_outcome(meta, lead), tuple((t - begin, value) for t, value in points))
+
+
+def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
+    job = meta["job"]
+    workers = tuple(
+        WorkerOutcome(**{name: worker[name] for name in WorkerOutcome.__dataclass_fields__}) for worker in meta["workers"]
+    )
+    present = sum(worker.present_s for worker in workers) or 1.0
+    return Outcome(
+        sync=meta["spec"],
+        via="ps",
+        seconds=job["seconds"],
+        steps=job["steps"],
+        samples=job["samples"],
+        discarded=job["discarded"],
+        updates=job["updates"],
+        samples_per_second=job["samples_per_second"],
+        efficiency=job["efficiency"],
+        waiting=job["waiting"],
+        communicating=sum(worker.communicating_s for worker in workers) / present,
+        staleness_mean=job["staleness_mean"],
+        staleness_max=job["staleness_max"],
+        max_lead=lead,
+        workers=workers,
+    )

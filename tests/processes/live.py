@@ -1,0 +1,93 @@
+"""Runs the command as a user would, and looks afterwards whether anything was left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PACED = str(SCRIPTS / "paced.py")
+MARK = "POLYTEMPO_TEST_MARK"
+
+
+@dataclass
+class Bench:
+    """One test's place to run jobs: a folder, a temporary directory of its own, a mark on every process."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        return {**os.environ, "TMPDIR": str(self.folder / "tmp"), MARK: str(self.folder), "OMP_NUM_THREADS": "1"}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "polytempo", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self.environment,
+        )
+
+    def run(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that carries this test's mark."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def child(self, of: int, word: str) -> psutil.Process:
+        """The child of a launcher whose command line has this word."""
+        return next(p for p in psutil.Process(of).children() if any(word in part for part in p.cmdline()))
+
+    def events(self, record: str = "record") -> list[dict[str, Any]]:
+        text = (self.folder / record / "events.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def meta(self, record: str = "record") -> dict[str, Any]:
+        return dict(json.loads((self.folder / record / "meta.json").read_text()))
+
+    def clock(self, rank: int) -> list[tuple[str, int, float]]:
+        lines = (self.folder / f"clock-{rank}").read_text().splitlines()
+        return [(kind, int(step), float(t)) for kind, step, t in (line.split() for line in lines)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Look again and again until it is so; a failure when it never is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to pass"
+        os.sched_yield()
+
+
+def nothing_left(bench: Bench) -> None:
+    """No process, no socket, no directory survives a job."""
+    wait_until(lambda: not bench.processes(), 10)
+    assert list((bench.folder / "tmp").glob("polytempo-*")) == []
+    assert list((bench.folder / "tmp").glob("pymp-*")) == []
+
+
+def bench_in(folder: Path) -> Iterator[Bench]:
+    bench = Bench(folder)
+    yield bench
+    nothing_left(bench)

@@ -1,0 +1,91 @@
+"""Somebody dies: the others notice, say who, and go on or end with the cause; nobody hangs, nothing is left."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+from live import PACED, Bench, wait_until
+
+
+def noticed_after(bench: Bench, worker: int) -> float:
+    """Seconds from a worker's death, by its own clock, to the job's knowing; both read the host's monotonic clock."""
+    died = next(t for kind, _, t in bench.clock(worker) if kind == "die")
+    return next(e["t"] for e in bench.events() if e["kind"] == "fault" and e["worker"] == worker) - died
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1..3", "every:4", "bsp+backup:1", "delay:1", "bsp"])
+def test_the_others_go_on_without_a_killed_worker(sync: str, bench: Bench) -> None:
+    flags = ["--min-workers", "2"] if sync == "bsp" else []
+    command = ["run", "-n", "3", "--sync", sync, *flags, "--record", "record", PACED, ".", "steps=15", "die=1:5:kill"]
+    done = bench.run(*command)
+    assert done.returncode == 0, done.stderr
+    assert "warning: worker 1 was killed by SIGKILL; going on with 2 of 3" in done.stderr
+    assert noticed_after(bench, 1) < 2
+    assert [worker["state"] for worker in bench.meta()["workers"]] == ["finished", "lost", "finished"]
+    steps = [worker["steps"] + worker["discarded"] for worker in bench.meta()["workers"]]
+    assert steps == [15, 5, 15]
+    assert bench.run("check", "record").returncode == 0
+
+
+def test_bsp_ends_with_the_cause_when_a_worker_is_killed(bench: Bench) -> None:
+    done = bench.run("run", "-n", "3", "--record", "record", PACED, ".", "steps=1000", "die=1:5:kill")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "polytempo: worker 1 was killed by SIGKILL; 2 of 3 workers are left, at least 3 are needed"
+    assert bench.meta()["exit_status"] == 1
+    assert bench.run("check", "record").returncode == 0
+
+
+@pytest.mark.parametrize(("how", "words"), [("raise", "this worker was told to fail at step 3"), ("exit", "exit status 7")])
+def test_the_first_cause_is_the_last_thing_printed(how: str, words: str, bench: Bench) -> None:
+    done = bench.run("run", "-n", "2", PACED, ".", "steps=1000", f"die=1:3:{how}")
+    assert done.returncode == 1
+    end = "\n".join(done.stderr.splitlines()[-12:])
+    assert words in end
+    assert "worker 1 failed with exit status" in done.stderr.splitlines()[-1]
+    assert "[0] polytempo: this worker ends: worker 1 failed" in done.stderr
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_server_ends_the_job_with_the_checkpoints_name(which: int, bench: Bench) -> None:
+    flags = ["--servers", "2", "--checkpoint", "saved", "--checkpoint-every", "5", "--record", "record"]
+    process = bench.start("run", "-n", "2", *flags, PACED, ".", "steps=100000", "pace=0.005")
+    wait_until(lambda: list((bench.folder / "saved").glob("step-*/manifest.json")) != [])
+    servers = [p for p in psutil.Process(process.pid).children() if "polytempo.launch.server_process" in p.cmdline()]
+    servers[which].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    last = err.splitlines()[-1]
+    assert f"server {which} was killed by SIGKILL: its part of the model is lost; resume with --resume saved" in last
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_ends_cleanly(number: signal.Signals, bench: Bench) -> None:
+    process = bench.start("run", "-n", "2", PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "polytempo: interrupted; all processes have ended"
+
+
+def test_a_killed_launcher_takes_everybody_with_it(bench: Bench) -> None:
+    process = bench.start("run", "-n", "2", PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: not bench.processes(), 10)
+    for leftover in (bench.folder / "tmp").glob("polytempo-*"):  # its directory is all that a killed launcher leaves
+        for file in leftover.iterdir():
+            file.unlink()
+        leftover.rmdir()
+
+
+def test_who_hangs_is_given_up_after_the_timeout(bench: Bench) -> None:
+    flags = ["--sync", "ssp:1", "--timeout", "1.5", "--record", "record"]
+    done = bench.run("run", "-n", "2", *flags, PACED, ".", "steps=12", "die=1:4:hang")
+    assert done.returncode == 0, done.stderr
+    assert "worker 1 was waited for longer than 1.5 s: given up" in done.stderr
+    assert [worker["state"] for worker in bench.meta()["workers"]] == ["finished", "lost"]

@@ -1,0 +1,76 @@
+"""Live jobs in processes: the record keeps every promise, also against clocks that the script wrote itself."""
+
+from __future__ import annotations
+
+import pytest
+from live import PACED, Bench
+
+MODES = {
+    "bsp": 0,
+    "bsp+backup:1": None,
+    "ssp:2": 2,
+    "dssp:1..4": 4,
+    "dssp-paper:1..4": None,
+    "asp": None,
+    "every:3": 2,
+    "every:3,wait=2": None,
+    "delay:2": None,
+}
+
+
+def most_ahead(bench: Bench, workers: int) -> int:
+    """How many steps somebody had started beyond what somebody else had sent, at most, by the scripts' own clocks."""
+    moments = sorted((t, kind, step, w) for w in range(workers) for kind, step, t in bench.clock(w))
+    last = {w: step for w in range(workers) for kind, step, _ in bench.clock(w)}
+    sent = dict.fromkeys(range(workers), 0)
+    ahead = 0
+    for _, kind, step, worker in moments:
+        if kind == "send":
+            sent[worker] = step + 1
+            if step == last[worker]:  # it is about to leave
+                del sent[worker]
+        elif sent:
+            ahead = max(ahead, step - min(sent.values()))
+    return ahead
+
+
+@pytest.mark.parametrize("sync", MODES)
+def test_a_slow_worker_and_hiccups(sync: str, bench: Bench) -> None:
+    flags = ["-n", "3", "--sync", sync, "--slow", "2:3", "--hiccup", "0.1:0.05", "--seed", "5", "--servers", "2"]
+    done = bench.run("run", *flags, "--record", "record", PACED, ".", "steps=25")
+    assert done.returncode == 0, done.stderr
+    checked = bench.run("check", "record")
+    assert checked.returncode == 0, checked.stderr
+    bound, ahead = MODES[sync], most_ahead(bench, 3)
+    if bound is not None:
+        assert ahead <= bound
+    if sync == "ssp:2":
+        assert ahead == 2
+    if sync == "asp":
+        assert ahead > 5
+    meta = bench.meta()
+    assert [worker["state"] for worker in meta["workers"]] == ["finished"] * 3
+    if sync != "bsp+backup:1":
+        assert [worker["steps"] for worker in meta["workers"]] == [25] * 3
+        assert meta["job"]["samples"] == 25 * 3 * 8
+    assert 0 < meta["efficiency"] <= 1
+    for name in ("server-0", "server-1", "worker-0", "worker-1", "worker-2"):
+        assert (bench.folder / "record" / "logs" / f"{name}.log").exists()
+    assert "worker 1 took 25 steps" in (bench.folder / "record/logs/worker-1.log").read_text()
+    assert "[1] worker 1 took 25 steps" in done.stdout
+
+
+def test_a_budget_ends_the_job_for_everybody(bench: Bench) -> None:
+    done = bench.run("run", "-n", "2", "--steps", "30", "--record", "record", PACED, ".", "steps=1000")
+    assert done.returncode == 0, done.stderr
+    assert [worker["steps"] for worker in bench.meta()["workers"]] == [15, 15]
+    assert "30 steps in" in done.stderr
+
+
+def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, PACED, ".", "steps=5", "pace=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=bench.folder, env=bench.environment, check=False)
+    assert (done.returncode, done.stdout) == (0, "worker 0 took 5 steps\n"), done.stderr

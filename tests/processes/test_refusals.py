@@ -1,0 +1,79 @@
+"""Mistakes are refused in one line, with status 2, before any process starts; workers that do not fit, by name."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from live import PACED, Bench
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--sync", "sps:3", PACED], "nearest: ssp"),
+        (["--sync", "dssp:5..3", PACED], "write 3..5"),
+        (["--sync", "bsp+backup:2", PACED], "needs more than 2 workers, got 2"),
+        (["--sync", "local:8", PACED], "planned"),
+        (["-n", "0", PACED], "at least 1 worker, got 0"),
+        (["--servers", "0", PACED], "at least 1 server, got 0"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        ([], "SCRIPT"),
+        (["--slow", "2:3", PACED], "--slow names worker 2, but there are workers 0 to 1"),
+        (["--slow", "1:0.5", PACED], "expected 1 or more"),
+        (["--hiccup", "often", PACED], "expected PROBABILITY:SECONDS"),
+        (["--steps", "0", PACED], "above 0"),
+        (["--via", "allreduce", PACED], "--via allreduce is planned"),
+        (["--via", "pigeon", PACED], "expected --via auto or ps"),
+        (["--max-restarts", "1", PACED], "--max-restarts is planned"),
+        (["--min-workers", "3", PACED], "between 1 and 2"),
+        (["--listen", "127.0.0.1:0", PACED], "--expect"),
+        (["--insecure", PACED], "--listen"),
+        (["--checkpoint-every", "5", PACED], "needs --checkpoint DIR"),
+        (["--resume", "nowhere", PACED], "there is no checkpoint in nowhere"),
+        (["--timeout", "-1", PACED], "above 0 seconds"),
+    ],
+)
+def test_mistakes_in_run(arguments: list[str], expected: str, bench: Bench) -> None:
+    done = bench.run("run", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert expected in done.stderr
+
+
+def test_a_port_in_use_is_refused(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = bench.run("run", "--listen", address, "--expect", "1", PACED)
+    assert done.returncode == 2
+    assert f"cannot listen on {address}: Address already in use" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--key-file", "k", PACED], "--join HOST:PORT is missing"),
+        (["--join", "localhost:1", PACED], "give either --key-file FILE"),
+        (["--join", "localhost", "--insecure", PACED], "expected HOST:PORT"),
+        (["--join", "localhost:1", "--key-file", "nowhere", PACED], "cannot read the key file nowhere"),
+        (["--join", "localhost:1", "--insecure", "nowhere.py"], "there is no script nowhere.py"),
+    ],
+)
+def test_mistakes_in_worker(arguments: list[str], expected: str, bench: Bench) -> None:
+    done = bench.run("worker", *arguments)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert expected in done.stderr
+
+
+def test_workers_with_another_model_are_refused_with_the_first_difference(bench: Bench) -> None:
+    done = bench.run("run", "-n", "2", PACED, ".", "model=1:5")
+    assert done.returncode == 1
+    assert "differ: parameter 0 is weight [" in done.stderr
+    assert "float32 in group 0" in done.stderr
+
+
+def test_workers_with_other_hyper_parameters_are_refused_by_name_in_barrier_modes(bench: Bench) -> None:
+    done = bench.run("run", "-n", "2", PACED, ".", "lr=1:0.5")
+    assert done.returncode == 1
+    assert "hyper-parameters differ: lr is" in done.stderr
+    assert bench.run("run", "-n", "2", "--sync", "asp", PACED, ".", "lr=1:0.5", "steps=3").returncode == 0

@@ -1,0 +1,138 @@
+"""A job in front of its sequencer: what workers and shards would say goes in by hand, what is ordered is kept.
+
+bench = Bench("bsp", size=2, shards=3).start()
+bench.push(0)                        step 0 of worker 0, at all shards; what was ordered on it
+bench.arrive(1, shards=[0, 2])       a part of worker 1's push
+bench.entries                        the log so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.plan import JobPlan, Limits
+from polytempo.coordinate.sequencer import Sequencer
+from polytempo.protocol.messages import Proposal, Push, PushId, Reply, TensorInfo
+from polytempo.records.lines import Line
+
+T = TypeVar("T")
+
+TENSORS = (TensorInfo("weight", (4, 3), "float32", 0), TensorInfo("bias", (4,), "float32", 0))
+
+
+def proposal(sync: str, **changes: Any) -> Proposal:
+    facts: dict[str, Any] = {"apply": "server", "optimizer": "SGD", "tensors": TENSORS, "groups": ({"lr": 0.1},)}
+    return Proposal(sync=sync, **{**facts, **changes})
+
+
+def only(kind: type[T], things: Iterable[Any]) -> list[T]:
+    return [thing for thing in things if isinstance(thing, kind)]
+
+
+def entries_in(orders: Iterable[Order]) -> list[Any]:
+    return [order.entry for order in orders if isinstance(order, ToShards)]
+
+
+def replies_in(orders: Iterable[Order]) -> list[Reply]:
+    return only(Reply, entries_in(orders))
+
+
+def told_in(orders: Iterable[Order]) -> list[tuple[int, Any]]:
+    return [(order.worker, order.message) for order in orders if isinstance(order, ToWorker)]
+
+
+class Bench:
+    """One sequencer; `now` stays until it is set."""
+
+    def __init__(
+        self,
+        sync: str = "bsp",
+        size: int = 2,
+        shards: int = 2,
+        limits: Limits | None = None,
+        checkpoint_every: int = 0,
+        resumed: dict[str, Any] | None = None,
+    ) -> None:
+        self.sync, self.size, self.shards = sync, size, shards
+        self.sequencer = Sequencer(JobPlan(size, shards, sync, limits or Limits(), checkpoint_every, resumed or {}))
+        self.now = 0.0
+        self.lives = dict.fromkeys(range(size), 0)
+        self.entries: list[Any] = []
+        self.lines: list[Line] = []
+        self.wakes: list[float] = []
+        self.said: list[str] = []
+        self.checkpoints: list[Checkpoint] = []
+        self.replies: dict[tuple[str, int], Reply] = {}  # the last to each worker, in each track
+
+    def take(self, orders: list[Order]) -> list[Order]:
+        self.entries += entries_in(orders)
+        self.lines += [order.line for order in orders if isinstance(order, Write)]
+        self.wakes += [order.at for order in orders if isinstance(order, WakeAt)]
+        self.said += [order.text for order in orders if isinstance(order, Say)]
+        self.checkpoints += only(Checkpoint, orders)
+        self.replies.update({(reply.track, reply.worker): reply for reply in replies_in(orders)})
+        return orders
+
+    # Members.
+
+    def start(self, track: str = "0", **changes: Any) -> Bench:
+        """Everybody makes the same optimizer, and the first gives its values."""
+        for worker in range(self.size):
+            self.register(worker, track, **changes)
+        if not self.sequencer.tracks[track].seeded:
+            self.seed(0, track)
+        return self
+
+    def register(self, worker: int, track: str = "0", **changes: Any) -> list[Order]:
+        offered = proposal(**{"sync": self.sync, **changes})
+        return self.take(self.sequencer.register(worker, self.lives[worker], track, offered, self.now))
+
+    def seed(self, worker: int, track: str = "0") -> list[Order]:
+        return self.arrive(worker, -1, track=track, kind="seed")
+
+    def leave(self, worker: int, reason: str = "lost") -> list[Order]:
+        return self.take(self.sequencer.left(worker, self.lives[worker], reason, self.now))
+
+    def come_back(self, worker: int, **changes: Any) -> list[Order]:
+        self.lives[worker] += 1
+        return self.register(worker, **changes)
+
+    # Pushes.
+
+    def head(self, worker: int, step: int | None = None, track: str = "0", **fields: Any) -> Push:
+        """What a worker would push next, made on the values of its last answer."""
+        reply = self.replies.get((track, worker))
+        if step is None:
+            assert reply is not None, f"worker {worker} was never answered"
+            step = reply.step
+        identity = PushId(track, worker, self.lives[worker], step)
+        facts: dict[str, Any] = {"version": reply.version if reply else 0, "hyper": ({"lr": 0.1},)}
+        return Push(id=identity, **{**facts, **fields})
+
+    def send(self, push: Push, shards: Iterable[int] | None = None) -> list[Order]:
+        """It has arrived at these shards, one after the other."""
+        orders: list[Order] = []
+        for shard in range(self.shards) if shards is None else shards:
+            brings = push if shard == 0 else None
+            orders += self.take(self.sequencer.arrived(shard, push.id, push.attempt, brings, self.now))
+        return orders
+
+    def arrive(
+        self, worker: int, step: int | None = None, shards: Iterable[int] | None = None, track: str = "0", **fields: Any
+    ) -> list[Order]:
+        return self.send(self.head(worker, step, track, **fields), shards)
+
+    def push(self, worker: int, step: int | None = None, **fields: Any) -> list[Order]:
+        """A push, at all shards."""
+        return self.arrive(worker, step, **fields)
+
+    def round(self, **fields: Any) -> list[Order]:
+        """Everybody pushes once."""
+        return [order for worker in range(self.size) for order in self.push(worker, **fields)]
+
+    # What came of it.
+
+    def lines_of(self, *kinds: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] in kinds]

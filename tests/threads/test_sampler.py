@@ -1,0 +1,176 @@
+"""DistributedSampler: workers share an epoch, and after a resume exactly what was not trained on is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import copied, made_params, set_gradients, until
+
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.job import JobFacts
+from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.sampler import DistributedSampler
+from polytempo.train.session import Session
+
+pytestmark = pytest.mark.timeout(30)
+
+START = made_params([(3,)])
+
+
+def epoch(
+    session: Session, length: int, batch: int, steps: int | None = None, number: int | None = None, told: bool = True
+) -> list[list[int]]:
+    """One worker's batches in an epoch, of which it trains on the first `steps`."""
+    params = copied(START)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+    sampler = DistributedSampler(range(length), session=session)
+    if number is not None:
+        sampler.set_epoch(number)
+    seen = []
+    indices = iter(sampler)
+    while steps is None or len(seen) < steps:
+        own = [index for _, index in zip(range(batch), indices, strict=False)]
+        if not own:
+            break
+        set_gradients(params, [torch.ones(3)])
+        optimizer.step(samples=len(own) if told else None)
+        seen.append(own)
+    return seen
+
+
+def flat(of_workers: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    return sorted(index for seen in of_workers for batch in seen for index in batch)
+
+
+def run(workers: int, sync: str = "bsp", *, length: int = 36, batch: int = 3, **options: Any) -> list[list[list[int]]]:
+    steps, told = options.pop("steps", None), options.pop("told", True)
+    number = options.pop("number", None)
+    with ThreadJob(workers, 1, sync, **options) as job:
+        return job.run(
+            lambda session: epoch(
+                session, length, batch, steps[session.rank] if isinstance(steps, list) else steps, number, told
+            )
+        )
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told the samples", "counting what is drawn"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+def test_before_and_after_a_resume_partition_the_epoch(before: int, after: int, told: bool, tmp_path: Path) -> None:
+    """36 samples: 12 before, 24 after, so that nothing needs to be used twice."""
+    batch = 12 // before // 2 if before < 4 else 3
+    steps = 12 // before // batch
+    first = run(before, batch=batch, steps=steps, told=told, checkpoint=tmp_path)
+    second = run(after, batch=2, told=told, resume=tmp_path)
+    assert len(flat(first)) == 12
+    assert sorted(flat(first) + flat(second)) == list(range(36))
+
+
+def test_workers_that_are_unequally_far_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    first = run(3, "asp", steps=[1, 4, 2], checkpoint=tmp_path)
+    second = run(3, "asp", resume=tmp_path)
+    assert len(flat(first)) == 21
+    assert sorted(flat(first) + flat(second)) == list(range(36))
+
+
+def test_two_interruptions_in_one_epoch(tmp_path: Path) -> None:
+    first = run(2, steps=2, checkpoint=tmp_path)  # 12
+    second = run(3, batch=2, steps=2, resume=tmp_path, checkpoint=tmp_path)  # 12
+    third = run(4, resume=tmp_path)
+    assert [len(flat(part)) for part in (first, second, third)] == [12, 12, 12]
+    assert sorted(flat(first) + flat(second) + flat(third)) == list(range(36))
+
+
+def test_only_what_the_checkpoint_holds_counts_as_trained_on(tmp_path: Path) -> None:
+    """The job dies in step 5; the checkpoint is of step 4."""
+    died: dict[int, list[list[int]]] = {}
+
+    def work(session: Session) -> None:
+        died[session.rank] = epoch(session, 36, 3, steps=5)
+        raise ArithmeticError
+
+    with ThreadJob(2, 1, checkpoint=tmp_path, checkpoint_every=4) as job:
+        with pytest.raises(ArithmeticError):
+            job.run(work)
+        until(lambda: (tmp_path / "step-00000004").exists(), "the checkpoint is whole")
+        job.close(1)
+    trained = flat([own[:4] for own in died.values()])
+    rest = run(2, resume=tmp_path)
+    assert sorted(trained + flat(rest)) == list(range(36))
+
+
+def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    first = run(2, steps=3, number=5, checkpoint=tmp_path)
+    with ThreadJob(3, 1, resume=tmp_path) as job:
+
+        def work(session: Session) -> tuple[int, list[int], list[int]]:
+            sampler = DistributedSampler(range(36), session=session)
+            start, rest = sampler.epoch, list(sampler)
+            sampler.set_epoch(start + 1)
+            return start, rest, list(sampler)
+
+        results = job.run(work)
+    assert [start for start, _, _ in results] == [5, 5, 5]
+    assert sorted(flat(first) + [index for _, rest, _ in results for index in rest]) == list(range(36))
+    assert sorted(index for _, _, following in results for index in following) == list(range(36))
+
+
+def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_path: Path) -> None:
+    def work(session: Session) -> list[int]:
+        params = copied(START)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        sampler = DistributedSampler(range(36), session=session)
+        loader = torch.utils.data.DataLoader(list(range(36)), batch_size=3, num_workers=2, sampler=sampler)
+        seen: list[int] = []
+        for _, batch in zip(range(2), loader, strict=False):
+            set_gradients(params, [torch.ones(3)])
+            optimizer.step(samples=len(batch))
+            seen += batch.tolist()
+        return seen
+
+    with ThreadJob(2, 1, checkpoint=tmp_path) as job:
+        first = job.run(work)
+    assert [len(own) for own in first] == [6, 6]
+    assert sorted(first[0] + first[1] + flat(run(3, batch=4, resume=tmp_path))) == list(range(36))
+
+
+# One epoch.
+
+
+def alone(rank: int, size: int, seed: int = 0) -> Session:
+    return Session(None, JobFacts(size, (), seed=seed), rank)
+
+
+def taken(size: int, length: int, **options: Any) -> list[list[int]]:
+    epoch_number = options.pop("epoch", 0)
+    result = []
+    for rank in range(size):
+        sampler = DistributedSampler(range(length), session=alone(rank, size), **options)
+        sampler.set_epoch(epoch_number)
+        result.append(list(sampler))
+        assert len(result[-1]) == len(sampler)
+    return result
+
+
+@pytest.mark.parametrize(("size", "length"), [(3, 10), (4, 4), (1, 7), (5, 3)])
+def test_everybody_gets_equally_many_and_all_are_used(size: int, length: int) -> None:
+    shares = taken(size, length)
+    assert len({len(share) for share in shares}) == 1
+    assert {index for share in shares for index in share} == set(range(length))
+    assert sum(map(len, shares)) < length + size
+
+
+def test_drop_last_uses_nothing_twice() -> None:
+    shares = taken(3, 11, drop_last=True)
+    assert [len(share) for share in shares] == [3, 3, 3]
+    assert len({index for share in shares for index in share}) == 9
+
+
+def test_the_order_is_the_seeds_and_the_epochs() -> None:
+    assert taken(2, 20) == taken(2, 20)
+    assert taken(2, 20) != taken(2, 20, epoch=1)
+    assert taken(2, 20) != taken(2, 20, seed=1)
+    assert taken(2, 6, shuffle=False) == [[0, 2, 4], [1, 3, 5]]
