@@ -207,20 +207,25 @@ def test_buffers_stay_local_and_are_merged_at_consolidate_when_asked(buffers: st
         assert_close([one_after, other_after], [(one + other) / 2] * 2)
 
 
+@pytest.mark.timeout(10)
 @pytest.mark.parametrize("way", ["server", "delta", "synchronize"])
 def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str) -> None:
-    """Workers 0 and 1 make four rounds; then worker 2 comes with its first step, and goes on from where they are."""
+    """In round 0 all bring the same; rounds 1 to 3 are of workers 0 and 1; then worker 2 comes with its step 1."""
     start = made_params([(3, 2)])
     gradients = [made_gradients([(3, 2)], 4, seed) for seed in (5, 6, 7)]
-    late = threading.Event()
+    for own in gradients:
+        own[0] = gradients[0][0]
+    late, begun = threading.Event(), threading.Barrier(3)
 
     def work(session: Session) -> tuple[list[torch.Tensor], int]:
         params = copied(start)
         apply = "delta" if way == "delta" else "server"
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session, apply=apply)
-        if session.rank == 2:
-            until(lambda: job.sequencer.tracks["0"].version == 4, "the others have made four rounds")
-        for step in gradients[session.rank][: 1 if session.rank == 2 else 4]:
+        for number, step in enumerate(gradients[session.rank][: 2 if session.rank == 2 else 4]):
+            if number == 1:
+                begun.wait(10)
+            if (session.rank, number) == (2, 1):
+                until(lambda: job.sequencer.tracks["0"].version == 4, "the others have made four rounds")
             set_gradients(params, step)
             if way == "synchronize":
                 optimizer.synchronize()
@@ -236,7 +241,9 @@ def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str)
     for values, step in results:
         assert_close(values, [wanted], rtol=1e-9)
         assert step == 4
-    assert [account.discarded for account in job.sequencer.accounts] == [0, 0, 1]
+    discarded = [account.discarded for account in job.sequencer.accounts]
+    assert sum(discarded) == 2  # somebody in round 0, and worker 2 in round 1
+    assert discarded[2] >= 1
 
 
 def test_without_rounds_clipping_is_of_each_workers_own_gradient() -> None:

@@ -12,7 +12,7 @@ from helpers import assert_close, check_record, copied, made_gradients, made_par
 from lossy import LossyJob, UnreliableChannel, disturb
 
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import Answer, AnyMessage, Push
+from polytempo.protocol.messages import Answer, AnyMessage, Failed, Push, Saved
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
@@ -195,3 +195,16 @@ def test_unreliable_channels_are_counted() -> None:
             return channel.disturbed
 
         assert job.run(work) == [2]
+
+
+@pytest.mark.parametrize("item", [Failed(cause="no memory"), Saved(shard=1, name="x", file="y", digest="z", tensors={})])
+def test_a_server_that_fails_when_the_first_is_gone_still_tells_its_workers(item: Failed | Saved) -> None:
+    """What its store has to report cannot be delivered any more: it stops, and its thread does not die of it."""
+    told: list[str] = []
+    with ThreadJob(1, 2) as job:
+        pass
+    second = job.servers[1]
+    second.over = False
+    second.stop = told.append  # type: ignore[method-assign,assignment]
+    second._deliver(item)
+    assert len(told) == 1

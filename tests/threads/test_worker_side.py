@@ -231,3 +231,40 @@ def test_forked_loaders_share_the_data_set_among_workers() -> None:
         seen = job.run(work)
     assert sorted(seen[0] + seen[1]) == list(range(20))
     assert [len(own) for own in seen] == [10, 10]
+
+
+ODD: dict[str, tuple[list[tuple[int, ...]], MakeOptimizer]] = {
+    "fewer elements than servers": ([(1,)], STATEFUL["adam"]),
+    "fewer tensors than servers": ([(3, 4)], lambda p: torch.optim.Adafactor(p)),
+    "an empty parameter": ([(2,), (0, 4), (3,)], STATEFUL["momentum"]),
+    "an empty group": ([(3, 4)], lambda p: torch.optim.Adam([{"params": p}, {"params": []}])),
+    "groups in another order": (
+        [(3, 4), (2,), (5,), (2, 2)],
+        lambda p: torch.optim.Adam([{"params": [p[3], p[0]]}, {"params": [p[2]], "lr": 0.3}, {"params": [p[1]]}], lr=0.01),
+    ),
+    "a rate that is a tensor": ([(3, 4)], lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01, dtype=torch.float64))),
+    "foreach": ([(3, 4), (2,)], lambda p: torch.optim.Adam(p, foreach=True)),
+    "fused": ([(3, 4), (2,)], lambda p: torch.optim.Adam(p, fused=True)),
+    "maximize": ([(3, 4), (2,)], lambda p: torch.optim.SGD(p, lr=0.1, maximize=True)),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_optimizers_train_as_in_one_process(what: str) -> None:
+    shapes, make = ODD[what]
+    start = made_params(shapes)
+    workers: list[Gradients] = [[list(step) for step in made_gradients(shapes, 4, seed)] for seed in (5, 6)]
+
+    def work(session: Session) -> list[torch.Tensor]:
+        params = copied(start)
+        optimizer = DistributedOptimizer(make(params), session=session)
+        for step in workers[session.rank]:
+            set_gradients(params, step)
+            optimizer.step()
+        return [param.detach().clone() for param in params]
+
+    wanted, _ = plain(start, make, mean_of(workers))
+    with ThreadJob(2, 3) as job:
+        results = job.run(work)
+    for result in results:
+        assert_close(result, wanted, rtol=1e-9)

@@ -156,7 +156,9 @@ class Sequencer:
         if push.kind == "seed":
             return self._seeded(track, push, now)
         if push.kind == "state":
-            return [ToShards(LoadState(id=push.id, attempt=push.attempt))]
+            again = push.id.step in seat.loads
+            seat.loads.add(push.id.step)
+            return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=again))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
         if track.spec.mode.name == "delay" and push.id.step > seat.exchange + 1:

@@ -32,6 +32,7 @@ class Seat:
     waited: float = 0.0  # for its last push
     staleness: int = 0  # of its last push
     stop: bool = False  # what its last answer said of the budget
+    loads: set[int] = field(default_factory=set)  # optimizer states it has given
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
 
     def enter(self, step: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.manifest import MANIFEST
+from polytempo.parameter_server.manifest import MANIFEST, whole_checkpoints
 from polytempo.parameter_server.state import RunState, as_bytes
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import first_difference, lay_out
@@ -75,7 +75,7 @@ def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], f
         shutil.rmtree(final)
     partial.rename(final)
     _sync_directory(directory)
-    for old in sorted(p for p in directory.glob("step-*") if p.suffix != ".partial")[:-KEPT]:
+    for old in whole_checkpoints(directory)[:-KEPT]:
         shutil.rmtree(old)
     return final
 

@@ -291,7 +291,7 @@ class First:
         if self._checkpoints is None or self._finish is None or self._finish.exit_status or not self.sequencer.tracks:
             return
         order = self.sequencer.last_checkpoint()
-        if not (self._checkpoints / order.name).exists() and order.name not in self._saving:
+        if Path(self.checkpoint).name != order.name and order.name not in self._saving:
             self._do([ToShards(Save(name=order.name)), order])
 
     def _end(self, finish: Finish, now: float) -> None:

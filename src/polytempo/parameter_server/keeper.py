@@ -119,7 +119,8 @@ class Keeper:
             self._read(entry)
         elif isinstance(entry, LoadState):
             push, buffers = pushes[entry.id]
-            self.stores[entry.id.track].load_state(unpack(push.state, buffers))
+            if not entry.again:
+                self.stores[entry.id.track].load_state(unpack(push.state, buffers))
             self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
         elif isinstance(entry, Save):
             self._save(entry.name)

@@ -12,12 +12,18 @@ from polytempo.errors import UsageError
 MANIFEST = "manifest.json"
 
 
+def whole_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints below a directory, the newest last; one that was not finished is none."""
+    manifests = [p for p in path.glob(f"step-*/{MANIFEST}") if p.parent.suffix != ".partial"]
+    return [manifest.parent for manifest in sorted(manifests, key=lambda p: (p.stat().st_mtime_ns, p.parent.name))]
+
+
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest below it, with its manifest; refused when none is whole."""
-    found = [path] if (path / MANIFEST).exists() else sorted(path.glob(f"step-*/{MANIFEST}"), reverse=True)
+    found = [path] if (path / MANIFEST).exists() else whole_checkpoints(path)
     if not found:
         raise UsageError(f"there is no checkpoint in {path}; expected a directory written with --checkpoint")
-    directory = found[0] if found[0] == path else found[0].parent
+    directory = found[-1]
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         for file in manifest["files"]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -163,8 +164,8 @@ class Server:
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:
             self._first.arrived(0, push.id, push.attempt, push, time.monotonic())
-        elif self._to_first is not None:
-            self._to_first.send(encode(Arrived(shard=self.keeper.shard, id=push.id, attempt=push.attempt)))
+        else:
+            self._tell_first(Arrived(shard=self.keeper.shard, id=push.id, attempt=push.attempt))
 
     def _closed(self, event: Closed) -> None:
         who = event.peer.who
@@ -224,10 +225,19 @@ class Server:
                 item.done()
         elif self._first is not None:
             self._first.report(item, time.monotonic())
-        elif self._to_first is not None:
-            self._to_first.send(encode(item))
-            if isinstance(item, Failed):
-                self.stop(item.cause)
+        elif isinstance(item, Failed) and self._to_first is not None:
+            self.stop(item.cause)
+            with suppress(PeerError):
+                self._to_first.send(encode(item))
+        else:
+            self._tell_first(item)
+
+    def _tell_first(self, message: AnyMessage) -> None:
+        try:
+            if self._to_first is not None:
+                self._to_first.send(encode(message))
+        except PeerError:
+            self.stop("the first server is gone")
 
     def tell(self, worker: int, message: AnyMessage) -> None:
         """Send a worker a message without buffers."""

@@ -248,10 +248,11 @@ class ReadHere(Message):
 
 
 class LoadState(Message):
-    """Take the optimizer's state from this push, and answer it."""
+    """Take the optimizer's state from this push, and answer it; `again`: it was taken before, only the answer was lost."""
 
     id: PushId
     attempt: int
+    again: bool = False
 
 
 class Save(Message):

@@ -225,8 +225,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._spec.mode.barrier:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
         if self._exchange is not None:
+            began = time.perf_counter()
             with torch.no_grad():
                 self._agree(1.0 if samples is None else samples, skip=False)
+            self._session.not_computing(time.perf_counter() - began)
         self._agreed = True
 
     def _agree(self, samples: float, skip: bool) -> bool:

@@ -27,13 +27,17 @@ def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo]) -> 
     """The same the other way: one run for each parameter that has state."""
     runs = []
     for place in lay_out(tensors, 1).places:
-        own = {name: _on_cpu(value, place.info) for name, value in state.get(place.index, {}).items()}
+        own = {name: _on_cpu(name, value, place.info) for name, value in state.get(place.index, {}).items()}
         runs.append(RunState(place.info.dtype, place.start, place.stop, own))
     return runs
 
 
-def _on_cpu(value: Any, info: TensorInfo) -> Any:
+#: State that is one number for the whole parameter, in torch's own optimizers. A parameter may be one number, too.
+SINGLE = ("step", "mu_product", "eta", "mu")
+
+
+def _on_cpu(name: str, value: Any, info: TensorInfo) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()
-    return value.reshape(-1) if value.dim() > 0 and value.numel() == prod(info.shape) else value
+    return value.reshape(-1) if value.numel() == prod(info.shape) and name not in SINGLE else value

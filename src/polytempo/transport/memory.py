@@ -61,6 +61,7 @@ class MemoryPeer(Peer):
             done()
 
     def close(self) -> None:
+        self._channel.turned_away = True
         self._channel.bell.ring()
 
 
@@ -93,10 +94,11 @@ class MemoryChannel(Channel):
         self._endpoint = endpoint
         self.inbox: deque[Message] = deque()
         self.bell = Bell()
+        self.turned_away = False
         self._peer = MemoryPeer(self)
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
-        if self._endpoint.closed:
+        if self._endpoint.closed or self.turned_away:
             raise PeerError(f"the server at {self._endpoint.address} is gone")
         self._endpoint.inbox.append(Received(self._peer, header, [buffer.copy() for buffer in buffers]))
         self._endpoint.bell.ring()
@@ -108,7 +110,7 @@ class MemoryChannel(Channel):
         self.bell.silence()
         if self.inbox:
             return self.inbox.popleft()
-        if self._endpoint.closed:
+        if self._endpoint.closed or self.turned_away:
             raise PeerError(f"the server at {self._endpoint.address} is gone")
         return None
 

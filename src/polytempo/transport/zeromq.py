@@ -31,8 +31,8 @@ class OnlyWorkers:
         self._public = public.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the key a peer has proved to have."""
-        return zmq.utils.z85.encode(key) == self._public
+        """Called by the authenticator with the key a peer has proved to have, as text."""
+        return key == self._public
 
 
 class ZmqPeer(Peer):
@@ -42,10 +42,12 @@ class ZmqPeer(Peer):
         super().__init__(identity.hex(), limit)
         self._socket = socket
         self._identity = identity
+        self.closed = False
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
         try:
-            self._socket.send_multipart([self._identity, *frames_of(header, buffers)])
+            if not self.closed:
+                self._socket.send_multipart([self._identity, *frames_of(header, buffers)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -53,7 +55,8 @@ class ZmqPeer(Peer):
             done()
 
     def close(self) -> None:
-        """ZeroMQ closes when the peer does."""
+        """ZeroMQ keeps the connection; nothing more is heard or said on it."""
+        self.closed = True
 
 
 class ZmqEndpoint(Endpoint):
@@ -94,6 +97,8 @@ class ZmqEndpoint(Endpoint):
             except zmq.Again:
                 break
             peer = self._peers.setdefault(identity.bytes, ZmqPeer(self._socket, identity.bytes, self._limit))
+            if peer.closed:
+                continue
             try:
                 events.append(Received(peer, *message_of(frames, peer.limit, self._pool)))
             except PeerError as error:
