@@ -18,6 +18,7 @@ from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
+from polytempo.parameter_server.optimizers import spare_dynamo
 from polytempo.parameter_server.server import Server
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.records.writer import RecordWriter
@@ -34,6 +35,7 @@ PATIENCE = 60.0
 def serve(config: dict[str, Any]) -> None:
     """Be the server that the configuration describes, until the job is over."""
     torch.set_num_threads(config["threads"])
+    spare_dynamo()
     index, pool = config["index"], Pool()
     limits = {name: value for name, value in config["limits"].items() if value is not None}
     plan = JobPlan(

@@ -117,7 +117,8 @@ class First:
             self._launcher = None
             self.stop("the launcher is gone")
         elif peer.who is not None and peer.who.role == "server" and self._finish is None:
-            self.stop(f"server {peer.who.rank} is gone")
+            if self._launcher is None:  # else it knows how the server ended, and will say so
+                self.stop(f"server {peer.who.rank} is gone")
         elif reason:
             self._say(f"a connection was closed: {reason}")
 
