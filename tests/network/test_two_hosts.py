@@ -1,0 +1,128 @@
+"""A job on two hosts: `run --listen` on one, `worker --join` on the other; who has no key gets nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from hosts import Hosts, two_hosts, why_not
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
+
+from live import PACED, Bench, bench_in, wait_until
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "allowed")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    yield from bench_in(tmp_path)
+
+
+def start(bench: Bench, prefix: list[str], *arguments: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "polytempo", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=bench.folder, env=bench.environment)
+
+
+def key_file(bench: Bench) -> Path:
+    wait_until(lambda: bool(list(bench.temporary.glob("polytempo-*/workers.key"))))
+    return next(bench.temporary.glob("polytempo-*/workers.key"))
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp:2"])
+def test_a_job_on_two_hosts(sync: str, hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", sync, "--servers", "2", "--listen", listen, "--expect", "2", "--record", "record"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=10")
+    key = key_file(bench)
+    secrets = json.loads(key.read_text())
+    joined = start(
+        bench, hosts.inside(hosts.b), "worker", "--join", listen, "--key-file", str(key), "-n", "2", PACED, ".", "steps=10"
+    )
+    wait_until(lambda: (bench.folder / "clock-2").exists())
+    for process in bench.processes():
+        try:
+            shown = " ".join(process.cmdline()) + " ".join(process.environ().values())
+        except psutil.NoSuchProcess:
+            continue
+        assert secrets["worker_secret"] not in shown
+    out, err = joined.communicate(timeout=60)
+    assert joined.returncode == 0, err
+    assert f"joined {listen} as workers 1, 2 of 3" in err
+    assert "[1] worker 1 took 10 steps" in out
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert [worker["steps"] for worker in bench.meta()["workers"]] == [10, 10, 10]
+    assert bench.run("check", "record").returncode == 0
+
+
+def test_a_worker_killed_on_the_other_host_is_noticed(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", "asp", "--listen", listen, "--expect", "1", "--record", "record"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=20")
+    join = ["worker", "--join", listen, "--key-file", str(key_file(bench))]
+    joined = start(bench, hosts.inside(hosts.b), *join, PACED, ".", "steps=20", "die=1:5:kill")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "warning: worker 1 was killed by SIGKILL; going on with 1 of 2" in err
+    assert joined.wait(timeout=20) == 1
+    joined.communicate()
+
+
+def test_a_host_that_vanishes_is_given_up(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", "ssp:1", "--listen", listen, "--expect", "1", "--record", "record"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=12")
+    join = ["worker", "--join", listen, "--key-file", str(key_file(bench))]
+    joined = start(bench, hosts.inside(hosts.b), *join, PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 6)
+    subprocess.run(["ip", "-n", hosts.b, "link", "set", "lo", "down"], check=True)
+    links = subprocess.run(["ip", "-n", hosts.b, "link"], capture_output=True, text=True, check=True).stdout
+    name = re.findall(r"(ptr\d+)", links)[0]
+    subprocess.run(["ip", "-n", hosts.b, "link", "set", name, "down"], check=True)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "worker 1 its host was not heard of for 5 s; going on with 1 of 2" in err
+    joined.terminate()
+    joined.communicate(timeout=20)
+
+
+def test_who_has_no_key_gets_nothing(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", "--listen", listen, "--expect", "1", PACED, ".", "steps=5")
+    key = key_file(bench)
+    stranger = (
+        "import sys, zmq; s = zmq.Context().socket(zmq.DEALER); s.linger = 0; s.connect(sys.argv[1]);"
+        "s.send_multipart([b'\\x81\\xa4type\\xa5Hello', b'']); print(s.poll(3000))"
+    )
+    command = [*hosts.inside(hosts.b), sys.executable, "-c", stranger, f"tcp://{listen}"]
+    heard = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert heard.stdout.strip() == "0"
+    other = bench.folder / "other.key"
+    public, secret = (part.decode() for part in zmq.curve_keypair())
+    facts = json.loads(key.read_text()) | {"worker_public": public, "worker_secret": secret}
+    other.write_text(json.dumps(facts))
+    other.chmod(0o600)
+    refused = start(bench, hosts.inside(hosts.b), "worker", "--join", listen, "--key-file", str(other), PACED, ".")
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert "did not answer within 15 s" in err
+    assert job.poll() is None
+    job.terminate()
+    job.communicate(timeout=20)
+    assert job.returncode == 130
