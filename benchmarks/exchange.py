@@ -1,8 +1,8 @@
 """Push and pull through a parameter server: ours and `torch.distributed.rpc`, the same work, interleaved in one run.
 
 Every worker holds a parameter of a given size, pushes a gradient, the server takes a plain SGD step, and the new values
-come back into the parameter. Ours is what a user calls, `DistributedOptimizer.step()` in mode asp over `ipc://`; the peer is the
-usual tutorial's server, `rpc_sync` to a function that updates and returns. The limit is the three copies that cannot be
+come back into the parameter. Ours is what a user calls, `DistributedOptimizer.step()` in mode asp over `ipc://`; the peer is
+the usual tutorial's server, `rpc_sync` to a function that updates and returns. The limit is the three copies that cannot be
 avoided without sharing memory: in, update, out.
 """
 
@@ -214,8 +214,3 @@ def compare(quick: bool) -> list[dict[str, Any]]:
         for rig in rigs.values():
             rig.close()
     return results
-
-
-if __name__ == "__main__":
-    for result in compare(quick="--quick" in sys.argv):
-        print(result["workers"], result["size"], {k: round(v, 3) for k, v in result["ms"].items()}, {k: round(v, 2) for k, v in result["spread"].items()})

@@ -2,7 +2,7 @@
 
 make bench                          everything, some minutes
 make bench ARGS="--quick"           fewer steps and repeats
-make bench ARGS="--only scale"      one case: events, scale, training
+make bench ARGS="--only scale"      one case: exchange, events, scale, training
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from exchange import compare
 from measure import Work, in_a_fresh_process, interleaved, save
 from peers import STEP, bare_heap, plain_training, simpy_ssp
 from polytempo.report.table import Table
@@ -91,7 +92,24 @@ def training(quick: bool) -> None:
     save(OUT, "training", [Table("Training on digits", ("microseconds a gradient", "", "over the limit"), rows)], costs)
 
 
-CASES: dict[str, Callable[[bool], None]] = {"events": events, "scale": scale, "training": training}
+def exchange(quick: bool) -> None:
+    """Push and pull through a server, one and four workers, beside torch.distributed.rpc."""
+    results = compare(quick)
+    rows = []
+    for result in results:
+        ms, spread = result["ms"], result["spread"]
+        cells = [f"{ms[who]:.3g} ±{100 * spread[who]:.0f} %" for who in ("ours", "rpc", "limit")]
+        rows.append((f"{result['workers']} / {result['size']}", *cells, f"{ms['rpc'] / ms['ours']:.2f}"))
+    heads = ("workers / size", "ours (ms)", "torch rpc (ms)", "limit: copies (ms)", "rpc over ours")
+    save(OUT, "exchange", [Table("Push and pull, plain SGD, one server", heads, tuple(rows))], results)
+
+
+CASES: dict[str, Callable[[bool], None]] = {
+    "exchange": exchange,
+    "events": events,
+    "scale": scale,
+    "training": training,
+}
 
 
 def main() -> None:

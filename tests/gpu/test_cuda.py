@@ -1,0 +1,20 @@
+"""CUDA parameters, where there is a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2)])
+def test_parameters_on_a_gpu(workers: int, servers: int) -> None:
+    script = str(Path(__file__).parent / "on_gpu.py")
+    command = [sys.executable, "-m", "polytempo", "run", "-n", str(workers), "--servers", str(servers), script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as one process") == workers
