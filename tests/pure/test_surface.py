@@ -18,17 +18,28 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "Cluster",
+        "DistributedOptimizer",
+        "DistributedSampler",
+        "JobEnded",
         "PolytempoError",
         "UsageError",
         "__version__",
         "cluster_from",
+        "init",
+        "is_initialized",
+        "local_rank",
+        "local_size",
+        "log",
         "parse_spec",
+        "rank",
+        "should_stop",
+        "shutdown",
         "simulate_job",
+        "size",
         "train_virtually",
     ]
     for name in polytempo.__all__:
-        if name != "train_virtually":  # loads torch: tests/tensors uses it
-            assert getattr(polytempo, name) is not None
+        assert getattr(polytempo, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         _ = polytempo.simulat
 
@@ -39,14 +50,56 @@ def options(command: str) -> list[str]:
 
 
 def test_commands_and_options() -> None:
-    assert sorted(typer.main.get_command(app).commands) == ["check", "simulate"]
+    assert sorted(typer.main.get_command(app).commands) == ["check", "compare", "run", "simulate", "worker"]
     assert options("check") == []
+    assert options("worker") == ["--insecure", "--join", "--key-file", "--quiet", "--workers"]
+    assert options("compare") == [
+        "--hiccup",
+        "--json",
+        "--metric",
+        "--out",
+        "--picture",
+        "--samples",
+        "--seconds",
+        "--seed",
+        "--servers",
+        "--slow",
+        "--steps",
+        "--sync",
+        "--target",
+        "--workers",
+    ]
+    assert options("run") == [
+        "--checkpoint",
+        "--checkpoint-every",
+        "--expect",
+        "--hiccup",
+        "--insecure",
+        "--listen",
+        "--max-restarts",
+        "--min-workers",
+        "--quiet",
+        "--record",
+        "--resume",
+        "--samples",
+        "--seconds",
+        "--seed",
+        "--servers",
+        "--slow",
+        "--steps",
+        "--sync",
+        "--timeout",
+        "--verbose",
+        "--via",
+        "--workers",
+    ]
     assert options("simulate") == [
         "--bandwidth",
         "--batch",
         "--hiccup",
         "--json",
         "--latency",
+        "--like",
         "--lr",
         "--model",
         "--per-host",
@@ -76,6 +129,13 @@ def test_modes() -> None:
     assert list(MODES) == ["bsp", "bsp+backup", "ssp", "dssp", "dssp-paper", "asp", "every", "delay"]
 
 
-def test_no_environment_variable_is_read() -> None:
+def test_what_is_read_from_the_environment() -> None:
+    """A worker's job and rank; how many threads; and what children inherit. Nothing else, and arguments win."""
     sources = (ROOT / "src").rglob("*.py")
-    assert not [path for path in sources if re.search(r"\bos\.environ|getenv", path.read_text(encoding="utf-8"))]
+    readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
+    found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
+    assert sorted(found) == ["agent.py", "children.py", "job.py", "local.py"]
+    assert found["children.py"] == ["os.environ, **environment},"]
+    assert all("OMP_NUM_THREADS" in use for name in ("agent.py", "local.py") for use in found[name])
+    assert all(re.search(r"(JOB|RANK)_VARIABLE", use) for use in found["job.py"])
+    assert not [name for name, text in readers.items() if "getenv" in text]

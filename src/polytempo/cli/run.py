@@ -41,6 +41,7 @@ def run(
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
     timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
     insecure: Annotated[bool, Option("--insecure", help="With --listen: no keys, no encryption.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Also say what was started, and where.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
     """Run a training script in several processes; one word sets how they wait for one another."""
@@ -72,7 +73,7 @@ def run(
         timeout=timeout,
         insecure=insecure,
     )
-    job = LocalJob(request.checked(), Display(sync, quiet))
+    job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
         typer.echo(_summary(sync, job.summary), err=True)

@@ -36,9 +36,10 @@ class Rates:
 class Display:
     """Shows the job and passes on what its processes say."""
 
-    def __init__(self, title: str, quiet: bool) -> None:
+    def __init__(self, title: str, quiet: bool, verbose: bool = False) -> None:
         self._title = title
         self._quiet = quiet
+        self._verbose = verbose
         self._console = Console(stderr=True, highlight=False)
         self._rates = Rates()
         self._live: Live | None = None
@@ -63,6 +64,11 @@ class Display:
         else:
             sys.stderr.write(f"polytempo: {text}\n")
             sys.stderr.flush()
+
+    def detail(self, text: str) -> None:
+        """A line for those who asked for more."""
+        if self._verbose:
+            self.say(text)
 
     def show(self, status: Status) -> None:
         """How everybody is now."""

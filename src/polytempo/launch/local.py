@@ -102,6 +102,7 @@ class LocalJob:
             child = Child(f"server {index}", command, self._threads(), self._log(f"server-{index}"), config)
             self._servers[child] = index
             self._crew.add(child)
+            self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
         facts = self._facts(tuple(f"ipc://{path}" for path in paths), None)
         job_file = self._directory / "job.json"
         facts.write(job_file)
@@ -109,6 +110,7 @@ class LocalJob:
             child = start_worker(self.request.script, self.request.arguments, job_file, rank, self._threads(), self._log)
             self._workers[child] = rank
             self._crew.add(child)
+            self.display.detail(f"worker {rank} is process {child.process.pid}")
 
     def _facts(self, addresses: tuple[str, ...], keys: dict[str, str] | None) -> JobFacts:
         request = self.request
