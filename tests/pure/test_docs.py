@@ -27,6 +27,7 @@ def bounds() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_page_on_bounds_is_up_to_date(bounds: ModuleType) -> None:
     page = bounds.PAGE.read_text(encoding="utf-8")
     assert bounds.page_with_tables(page) == page, "run: make figures"
@@ -45,6 +46,7 @@ def test_printed_dssp_is_unbounded_and_ours_is_not(bounds: ModuleType) -> None:
     assert max(lead for _, lead in bounds.leads("dssp:3..15", 2000)) == 15
 
 
+@pytest.mark.long
 def test_idle_falls_from_50_to_2_percent(bounds: ModuleType) -> None:
     idle = bounds.idle_shares()
     assert idle == sorted(idle, reverse=True)

@@ -277,7 +277,12 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync) for case in CASES), *WHOLE])
+def marks_of(case: Case) -> list[pytest.MarkDecorator]:
+    """`make check` walks some of the modes; the others take seconds each."""
+    return [pytest.mark.long] if case.sync in ("dssp:0..2", "dssp:1..2", "asp", "delay:1") else []
+
+
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES), *WHOLE])
 def test_all_orders_of_a_small_job(case: Case, record_property: Callable[[str, object], None]) -> None:
     findings = Findings()
     for size in case.sizes:

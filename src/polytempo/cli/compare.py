@@ -83,7 +83,7 @@ def compare(
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
     if picture:
-        draw_training(runs, target, picture, title)
+        draw_training(runs, target, picture, title, "seconds")
         typer.echo(f"picture: {picture}", err=True)
 
 

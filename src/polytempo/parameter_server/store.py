@@ -203,7 +203,8 @@ class Store:
         for run in self.runs:
             left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
             run.param.grad = None if left_alone else self._view(mean, run)
-        self._plain_step(self._optimizer)
+        with torch.no_grad():
+            self._plain_step(self._optimizer)
         for run in self.runs:
             run.param.grad = None
 

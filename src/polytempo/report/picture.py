@@ -45,8 +45,10 @@ def draw_comparison(outcomes: Sequence[Outcome], path: Path, title: str) -> None
     _save(figure, path)
 
 
-def draw_training(runs: Sequence[Trained], target: float, path: Path, title: str) -> None:
-    """Accuracy against simulated seconds, and where the workers' time went."""
+def draw_training(
+    runs: Sequence[Trained], target: float, path: Path, title: str, seconds_are: str = "simulated seconds"
+) -> None:
+    """Accuracy against seconds, and where the workers' time went."""
     figure = _figure(title, 4.6)
     curves, shares = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
     for run, colour in zip(runs, COLOURS * len(runs), strict=False):
@@ -60,7 +62,7 @@ def draw_training(runs: Sequence[Trained], target: float, path: Path, title: str
     curves.annotate(f"target {100 * target:g} %", (0.01, 100 * target), **place)
     low = sorted(a for run in runs for _, a in run.curve)
     curves.set_ylim(100 * low[len(low) // 10] - 1, 100 * low[-1] + 1)
-    curves.set_xlabel("simulated seconds")
+    curves.set_xlabel(seconds_are)
     curves.set_ylabel("accuracy on test data, %")
     curves.legend(loc="lower right", frameon=False)
     _draw_shares(shares, [run.outcome for run in runs], [mode_name(run.outcome) for run in runs])

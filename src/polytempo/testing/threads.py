@@ -85,14 +85,15 @@ class ThreadJob:
         errors: list[BaseException] = []
 
         def worker(rank: int) -> None:
-            session = self.session(rank)
+            session: Session | None = None
             try:
+                session = self.session(rank)
                 results[rank] = work(session)
+                session.close()
             except BaseException as error:  # noqa: BLE001  it is raised again below
                 errors.append(error)
-                session.close("failed")
-            else:
-                session.close()
+                if session is not None:
+                    session.close("failed")
 
         threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(self.plan.size)]
         for thread in threads:

@@ -104,6 +104,7 @@ class Client:
         self._lines: dict[str, Line] = {}
         self._reading: Reading | None = None
         self._requests = 0
+        self._overlapping = False
         self._welcomes: set[int] = set()
         self._poller = zmq.Poller()
         for channel in channels:
@@ -168,6 +169,21 @@ class Client:
         for channel in self._channels:
             channel.close()
         self._channels = []
+
+    def lend(self, parts: Sequence[Sequence[Bytes]]) -> None:
+        """Receive answers into the memory of pushes: when an answer comes, every shard has the push it answers.
+
+        Not beside pushes that overlap (`delay`), where another's answer might come first.
+        """
+        if self._overlapping:
+            return
+        for part in parts:
+            self.give_back(part)
+
+    def overlap(self) -> None:
+        """Pushes will overlap from now on: their memory is theirs alone."""
+        self._overlapping = True
+        self._pool.clear()
 
     def give_back(self, buffers: Sequence[Bytes]) -> None:
         """Received buffers that are used up."""

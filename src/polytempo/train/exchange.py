@@ -37,6 +37,10 @@ class Exchange:
         self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
         delay = self.spec.arguments[0] if self.spec.mode.name == "delay" else 0
         self.copier = Copier(params, self.layout, slots=delay + 1)
+        if delay:
+            self.client.overlap()
+        else:
+            self.client.lend(self.copier.next_flat().parts)
         self.averages = proposal.apply == "mean"
         self.line = Line(name)
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter

@@ -30,6 +30,10 @@ class Pool:
                 pass
         return numpy.empty(size, dtype=numpy.uint8)
 
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._free.clear()
+
     def give(self, buffer: Bytes) -> None:
         """A buffer that nobody reads any more."""
         if buffer.nbytes >= KEEP_FROM:
