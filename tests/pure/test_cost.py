@@ -13,6 +13,8 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 
+pytestmark = pytest.mark.long  # half a minute: `make test` counts, `make check` does not
+
 
 def bytecodes(sync: str, workers: int, steps: int, recorded: bool) -> int:
     count = 0

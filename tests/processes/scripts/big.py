@@ -1,4 +1,4 @@
-"""A worker with one large parameter, which looks at its memory and at the server's, and prints megabytes beyond the start."""
+"""A worker with one large parameter, which prints how much memory it and the server took beyond the start, in megabytes."""
 
 from __future__ import annotations
 
