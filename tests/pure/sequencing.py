@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
-from polytempo.protocol.messages import Proposal, Push, PushId, Reply, TensorInfo
+from polytempo.protocol.log import Reply
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal, PushId, TensorInfo
 from polytempo.records.lines import Line
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout, Place, Stretch, first_difference, lay_out
-from polytempo.protocol.messages import TensorInfo
+from polytempo.protocol.values import TensorInfo
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

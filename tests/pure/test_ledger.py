@@ -9,7 +9,8 @@ import pytest
 
 from polytempo.coordinate.ledger import Account, sum_up
 from polytempo.coordinate.plan import Limits
-from polytempo.protocol.messages import Position, Push, PushId
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Position, PushId
 
 
 def push(**fields: Any) -> Push:

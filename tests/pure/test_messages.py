@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 
 from polytempo.errors import PeerError
 from polytempo.protocol import messages
-from polytempo.protocol.messages import (
-    HEADER_LIMIT,
-    AnyMessage,
-    Ask,
-    Beat,
-    Entry,
-    Message,
-    Push,
-    PushId,
-    Stop,
-    decode,
-    encode,
-)
+from polytempo.protocol.log import Entry
+from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Ask, Beat, Push, Stop, decode, encode
+from polytempo.protocol.values import Message, PushId
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
 ENTRIES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Entry)}

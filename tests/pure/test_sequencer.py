@@ -8,21 +8,9 @@ import pytest
 from sequencing import Bench, entries_in, only, replies_in, told_in
 
 from polytempo.coordinate.orders import ToShards
-from polytempo.protocol.messages import (
-    Drop,
-    Held,
-    LoadState,
-    Metric,
-    Part,
-    PushId,
-    Read,
-    ReadHere,
-    Refused,
-    Reply,
-    Resend,
-    Seed,
-    Update,
-)
+from polytempo.protocol.log import Drop, LoadState, ReadHere, Reply, Seed, Update
+from polytempo.protocol.messages import Held, Metric, Read, Refused, Resend
+from polytempo.protocol.values import Part, PushId
 from polytempo.records.replay import replay
 from polytempo.sync.spec import parse_spec
 

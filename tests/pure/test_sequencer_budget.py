@@ -11,7 +11,8 @@ from sequencing import Bench, entries_in, only, replies_in
 from polytempo.coordinate.orders import Checkpoint
 from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import Position, Reply, Save, Update
+from polytempo.protocol.log import Reply, Save, Update
+from polytempo.protocol.values import Position
 
 LIMITS = {
     "steps": Limits(steps=7),

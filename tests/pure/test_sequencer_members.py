@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 from sequencing import TENSORS, Bench, entries_in, only, proposal, replies_in, told_in
 
-from polytempo.protocol.messages import (
-    Drop,
-    ForgetWorker,
-    Held,
-    Part,
-    PushId,
-    Refused,
-    Reply,
-    Seed,
-    SendSeed,
-    Setup,
-    TensorInfo,
-    Update,
-)
+from polytempo.protocol.log import Drop, ForgetWorker, Reply, Seed, Setup, Update
+from polytempo.protocol.messages import Held, Refused, SendSeed
+from polytempo.protocol.values import Part, PushId, TensorInfo
 from polytempo.sync.spec import MODES
 
 every_mode = pytest.mark.parametrize("sync", [mode.example for mode in MODES.values()])

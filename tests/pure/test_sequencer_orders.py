@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from sequencing import Bench, told_in
 
 from polytempo.coordinate.orders import Order, ToShards, Write
-from polytempo.protocol.messages import Drop, Held, Push, PushId, Reply, Resend, Update
+from polytempo.protocol.log import Drop, Reply, Update
+from polytempo.protocol.messages import Held, Push, Resend
+from polytempo.protocol.values import PushId
 from polytempo.records.check import check_lines
 from polytempo.records.replay import replay
 from polytempo.sync.spec import MODES, parse_spec

@@ -11,7 +11,8 @@ from polytempo.parameter_server.optimizers import is_whole
 from polytempo.parameter_server.state import RunState, as_bytes, dtype_name
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Proposal, Push, PushId, TensorInfo
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal, PushId, TensorInfo
 from polytempo.transport.channel import Bytes
 
 Tensors = Sequence[torch.Tensor]

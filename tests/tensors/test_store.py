@@ -12,7 +12,8 @@ from shards import Plain, Stores, Tensors
 from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import ELEMENTWISE, WHOLE, build
 from polytempo.parameter_server.state import of_tensor
-from polytempo.protocol.messages import Push, PushId
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import PushId
 
 counts = pytest.mark.parametrize("shards", [1, 2, 3])
 

@@ -12,7 +12,8 @@ from shards import Plain, Stores
 
 from polytempo.errors import PeerError
 from polytempo.parameter_server.state import RunState, as_tensor, pack, unpack
-from polytempo.protocol.messages import Push, PushId
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import PushId
 
 ONES = torch.ones(8)
 ADAM = ({"lr": 0.1},)

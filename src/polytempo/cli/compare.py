@@ -6,12 +6,11 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.run import check_via, parse_hiccup
-from polytempo.coordinate.plan import Limits
+from polytempo.cli.run import limits_of, parse_hiccup
 from polytempo.errors import UsageError
 from polytempo.records.reader import read_events, read_meta
 from polytempo.report.live import LiveRun, live_run
@@ -47,36 +46,24 @@ def compare(
 
     if picture:
         check_picture(picture)
-    limits = {"steps": steps, "samples": samples, "seconds": seconds}
+    common: dict[str, Any] = {
+        "arguments": tuple(arguments or ()),
+        "workers": workers,
+        "servers": servers,
+        "limits": limits_of(steps, samples, seconds),
+        "slow": parse_factors(slow) if slow else {},
+        "hiccup": parse_hiccup(hiccup),
+        "seed": seed,
+    }
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
-    requests = []
-    for mode in modes:
-        check_via("auto", mode)
-        requests.append(
-            RunRequest(
-                script=script,
-                arguments=tuple(arguments or ()),
-                workers=workers,
-                servers=servers,
-                sync=mode,
-                record=out / mode.replace(":", "-").replace(",", "-"),
-                limits=Limits(**{name: value for name, value in limits.items() if value is not None}),
-                slow=parse_factors(slow) if slow else {},
-                hiccup=parse_hiccup(hiccup),
-                seed=seed,
-            ).checked()
-        )
+    folders = {mode: out / mode.replace(":", "-").replace(",", "-") for mode in modes}
+    checked = [RunRequest(script, sync=mode, record=folder, **common).checked() for mode, folder in folders.items()]
     runs: list[LiveRun] = []
-    for checked in requests:
-        request = checked.request
-        assert request.record is not None
-        status = LocalJob(checked, Display(request.sync, quiet=False)).run()
+    for job in checked:
+        status = LocalJob(job, Display(job.request.sync, quiet=False)).run()
         if status:
             raise typer.Exit(status)
-        run = live_run(read_events(request.record), read_meta(request.record), metric)
-        if not run.curve:
-            raise UsageError(f"{script} logged no {metric}; call pt.log({metric}=...) now and then, on one worker")
-        runs.append(run)
+        runs.append(_summed_up(folders[job.request.sync], metric, script))
     title = f"{Path(script).name} live: {workers} workers" + (f", slower: {slow}" if slow else "")
     _show(runs, target, title)
     if json_file:
@@ -85,6 +72,13 @@ def compare(
     if picture:
         draw_training(runs, target, picture, title, "seconds")
         typer.echo(f"picture: {picture}", err=True)
+
+
+def _summed_up(record: Path, metric: str, script: str) -> LiveRun:
+    run = live_run(read_events(record), read_meta(record), metric)
+    if not run.curve:
+        raise UsageError(f"{script} logged no {metric}; call pt.log({metric}=...) now and then, on one worker")
+    return run
 
 
 def _show(runs: list[LiveRun], target: float, title: str) -> None:

@@ -52,7 +52,6 @@ def run(
     check_via(via, sync)
     if max_restarts:
         raise UsageError("--max-restarts is planned but not available yet; leave it out")
-    limits = {"steps": steps, "samples": samples, "seconds": seconds}
     request = RunRequest(
         script=script,
         arguments=tuple(arguments or ()),
@@ -60,7 +59,7 @@ def run(
         servers=servers,
         sync=sync,
         record=record,
-        limits=Limits(**{name: value for name, value in limits.items() if value is not None}),
+        limits=limits_of(steps, samples, seconds),
         slow=parse_factors(slow) if slow else {},
         hiccup=parse_hiccup(hiccup),
         listen=listen,
@@ -104,6 +103,12 @@ def worker(
     request = JoinRequest(join, script, tuple(arguments or ()), workers, keys)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
+
+
+def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:
+    """The budget that was asked for."""
+    given = {"steps": steps, "samples": samples, "seconds": seconds}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_via(via: str, sync: str) -> None:

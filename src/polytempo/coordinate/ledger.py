@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.protocol.messages import Position, Push, WorkerStatus
+from polytempo.protocol.messages import Push, WorkerStatus
+from polytempo.protocol.values import Position
 
 
 @dataclass

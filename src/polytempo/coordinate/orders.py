@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.protocol.messages import Entry, Held, Refused, Resend, SendSeed
+from polytempo.protocol.log import Entry
+from polytempo.protocol.messages import Held, Refused, Resend, SendSeed
 from polytempo.records.lines import Line
 
 

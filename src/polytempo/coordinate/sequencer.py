@@ -18,25 +18,9 @@ from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, W
 from polytempo.coordinate.plan import JobPlan
 from polytempo.coordinate.track import Seat, Track, disagreement, hyper_of, open_track
 from polytempo.errors import OrderError, UsageError
-from polytempo.protocol.messages import (
-    Drop,
-    ForgetWorker,
-    Held,
-    LoadState,
-    Metric,
-    Proposal,
-    Push,
-    PushId,
-    Read,
-    ReadHere,
-    Refused,
-    Resend,
-    Save,
-    Seed,
-    SendSeed,
-    Setup,
-    Status,
-)
+from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Save, Seed, Setup
+from polytempo.protocol.messages import Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
+from polytempo.protocol.values import Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, action_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.protocol.layout import first_difference
-from polytempo.protocol.messages import Part, Proposal, Push, PushId, Reply, Update
+from polytempo.protocol.log import Reply, Update
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Part, Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, Line, apply_line
 from polytempo.sync.actions import Apply, Release
 from polytempo.sync.events import Hyper, Pushed

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class LocalJob:
         }
 
     def _meta(self) -> dict[str, Any]:
-        versions = {"polytempo": VERSION, "python": platform.python_version()}
+        versions = {"polytempo": VERSION, "python": platform.python_version(), "torch": installed_version("torch")}
         host = {"name": platform.node(), "cores": os.cpu_count(), "system": platform.platform()}
         return {
             "spec": self.request.sync,

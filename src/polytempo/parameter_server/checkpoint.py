@@ -26,7 +26,7 @@ from polytempo.parameter_server.manifest import MANIFEST, whole_checkpoints
 from polytempo.parameter_server.state import RunState, as_bytes
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import first_difference, lay_out
-from polytempo.protocol.messages import Proposal, TensorInfo
+from polytempo.protocol.values import Proposal, TensorInfo
 from polytempo.transport.channel import Bytes
 
 KEPT = 3  #: older checkpoints of the same job are removed

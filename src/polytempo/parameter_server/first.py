@@ -12,6 +12,7 @@ from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWork
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError
 from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
     AnyMessage,
     Arrived,
@@ -19,7 +20,6 @@ from polytempo.protocol.messages import (
     Assigned,
     Beat,
     Entries,
-    Entry,
     Expecting,
     Failed,
     Finish,
@@ -32,16 +32,15 @@ from polytempo.protocol.messages import (
     NormTotal,
     Notice,
     Push,
-    PushId,
     Read,
     Register,
-    Save,
     Saved,
     StatusRequest,
     Stop,
     Stopped,
     encode,
 )
+from polytempo.protocol.values import PushId
 from polytempo.records.writer import RecordWriter
 from polytempo.transport.channel import Peer
 

@@ -19,24 +19,9 @@ import torch
 from polytempo.parameter_server.checkpoint import load_values, read_shards, write_shard
 from polytempo.parameter_server.state import pack, unpack
 from polytempo.parameter_server.store import Store
-from polytempo.protocol.messages import (
-    Answer,
-    AnyMessage,
-    Entry,
-    Failed,
-    LoadState,
-    Norm,
-    Push,
-    PushId,
-    ReadAnswer,
-    ReadHere,
-    Reply,
-    Save,
-    Saved,
-    Seed,
-    Setup,
-    Update,
-)
+from polytempo.protocol.log import Entry, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
+from polytempo.protocol.messages import Answer, AnyMessage, Failed, Norm, Push, ReadAnswer, Saved
+from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
 from polytempo.transport.pool import Pool

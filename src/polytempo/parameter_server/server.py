@@ -20,28 +20,22 @@ import zmq
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import ForWorker, Keeper
+from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
 from polytempo.protocol.messages import (
     AnyMessage,
     Arrived,
-    Drop,
     Entries,
-    Entry,
     Failed,
-    ForgetWorker,
     Hello,
-    LoadState,
     NormTotal,
     Push,
-    PushId,
     Refused,
-    Reply,
-    Seed,
     Stopped,
-    Update,
     Welcome,
     decode,
     encode,
 )
+from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
 
 #: What somebody who has said who it is may send at once.

@@ -21,7 +21,8 @@ from polytempo.errors import PeerError
 from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
-from polytempo.protocol.messages import Proposal, Push
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal
 from polytempo.transport.channel import Bytes, Done
 
 Flats = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from functools import cached_property
 from math import prod
 
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import TensorInfo
+from polytempo.protocol.values import TensorInfo
 
 ITEM_SIZES = {
     "float64": 8,

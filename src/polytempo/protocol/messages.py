@@ -19,54 +19,13 @@ from typing import Any
 import msgspec
 
 from polytempo.errors import PeerError
+from polytempo.protocol.log import Entry
+from polytempo.protocol.values import Message, Position, Proposal, PushId
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
 #: What somebody who has not said who it is may send.
 STRANGER_LIMIT = 64 << 10
-
-
-class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of all headers; `tag` names the kind on the wire."""
-
-
-# Values inside headers.
-
-
-class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
-    """One tensor of a model: its name, shape, dtype (as torch writes it) and parameter group."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    group: int
-
-
-class Proposal(msgspec.Struct, frozen=True):
-    """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
-
-    sync: str
-    apply: str  #: "server", "delta", or "mean" for a side clock that only averages
-    optimizer: str  #: name of a torch.optim class; empty where the server runs none
-    tensors: tuple[TensorInfo, ...]
-    groups: tuple[dict[str, Any], ...]  #: hyper-parameters at the start
-    clip_norm: float | None = None
-
-
-class PushId(msgspec.Struct, array_like=True, frozen=True):
-    """Which push: never applied twice."""
-
-    track: str
-    worker: int
-    incarnation: int
-    step: int
-
-
-class Position(msgspec.Struct, array_like=True, frozen=True):
-    """How far a worker is in its data: samples taken in this epoch."""
-
-    epoch: int
-    taken: int
 
 
 # From workers.
@@ -181,95 +140,6 @@ class Failed(Message):
     """A server cannot go on."""
 
     cause: str
-
-
-# The log.
-
-
-class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One push in an update, and its weight."""
-
-    id: PushId
-    samples: float
-
-
-class Setup(Message):
-    """Make the store of this optimizer."""
-
-    track: str
-    proposal: Proposal
-    resume: bool = False
-
-
-class Seed(Message):
-    """Take the first values from this push."""
-
-    id: PushId
-
-
-class Update(Message):
-    """Make one update of these pushes at the learning rate times `rate`."""
-
-    track: str
-    version: int
-    parts: tuple[Part, ...]
-    rate: float
-    barrier: bool
-
-
-class Drop(Message):
-    """Forget this push: it is not applied."""
-
-    id: PushId
-
-
-class Reply(Message):
-    """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
-
-    track: str
-    worker: int
-    incarnation: int
-    exchange: int
-    attempt: int
-    step: int
-    version: int
-    stop: bool
-    waited: float = 0.0  #: seconds the mode held the worker
-    staleness: int = 0  #: of the push that is answered
-
-
-class ReadHere(Message):
-    """Answer this read with what is here."""
-
-    track: str
-    worker: int
-    request: int
-    what: str
-
-
-class LoadState(Message):
-    """Take the optimizer's state from this push, and answer it; `again`: it was taken before, only the answer was lost."""
-
-    id: PushId
-    attempt: int
-    again: bool = False
-
-
-class Save(Message):
-    """Write this shard's part of a checkpoint."""
-
-    name: str
-
-
-class ForgetWorker(Message):
-    """Drop what this incarnation has sent, but for what was counted and is still to be applied."""
-
-    worker: int
-    incarnation: int
-    counted: tuple[PushId, ...] = ()
-
-
-Entry = Setup | Seed | Update | Drop | Reply | ReadHere | LoadState | Save | ForgetWorker
 
 
 class Entries(Message):

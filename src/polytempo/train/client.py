@@ -30,9 +30,7 @@ from polytempo.protocol.messages import (
     Hello,
     Leave,
     Metric,
-    Proposal,
     Push,
-    PushId,
     Read,
     ReadAnswer,
     Refused,
@@ -44,6 +42,7 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
+from polytempo.protocol.values import Proposal, PushId
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.pool import Pool
 

@@ -12,7 +12,8 @@ from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import is_whole
 from polytempo.parameter_server.state import RunState, pack, unpack
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Proposal, Push, PushId
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client, Line
 from polytempo.train.flat import Copier, Flat

@@ -14,7 +14,7 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name
 from polytempo.protocol.layout import Layout
-from polytempo.protocol.messages import TensorInfo
+from polytempo.protocol.values import TensorInfo
 from polytempo.transport.channel import Bytes
 
 

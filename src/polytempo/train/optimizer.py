@@ -21,7 +21,7 @@ import torch
 
 from polytempo.errors import UsageError, nearest
 from polytempo.parameter_server.optimizers import check_optimizer
-from polytempo.protocol.messages import Proposal
+from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
 from polytempo.train.exchange import Exchange
 from polytempo.train.flat import Flat, describe, is_finite

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polytempo.protocol.messages import Position
+from polytempo.protocol.values import Position
 from polytempo.train.session import Session, current
 
 

@@ -10,7 +10,7 @@ import torch
 
 from polytempo.parameter_server.state import RunState, of_tensor
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import TensorInfo
+from polytempo.protocol.values import TensorInfo
 
 
 def torch_state(runs: Sequence[RunState], tensors: Sequence[TensorInfo]) -> dict[int, dict[str, Any]]:

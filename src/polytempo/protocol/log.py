@@ -1,0 +1,84 @@
+"""The entries of the log: what every shard carries out, one after another, in the order the sequencer gave them."""
+
+from __future__ import annotations
+
+from polytempo.protocol.values import Message, Part, Proposal, PushId
+
+
+class Setup(Message):
+    """Make the store of this optimizer."""
+
+    track: str
+    proposal: Proposal
+    resume: bool = False
+
+
+class Seed(Message):
+    """Take the first values from this push."""
+
+    id: PushId
+
+
+class Update(Message):
+    """Make one update of these pushes at the learning rate times `rate`."""
+
+    track: str
+    version: int
+    parts: tuple[Part, ...]
+    rate: float
+    barrier: bool
+
+
+class Drop(Message):
+    """Forget this push: it is not applied."""
+
+    id: PushId
+
+
+class Reply(Message):
+    """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
+
+    track: str
+    worker: int
+    incarnation: int
+    exchange: int
+    attempt: int
+    step: int
+    version: int
+    stop: bool
+    waited: float = 0.0  #: seconds the mode held the worker
+    staleness: int = 0  #: of the push that is answered
+
+
+class ReadHere(Message):
+    """Answer this read with what is here."""
+
+    track: str
+    worker: int
+    request: int
+    what: str
+
+
+class LoadState(Message):
+    """Take the optimizer's state from this push, and answer it; `again`: it was taken before, only the answer was lost."""
+
+    id: PushId
+    attempt: int
+    again: bool = False
+
+
+class Save(Message):
+    """Write this shard's part of a checkpoint."""
+
+    name: str
+
+
+class ForgetWorker(Message):
+    """Drop what this incarnation has sent, but for what was counted and is still to be applied."""
+
+    worker: int
+    incarnation: int
+    counted: tuple[PushId, ...] = ()
+
+
+Entry = Setup | Seed | Update | Drop | Reply | ReadHere | LoadState | Save | ForgetWorker

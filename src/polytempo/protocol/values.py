@@ -1,0 +1,54 @@
+"""What several headers are made of: a model and its optimizer as proposed, the name of a push, a place in the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """The base of all headers; `tag` names the kind on the wire."""
+
+
+class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor of a model: its name, shape, dtype (as torch writes it) and parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
+
+    sync: str
+    apply: str  #: "server", "delta", or "mean" for a side clock that only averages
+    optimizer: str  #: name of a torch.optim class; empty where the server runs none
+    tensors: tuple[TensorInfo, ...]
+    groups: tuple[dict[str, Any], ...]  #: hyper-parameters at the start
+    clip_norm: float | None = None
+
+
+class PushId(msgspec.Struct, array_like=True, frozen=True):
+    """Which push: never applied twice."""
+
+    track: str
+    worker: int
+    incarnation: int
+    step: int
+
+
+class Position(msgspec.Struct, array_like=True, frozen=True):
+    """How far a worker is in its data: samples taken in this epoch."""
+
+    epoch: int
+    taken: int
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """One push in an update, and its weight."""
+
+    id: PushId
+    samples: float
