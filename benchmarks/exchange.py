@@ -198,7 +198,7 @@ def limit(size: int, rounds: int) -> float:
 
 def compare(quick: bool) -> list[dict[str, Any]]:
     """Medians in milliseconds a round, for one and four workers."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # the peer warns about itself
     results = []
     for workers in (1, 4):
         rigs = {"ours": our_rig(workers), "rpc": rpc_rig(workers)}

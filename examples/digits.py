@@ -47,7 +47,7 @@ def evaluate() -> float:
 def train() -> None:
     """Until the job's budget is used up, or the epochs are."""
     steps = 0
-    for epoch in range(options.epochs):
+    for epoch in range(sampler.epoch, options.epochs):  # 0, or where a resumed job was
         sampler.set_epoch(epoch)
         for x, y in loader:
             began = time.perf_counter()

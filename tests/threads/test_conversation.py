@@ -1,0 +1,120 @@
+"""What a worker's client believes, and what a server's desk lets pass: seen from the other end of the connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+
+from polytempo.errors import PeerError
+from polytempo.protocol.messages import (
+    Answer,
+    AnyMessage,
+    Hello,
+    Leave,
+    Metric,
+    Push,
+    Read,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+from polytempo.protocol.values import PushId
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.client import Client, Line
+from polytempo.transport.channel import Bytes, Channel
+from polytempo.transport.memory import Bell, MemoryChannel
+from polytempo.transport.pool import Pool
+
+
+class Scripted(Channel):
+    """A connection whose other end is the test."""
+
+    def __init__(self, shards: int) -> None:
+        self.sent: list[AnyMessage] = []
+        self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
+        self._bell = Bell()
+        self.say(Welcome(size=1, shards=shards))
+
+    def say(self, message: AnyMessage) -> None:
+        self.inbox.append((encode(message), []))
+        self._bell.ring()
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        self.sent.append(decode(header))
+        return len(header)
+
+    def receive(self) -> tuple[bytes, list[Bytes]] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def pollable(self) -> int:
+        return self._bell.fileno
+
+    def close(self) -> None:
+        self._bell.close()
+
+
+def answer(shard: int, attempt: int, version: int) -> Answer:
+    return Answer(track="0", shard=shard, exchange=0, attempt=attempt, step=1, version=version, stop=False)
+
+
+def test_answers_to_an_earlier_try_are_not_mixed_with_those_to_the_repeat() -> None:
+    """Shard 0 answered the first try at version 1, shard 1 only the repeat, at version 5: that is no state of the job."""
+    channels = [Scripted(2), Scripted(2)]
+    client = Client(channels, 0, 0, Pool())
+    line = Line("0", joined=True)
+    client._lines["0"] = line
+    client.push(Push(id=PushId("0", 0, 0, 0)), [[], []])
+    client.repeat("0")
+    assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 1]
+    channels[0].say(answer(0, attempt=0, version=1))
+    channels[1].say(answer(1, attempt=1, version=5))
+    client._receive(0)
+    assert (line.released, line.version) == (-1, 0)
+    channels[0].say(answer(0, attempt=1, version=5))
+    client.wait_for_release("0", 1)
+    assert (line.released, line.version) == (1, 5)
+    client.close()
+
+
+IMPOSTURES = [
+    Push(id=PushId("0", 0, 0, 0)),
+    Push(id=PushId("0", 1, 7, 0)),
+    Metric(worker=0, values={"accuracy": 1.0}),
+    Read(track="0", worker=0, request=1, what="params"),
+]
+
+
+def everything_until_turned_away(channel: MemoryChannel) -> list[AnyMessage]:
+    heard: list[AnyMessage] = []
+    try:
+        while True:
+            received = channel.receive()
+            if received is not None:
+                heard.append(decode(received[0]))
+    except PeerError:
+        return heard
+
+
+@pytest.mark.parametrize("message", IMPOSTURES, ids=lambda message: type(message).__name__)
+def test_a_worker_that_speaks_for_another_is_turned_away(message: AnyMessage) -> None:
+    with ThreadJob(2) as job:
+        channel = MemoryChannel(job.endpoints[0])
+        channel.send(encode(Hello(role="worker", rank=1)))
+        channel.send(encode(message))
+        assert isinstance(everything_until_turned_away(channel)[-1], Refused)
+        channel.close()
+
+
+def test_a_worker_cannot_make_another_leave() -> None:
+    """Who leaves is who says so, whatever the message names."""
+    with ThreadJob(2) as job:
+        channel = MemoryChannel(job.endpoints[0])
+        channel.send(encode(Hello(role="worker", rank=1)))
+        channel.send(encode(Leave(worker=0, incarnation=0, reason="finished")))
+        while job.sequencer.accounts[1].state != "finished":
+            channel.receive()
+        assert job.sequencer.accounts[0].state == "absent"
+        channel.close()
