@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.protocol.log import Reply
@@ -64,7 +64,6 @@ class Bench:
         self.entries: list[Any] = []
         self.lines: list[Line] = []
         self.wakes: list[float] = []
-        self.said: list[str] = []
         self.checkpoints: list[Checkpoint] = []
         self.replies: dict[tuple[str, int], Reply] = {}  # the last to each worker, in each track
 
@@ -72,7 +71,6 @@ class Bench:
         self.entries += entries_in(orders)
         self.lines += [order.line for order in orders if isinstance(order, Write)]
         self.wakes += [order.at for order in orders if isinstance(order, WakeAt)]
-        self.said += [order.text for order in orders if isinstance(order, Say)]
         self.checkpoints += only(Checkpoint, orders)
         self.replies.update({(reply.track, reply.worker): reply for reply in replies_in(orders)})
         return orders

@@ -267,3 +267,16 @@ def test_the_refused_push_of_a_new_life_is_not_that_of_the_old_one() -> None:
     bench.push(2)
     (update,) = only(Update, bench.entries)
     assert Part(PushId("0", 1, 0, 0), 5.0) in update.parts
+
+
+@every_mode
+def test_a_worker_that_comes_back_before_its_death_was_reported_has_left_first(sync: str) -> None:
+    bench = Bench(sync, size=2)
+    for worker in (0, 1):
+        bench.register(worker)
+    bench.seed(0)
+    orders = bench.sequencer.register(1, 1, "0", proposal(sync), 5.0)
+    assert only(ForgetWorker, entries_in(orders)) == [ForgetWorker(worker=1, incarnation=0, counted=())]
+    assert [reply.incarnation for reply in replies_in(orders)] == [1]
+    assert bench.sequencer.left(1, 0, "lost", 6.0) == [], "the late report is about the earlier life"
+    assert 1 in bench.sequencer.tracks["0"].policy.members

@@ -208,3 +208,31 @@ def test_a_server_that_fails_when_the_first_is_gone_still_tells_its_workers(item
     second.stop = told.append  # type: ignore[method-assign,assignment]
     second._deliver(item)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_that_waits_in_a_round_is_applied_although_its_worker_died(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shards have it and the job counted it: from then on it survives its worker."""
+    with ThreadJob(2, servers) as job:
+
+        def work(session: Session) -> list[torch.Tensor]:
+            params, optimizer = made(session)
+            set_gradients(params, GRADIENTS[session.rank])
+            if session.rank == 1:
+                assert session.client is not None
+                monkeypatch.setattr(session.client, "wait_for_release", lambda name, step: None)
+                optimizer.step()
+                until(lambda: job.sequencer.accounts[1].steps == 1, "the push is counted")
+                session.close("lost")
+                return []
+            until(lambda: job.sequencer.accounts[1].state == "lost", "worker 1 is gone")
+            optimizer.step()
+            return [param.detach() for param in params]
+
+        got, _ = job.run(work)
+        left_over = [server.facts()["arrived"] for server in job.servers]
+    wanted = [p.detach() - LR * (a + b) / 2 for p, a, b in zip(START, GRADIENTS[0], GRADIENTS[1], strict=True)]
+    assert_close(got, wanted)
+    assert left_over == [0] * servers

@@ -47,11 +47,4 @@ class Checkpoint:
     manifest: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Say:
-    """Something the launcher should tell people."""
-
-    text: str
-
-
-Order = ToShards | ToWorker | Write | WakeAt | Checkpoint | Say
+Order = ToShards | ToWorker | Write | WakeAt | Checkpoint

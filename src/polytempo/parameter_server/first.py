@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polytempo.coordinate.orders import Checkpoint, Order, Say, ToShards, ToWorker, WakeAt, Write
+from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError
 from polytempo.parameter_server.checkpoint import finish_checkpoint
@@ -215,8 +215,6 @@ class First:
                 heapq.heappush(self._wakes, order.at)
             elif isinstance(order, Checkpoint):
                 self._saving[order.name] = order.manifest, []
-            elif isinstance(order, Say):
-                self._say(order.text)
         if entries:
             self._spread(entries)
 
