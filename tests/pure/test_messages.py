@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import PeerError
-from polytempo.protocol import messages
+from polytempo.protocol import log, messages
 from polytempo.protocol.log import Entry
 from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Ask, Beat, Push, Stop, decode, encode
 from polytempo.protocol.values import Message, PushId
@@ -74,7 +74,8 @@ def test_every_kind_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject
 
 
 def test_every_header_that_is_defined_can_travel_or_stand_in_the_log() -> None:
-    defined = {name for name, value in vars(messages).items() if isinstance(value, type) and issubclass(value, Message)}
+    both = {**vars(messages), **vars(log)}
+    defined = {name for name, value in both.items() if isinstance(value, type) and issubclass(value, Message)}
     assert defined - {"Message"} == set(KINDS) | set(ENTRIES)
 
 
