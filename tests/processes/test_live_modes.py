@@ -36,7 +36,7 @@ def most_ahead(bench: Bench, workers: int) -> int:
 
 @pytest.mark.parametrize("sync", MODES)
 def test_a_slow_worker_and_hiccups(sync: str, bench: Bench) -> None:
-    flags = ["-n", "3", "--sync", sync, "--slow", "2:3", "--hiccup", "0.1:0.05", "--seed", "5"]
+    flags = ["-n", "3", "--sync", sync, "--slow", "2:3", "--hiccup", "0.1:50ms", "--seed", "5"]
     done = bench.run("run", *flags, "--record", "record", PACED, ".", "steps=25")
     assert done.returncode == 0, done.stderr
     checked = bench.run("check", "record")

@@ -22,6 +22,8 @@ from live import PACED, Bench
         (["--slow", "2:3", PACED], "--slow names worker 2, but there are workers 0 to 1"),
         (["--slow", "1:0.5", PACED], "expected 1 or more"),
         (["--hiccup", "often", PACED], "expected PROBABILITY:SECONDS"),
+        (["--hiccup", "2:300ms", PACED], "expected PROBABILITY:SECONDS"),
+        (["--hiccup", "0.1:soon", PACED], "expected PROBABILITY:SECONDS"),
         (["--steps", "0", PACED], "above 0"),
         (["--via", "allreduce", PACED], "--via allreduce is planned"),
         (["--via", "pigeon", PACED], "expected --via auto or ps"),

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.run import limits_of, parse_hiccup
+from polytempo.cli.run import limits_of
 from polytempo.errors import UsageError
 from polytempo.records.reader import read_events, read_meta
 from polytempo.report.live import LiveRun, live_run
 from polytempo.report.picture import check_picture, draw_training
 from polytempo.report.table import trained_comparison, verdict
-from polytempo.simulate.units import parse_factors
+from polytempo.simulate.units import parse_factors, parse_hiccup
 
 Option = typer.Option
 
@@ -52,7 +52,7 @@ def compare(
         "servers": servers,
         "limits": limits_of(steps, samples, seconds),
         "slow": parse_factors(slow) if slow else {},
-        "hiccup": parse_hiccup(hiccup),
+        "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         "seed": seed,
     }
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]

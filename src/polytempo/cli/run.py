@@ -9,7 +9,7 @@ import typer
 
 from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError, nearest
-from polytempo.simulate.units import parse_factors
+from polytempo.simulate.units import parse_factors, parse_hiccup
 from polytempo.sync.spec import parse_spec
 
 Option = typer.Option
@@ -61,7 +61,7 @@ def run(
         record=record,
         limits=limits_of(steps, samples, seconds),
         slow=parse_factors(slow) if slow else {},
-        hiccup=parse_hiccup(hiccup),
+        hiccup=parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         listen=listen,
         expect=expect,
         checkpoint=checkpoint,
@@ -117,20 +117,6 @@ def check_via(via: str, sync: str) -> None:
         raise UsageError(f"--via allreduce is planned but not available yet; {parse_spec(sync).text} runs with --via ps")
     if via not in ("auto", "ps"):
         raise UsageError(f"expected --via auto or ps, got {via!r}{nearest(via, ('auto', 'ps'))}")
-
-
-def parse_hiccup(text: str | None) -> tuple[float, float]:
-    """PROBABILITY:SECONDS."""
-    if not text:
-        return 0.0, 0.0
-    probability, _, seconds = text.partition(":")
-    try:
-        values = float(probability), float(seconds)
-    except ValueError:
-        values = -1.0, -1.0
-    if not (0 <= values[0] <= 1 and 0 <= values[1] < float("inf")):
-        raise UsageError(f"expected PROBABILITY:SECONDS such as 0.05:0.5 for --hiccup, got {text!r}")
-    return values
 
 
 def _summary(sync: str, figures: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from polytempo.simulate.description import Experiment, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal, as_duration
 from polytempo.simulate.fit import cluster_from_record
 from polytempo.simulate.run import resolve_via
-from polytempo.simulate.units import parse_factors, parse_rate, parse_seconds, parse_size
+from polytempo.simulate.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size
 from polytempo.sync.spec import parse_spec
 
 DEFAULT_MODES = ("bsp", "ssp:3", "dssp:3..15", "asp")
@@ -100,7 +100,7 @@ def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
     if "slow" in given:
         changes["slow"] = parse_factors(given["slow"])
     if "hiccup" in given:
-        changes["hiccup"] = _hiccup(given["hiccup"])
+        changes["hiccup"] = Hiccup(*parse_hiccup(given["hiccup"]))
     if "model" in given:
         changes["model_bytes"] = parse_size(given["model"], "--model")
     if "servers" in given:
@@ -113,11 +113,3 @@ def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
     if "latency" in given:
         link["latency"] = parse_seconds(given["latency"], "--latency")
     return replace(cluster, **changes, link=replace(cluster.link, **link))
-
-
-def _hiccup(text: str) -> Hiccup:
-    probability, _colon, seconds = text.partition(":")
-    try:
-        return Hiccup(float(probability), parse_seconds(seconds, "--hiccup"))
-    except ValueError:
-        raise ClusterError(f"expected PROBABILITY:SECONDS such as 0.05:10 for --hiccup, got {text!r}") from None

@@ -56,7 +56,6 @@ class Crew:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._selector = selectors.DefaultSelector()
-        self._dying: dict[int, tuple[Child, int]] = {}  # ended, but a pipe may still hold lines
         self._read_signal, self._write_signal = os.pipe()
         for descriptor in (self._read_signal, self._write_signal):
             os.set_blocking(descriptor, False)

@@ -61,3 +61,15 @@ def parse_factors(text: str) -> dict[int, float]:
         except ValueError:
             raise ClusterError(f"expected RANK:FACTOR,... such as 3:2.5, got {part!r}") from None
     return factors
+
+
+def parse_hiccup(text: str) -> tuple[float, float]:
+    """PROBABILITY:SECONDS of a passing stall in each step, such as 0.05:10 or 0.05:300ms."""
+    probability, _colon, seconds = text.partition(":")
+    try:
+        share, length = float(probability), parse_seconds(seconds, "--hiccup")
+    except (ValueError, ClusterError):
+        share, length = -1.0, 0.0
+    if not 0 <= share <= 1:
+        raise ClusterError(f"expected PROBABILITY:SECONDS such as 0.05:300ms for --hiccup, got {text!r}")
+    return share, length

@@ -28,7 +28,7 @@ from polytempo.train.flat import Flat, describe, is_finite
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
 
-#: Hyper-parameters that say how to compute, not what: they travel once.
+#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
 PLAIN = (bool, int, float, str, type(None))
 
 
