@@ -26,6 +26,7 @@ from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import JobKeys, WorkerKeys
 from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Shelf
 from polytempo.transport.stream import StreamEndpoint
 from polytempo.transport.zeromq import ZmqEndpoint
 
@@ -36,7 +37,7 @@ def serve(config: dict[str, Any]) -> None:
     """Be the server that the configuration describes, until the job is over."""
     torch.set_num_threads(config["threads"])
     spare_dynamo()
-    index, pool = config["index"], Pool()
+    index, pool = config["index"], Pool(Shelf())
     limits = {name: value for name, value in config["limits"].items() if value is not None}
     plan = JobPlan(
         config["size"], config["shards"], config["sync"], Limits(**limits), config["checkpoint_every"], config["resumed"]

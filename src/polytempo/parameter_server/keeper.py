@@ -1,12 +1,15 @@
 """The store's thread: carries out the log, entry by entry, on this shard's tensors.
 
 The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
-but two queues, so nothing is locked, and a decision never waits behind an optimizer step.
+but two queues, so nothing is locked, and a decision never waits behind an optimizer step that takes its time. What takes
+less time than handing it over (judged by the last update of the same optimizer) is carried out at once, by the desk, if the
+thread has nothing to do.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,9 @@ from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
 from polytempo.transport.pool import Pool
+
+#: Handing an entry to the thread and its answer back takes about so many seconds.
+HAND_OVER = 300e-6
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
 
@@ -51,16 +57,28 @@ class Keeper:
         self._entries: SimpleQueue[tuple[Entry, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[ForWorker | AnyMessage] = deque()
+        self._given = self._finished = 0  # entries handed to the thread, and carried out by it
+        self._took: dict[str, float] = {}  # seconds of the last update of each track
         self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry, pushes: Pushes) -> None:
-        """Hand over the next entry of the log."""
-        self._entries.put((entry, pushes))
+        """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
+        if self._given == self._finished and self._is_small(entry):
+            with torch.no_grad():
+                self._try(entry, pushes)
+        else:
+            self._given += 1
+            self._entries.put((entry, pushes))
+
+    def _is_small(self, entry: Entry) -> bool:
+        if isinstance(entry, Update):
+            alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
+            return alone and self._took.get(entry.track, 1.0) < HAND_OVER
+        return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what != "state")
 
     def take(self) -> list[ForWorker | AnyMessage]:
-        """What the thread has for the desk."""
-        self.bell.silence()
+        """What there is for the desk."""
         return [self._out.popleft() for _ in range(len(self._out))]
 
     def norm_total(self, square: float) -> None:
@@ -79,17 +97,24 @@ class Keeper:
     def _run(self) -> None:
         torch.set_grad_enabled(False)
         while (item := self._entries.get()) is not None:
-            entry, pushes = item
-            try:
-                self._carry_out(entry, pushes)
-            except Exception as error:  # noqa: BLE001  whatever it is, the job must hear of it
-                trace = traceback.format_exc(limit=-3)
-                self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
+            if not self._try(*item):
                 return
+            del item  # the memory of pushes
+            self._finished += 1
+
+    def _try(self, entry: Entry, pushes: Pushes) -> bool:
+        try:
+            self._carry_out(entry, pushes)
+            return True
+        except Exception as error:  # noqa: BLE001  whatever it is, the job must hear of it
+            trace = traceback.format_exc(limit=-3)
+            self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
+            return False
 
     def _report(self, item: ForWorker | AnyMessage) -> None:
         self._out.append(item)
-        self.bell.ring()
+        if threading.current_thread() is self._thread:
+            self.bell.ring()
 
     def _carry_out(self, entry: Entry, pushes: Pushes) -> None:
         if isinstance(entry, Update):
@@ -111,7 +136,7 @@ class Keeper:
             self._save(entry.name)
 
     def _set_up(self, entry: Setup) -> None:
-        store = self.stores[entry.track] = Store(entry.proposal, self.shard, self.shards)
+        store = self.stores[entry.track] = Store(entry.proposal, self.shard, self.shards, self._pool)
         if entry.resume and self._resume is not None:
             shards = read_shards(self._resume, entry.track, entry.proposal)
             store.seed(load_values(shards, store))
@@ -127,7 +152,9 @@ class Keeper:
     def _update(self, entry: Update, pushes: Pushes) -> None:
         store = self.stores[entry.track]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
+        began = time.perf_counter()
         store.update(parts, entry.rate, entry.barrier, self._total_norm(entry))
+        self._took[entry.track] = time.perf_counter() - began
         for _, buffers in pushes.values():
             for buffer in buffers:
                 self._pool.give(buffer)

@@ -84,4 +84,6 @@ def settle(group: dict[str, Any]) -> dict[str, Any]:
     settled = {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
     if "capturable" in settled:
         settled["capturable"] = False
+    if settled.get("foreach") is None and "foreach" in settled:
+        settled["foreach"] = False  # what torch chooses for the CPU, without asking each time
     return settled

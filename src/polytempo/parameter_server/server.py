@@ -92,12 +92,14 @@ class Server:
         for endpoint in self._endpoints:
             for event in endpoint.handle(ready):
                 self._take(event)
-        if self._to_first is not None:
+        if self._to_first is not None and self._to_first.pollable() in ready:
             self._follow(self._to_first)
-        for item in self.keeper.take():
-            self._deliver(item)
+        if self.keeper.bell.fileno in ready:
+            self.keeper.bell.silence()
+        self._deliver_all()
         if self._first is not None:
             self._first.turn(time.monotonic())
+            self._deliver_all()  # what it has just ordered may be carried out already
 
     # What comes in.
 
@@ -153,7 +155,7 @@ class Server:
     def _check_fits(self, push: Push, buffers: list[Bytes]) -> None:
         store = self.keeper.stores.get(push.id.track)
         if store is not None and push.kind not in ("state", "seed") and not push.skip:
-            store.tensors_of(buffers)
+            store.check(buffers)
 
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:
@@ -209,6 +211,10 @@ class Server:
                 del self._arrived[identity]
 
     # What goes out.
+
+    def _deliver_all(self) -> None:
+        for item in self.keeper.take():
+            self._deliver(item)
 
     def _deliver(self, item: ForWorker | AnyMessage) -> None:
         if isinstance(item, ForWorker):

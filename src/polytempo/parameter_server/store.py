@@ -4,7 +4,8 @@ Values stand in one flat tensor a dtype. The optimizer runs on *runs* of it: at 
 step is one call however many tensors the model has. When a parameter has no gradient in an update, plain PyTorch leaves
 it and its state alone; its run is then split, state and all, and the part without a gradient is left alone too.
 
-Values are sent from where they lie. An update that comes while they are still being sent goes to a copy.
+Values are sent from where they lie, and where memory is shared, read there. An update that comes while somebody still
+reads them goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 
 from polytempo.errors import PeerError
 from polytempo.parameter_server.optimizers import build, is_whole, settle
+from polytempo.parameter_server.reduce import weighted_mean
 from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal
 from polytempo.transport.channel import Bytes, Done
+from polytempo.transport.pool import Pool
 
 Flats = dict[str, torch.Tensor]
 NormOf = Callable[[float], float]
@@ -62,8 +65,9 @@ class Loan:
 class Store:
     """What one shard holds of one optimizer."""
 
-    def __init__(self, proposal: Proposal, shard: int, shards: int) -> None:
+    def __init__(self, proposal: Proposal, shard: int, shards: int, pool: Pool | None = None) -> None:
         self.proposal = proposal
+        self._pool = pool or Pool()
         self.version = 0
         self.skipped = False
         self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
@@ -71,11 +75,14 @@ class Store:
         whole = is_whole(proposal.optimizer)
         layout = lay_out(proposal.tensors, shards, whole)
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
+        self._expected = [stretch.nbytes for stretch in self.stretches]
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
-        self.values: Flats = {s.dtype: torch.zeros(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
+        self.values: Flats = self._flats()
+        self._mean_here: Flats | None = None  # the memory for means, once there was one
         self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
         self._canonical = {place.index: place.start for place in lay_out(proposal.tensors, 1).places} if whole else None
         self._loan = Loan()
+        self._earlier: list[tuple[Flats, Loan]] = []  # values that somebody still read when they were replaced
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if proposal.apply == "server":
@@ -87,6 +94,9 @@ class Store:
                 self._plain_step = inspect.unwrap(type(self._optimizer).step)
 
     # Where everything lies.
+
+    def _flats(self) -> Flats:
+        return {s.dtype: as_tensor(self._pool.allocate(s.nbytes), s.dtype) for s in self.stretches}
 
     def _piece_of(self, place: Place) -> list[tuple[Place, int, int]]:
         """The part of a tensor that is here, in elements of this shard's flat tensor."""
@@ -127,19 +137,30 @@ class Store:
             self.values[stretch.dtype].copy_(tensor)
 
     def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
-        """Buffers of a push as flat tensors; refused when they do not fit this shard."""
-        expected = [stretch.nbytes for stretch in self.stretches]
-        got = [buffer.nbytes for buffer in buffers]
-        if got != expected:
-            raise PeerError(f"a push of {got} bytes came, this shard holds {expected}")
+        """Buffers of a push as flat tensors."""
+        self.check(buffers)
         return [as_tensor(buffer, s.dtype) for buffer, s in zip(buffers, self.stretches, strict=True)]
 
+    def check(self, buffers: Sequence[Bytes]) -> None:
+        """Refuse buffers that do not fit this shard."""
+        got = [buffer.nbytes for buffer in buffers]
+        if got != self._expected:
+            raise PeerError(f"a push of {got} bytes came, this shard holds {self._expected}")
+
     def _own(self) -> None:
-        """Before values change: what is still being sent must not."""
+        """Before values change: what is still being read must not."""
+        if self._pool.shelf is not None:
+            self._pool.shelf.collect()
         if not self._loan.count:
             return
-        self.values = {dtype: flat.clone() for dtype, flat in self.values.items()}
-        self._loan = Loan()
+        free = next((item for item in self._earlier if not item[1].count), None)
+        if free is not None:
+            self._earlier.remove(free)
+        flats, loan = free or (self._flats(), Loan())
+        for dtype, flat in self.values.items():
+            flats[dtype].copy_(flat)
+        self._earlier.append((self.values, self._loan))
+        self.values, self._loan = flats, loan
         for run in self.runs:
             run.param.data = self._view(self.values, run)
 
@@ -155,7 +176,7 @@ class Store:
         if self.skipped:
             return
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
-        mean = self._mean([(samples, self.tensors_of(buffers)) for _, samples, buffers in parts], weight)
+        mean = self._mean([(samples, self.tensors_of(buffers)) for _, samples, buffers in parts])
         first = parts[0][0]
         self._own()
         if first.kind == "delta":
@@ -166,30 +187,33 @@ class Store:
                 self.values[dtype].copy_(value)
         else:
             if self.proposal.clip_norm is not None and barrier:
-                self._clip(mean, self.proposal.clip_norm, total)
+                mean = self._clipped(mean, self.proposal.clip_norm, total)
             self._step(mean, first.hyper, rate, self.absent)
 
-    def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]], weight: float) -> Flats:
-        """The weighted mean, summed in the order given, in the memory of the first."""
+    def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
+        """The weighted mean, summed in the order given. Of one push it is the push itself, which nobody may write."""
         dtypes = [stretch.dtype for stretch in self.stretches]
-        (samples, result), *others = parts
-        if others:
-            equal = all(other == samples for other, _ in others)
-            for index, total in enumerate(result):
-                if not equal:
-                    total.mul_(samples / weight)
-                for other, tensors in others:
-                    total.add_(tensors[index], alpha=1 if equal else other / weight)
-                if equal:
-                    total.div_(len(parts))
-        return dict(zip(dtypes, result, strict=True))
+        if len(parts) == 1:
+            return dict(zip(dtypes, parts[0][1], strict=True))
+        result = self._scratch()
+        for index, dtype in enumerate(dtypes):
+            weighted_mean([tensors[index] for _, tensors in parts], [samples for samples, _ in parts], result[dtype])
+        return result
 
-    def _clip(self, mean: Flats, limit: float, total: NormOf) -> None:
+    def _scratch(self) -> Flats:
+        if self._mean_here is None:
+            self._mean_here = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
+        return self._mean_here
+
+    def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:
         square = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
         factor = limit / (total(square) ** 0.5 + 1e-6)
-        if factor < 1:
-            for flat in mean.values():
-                flat.mul_(factor)
+        if factor >= 1:
+            return mean
+        result = self._scratch()
+        for dtype, flat in mean.items():
+            torch.mul(flat, factor, out=result[dtype])
+        return result
 
     def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: frozenset[int]) -> None:
         if self._optimizer is None:

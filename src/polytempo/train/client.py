@@ -98,7 +98,7 @@ class Client:
         self.stop = False
         self.bytes_sent = self.bytes_received = 0
         self.retry = retry
-        self._pool = pool
+        self.pool = pool
         self._channels = list(channels)
         self._lines: dict[str, Line] = {}
         self._reading: Reading | None = None
@@ -182,12 +182,12 @@ class Client:
     def overlap(self) -> None:
         """Pushes will overlap from now on: their memory is theirs alone."""
         self._overlapping = True
-        self._pool.clear()
+        self.pool.clear()
 
     def give_back(self, buffers: Sequence[Bytes]) -> None:
         """Received buffers that are used up."""
         for buffer in buffers:
-            self._pool.give(buffer)
+            self.pool.give(buffer)
 
     # Sending, and sending again.
 
@@ -262,10 +262,10 @@ class Client:
 
     def _receive(self, timeout: float) -> bool:
         """Take every message that is there, waiting at most so long for the first; was there one?"""
-        self._poller.poll(int(timeout * 1000))
+        ready = dict(self._poller.poll(int(timeout * 1000)))
         got = False
         for shard, channel in enumerate(self._channels):
-            while (received := channel.receive()) is not None:
+            while channel.pollable() in ready and (received := channel.receive()) is not None:
                 got = True
                 header, buffers = received
                 self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
@@ -304,7 +304,8 @@ class Client:
             line.started[answer.shard] = answer, buffers
             if len(line.started) == self.shards:
                 line.joined = True
-                self._take(line, line.started)
+                started, line.started = line.started, {}
+                self._take(line, started, waited=False)
             return
         waiting = line.outstanding.get(answer.exchange)
         if waiting is None or answer.attempt != waiting.push.attempt:
@@ -314,12 +315,12 @@ class Client:
             del line.outstanding[answer.exchange]
             self._take(line, waiting.answers)
 
-    def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]]) -> None:
+    def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]], waited: bool = True) -> None:
         """All shards have answered from one place of the log."""
         first = answers[0][0]
         line.released, line.version = max(line.released, first.step), first.version
         line.skipped, line.staleness = first.skipped, first.staleness
-        line.waited += first.waited if answers is not line.started else 0.0
+        line.waited += first.waited if waited else 0.0
         line.held = None
         if first.stop:
             self.stop = True

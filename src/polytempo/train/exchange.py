@@ -18,6 +18,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client, Line
 from polytempo.train.flat import Copier, Flat
 from polytempo.train.session import Session
+from polytempo.train.staging import Staging
 from polytempo.transport.channel import Bytes
 
 Hyper = tuple[dict[str, Any], ...]
@@ -27,7 +28,13 @@ class Exchange:
     """A track as its worker sees it."""
 
     def __init__(
-        self, session: Session, name: str, proposal: Proposal, params: Sequence[torch.Tensor], state: Sequence[RunState] = ()
+        self,
+        session: Session,
+        name: str,
+        proposal: Proposal,
+        params: Sequence[torch.Tensor],
+        state: Sequence[RunState] = (),
+        staged: bool = False,
     ) -> None:
         assert session.client is not None
         self.name = name
@@ -37,11 +44,12 @@ class Exchange:
         self.spec = parse_spec(proposal.sync)
         self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
         delay = self.spec.arguments[0] if self.spec.mode.name == "delay" else 0
-        self.copier = Copier(params, self.layout, slots=delay + 1)
+        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1)
         if delay:
             self.client.overlap()
         else:
             self.client.lend(self.copier.next_flat().parts)
+        self._staging = Staging(params, self.copier.next_flat()) if staged and not delay else None
         self.averages = proposal.apply == "mean"
         self.line = Line(name)
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
@@ -64,6 +72,13 @@ class Exchange:
         """A flat copy of `of(param)` for each parameter, and those that have none."""
         flat = self.copier.next_flat()
         return flat, self.copier.gather(flat, of)
+
+    def gradients(self) -> tuple[Flat, tuple[int, ...]]:
+        """The bucket, with the gradients as they are now, and the parameters that have none."""
+        flat, absent = self.flat_of(lambda param: param.grad)
+        if self._staging is not None:
+            self._staging.adopt()
+        return flat, absent
 
     def push(self, flat: Flat | None, hyper: Hyper, **about: Any) -> None:
         """Push a flat copy (or, without one, a step that changes nothing), and wait as the mode says."""

@@ -1,21 +1,25 @@
-"""A worker's flat copies: gradients in, new values out.
+"""A worker's bucket: gradients in, new values out.
 
-One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one stretch of memory: the
-one extra copy a worker needs. New values go from the receive buffers straight into the parameters; where a parameter is not
-contiguous, or lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
+One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one stretch of memory. On one
+host that memory is shared, and the servers read it where it is. A parameter's `.grad` becomes a view of the bucket once it
+was copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the bucket. New values go
+from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, or
+lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
 from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name
-from polytempo.protocol.layout import Layout
+from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
 from polytempo.transport.channel import Bytes
+from polytempo.transport.pool import Pool
 
 
 def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int]) -> tuple[TensorInfo, ...]:
@@ -29,31 +33,37 @@ def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Seque
 class Flat:
     """One set of flat tensors, with a view for each parameter."""
 
-    def __init__(self, layout: Layout, pinned: bool) -> None:
-        self.tensors = {
-            dtype: torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=pinned) for dtype, size in layout.sizes.items()
+    def __init__(self, layout: Layout, pool: Pool, pinned: bool) -> None:
+        self._bytes = {
+            dtype: as_bytes(torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=True))
+            if pinned
+            else pool.allocate(size * ITEM_SIZES[dtype])
+            for dtype, size in layout.sizes.items()
         }
+        self.tensors = {dtype: as_tensor(data, dtype) for dtype, data in self._bytes.items()}
+        # Each view is a tensor of its own, not a slice: it has its own version counter, and nothing else of the bucket.
         self.views = {
-            place.index: self.tensors[place.info.dtype][place.start : place.stop].view(tuple(place.info.shape))
+            place.index: as_tensor(self._part(place.info.dtype, place.start, place.stop), place.info.dtype).view(
+                tuple(place.info.shape)
+            )
             for place in layout.places
         }
-        self._bytes = {dtype: as_bytes(tensor) for dtype, tensor in self.tensors.items()}
-        item = {dtype: tensor.element_size() for dtype, tensor in self.tensors.items()}
-        self.parts = [
-            [self._bytes[s.dtype][s.start * item[s.dtype] : s.stop * item[s.dtype]] for s in stretches]
-            for stretches in layout.shards
-        ]
+        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in stretches] for stretches in layout.shards]
+
+    def _part(self, dtype: str, start: int, stop: int) -> Bytes:
+        return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
 
 
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
 
-    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, slots: int = 1) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, pool: Pool, slots: int = 1) -> None:
         self.params = list(params)
         self.layout = layout
         self._on_gpu = any(param.is_cuda for param in params)
-        self._flats = [Flat(layout, self._on_gpu) for _ in range(slots)]
-        self._staging = self._flats[0] if slots == 1 else Flat(layout, self._on_gpu)  # pushes under way must not change
+        self._flats = [Flat(layout, pool, self._on_gpu) for _ in range(slots)]
+        # Pushes under way must not change.
+        self._staging = self._flats[0] if slots == 1 else Flat(layout, pool, self._on_gpu)
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._direct, self._staged = self._targets()
@@ -87,6 +97,8 @@ class Copier:
         targets, sources = [], []
         for index in self._order:
             tensor = of(self.params[index])
+            if tensor is flat.views[index]:
+                continue
             if tensor is None:
                 absent.append(index)
                 flat.views[index].zero_()
@@ -112,7 +124,9 @@ class Copier:
         with torch.no_grad():
             for shard, buffers in parts.items():
                 for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
-                    if targets:
+                    if len(targets) == 1:
+                        targets[0].copy_(as_tensor(buffer, stretch.dtype))
+                    elif targets:
                         sources = torch.split(as_tensor(buffer, stretch.dtype), [t.numel() for t in targets])
                         torch._foreach_copy_(targets, list(sources))
             for index in self._staged:
@@ -141,4 +155,4 @@ class Copier:
 
 def is_finite(flat: Flat) -> bool:
     """Are all elements numbers? One pass: what is no number survives a sum."""
-    return all(bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in flat.tensors.values())
+    return all(math.isfinite(t.sum().item()) or bool(torch.isfinite(t).all()) for t in flat.tensors.values())

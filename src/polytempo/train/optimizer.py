@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polytempo.errors import UsageError, nearest
 from polytempo.parameter_server.optimizers import check_optimizer
@@ -84,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._apply == "server" and self.inner.state:
             runs = runs_of(self.inner.state_dict()["state"], proposal.tensors)
             self.inner.state.clear()
-        return Exchange(self._session, self._name, proposal, self._params, runs)
+        return Exchange(self._session, self._name, proposal, self._params, runs, staged=self._apply == "server")
 
     # It shares everything with the optimizer it wraps.
 
@@ -117,6 +118,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         """Push, wait as the mode says, pull. `samples` weighs this worker's gradient."""
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        watched = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch.autograd._profiler_enabled()
+        return (_watched_step if watched else DistributedOptimizer._step)(self, closure, samples=samples)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler, which costs 40 us a step
+
+    def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         if not self._syncing:
             raise UsageError("step() inside no_sync(); accumulate there, and step outside")
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
@@ -163,7 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _gradient(self, exchange: Exchange) -> tuple[Flat, dict[str, Any]]:
         if self._clip_norm is not None and not self._spec.mode.barrier:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
-        flat, absent = exchange.flat_of(lambda param: param.grad)
+        flat, absent = exchange.gradients()
         return flat, {"absent": absent, "nonfinite": self._look_at(flat)}
 
     def _change(self, exchange: Exchange, closure: Callable[[], Any] | None) -> tuple[Flat, dict[str, Any]]:
@@ -235,11 +243,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Average the gradients in the side clock; was the round skipped?"""
         assert self._exchange is not None
         if self._mean is None:
-            self._mean = Exchange(self._session, f"{self._name}/mean", self._proposal(mean=True), self._params)
+            staged = self._apply == "delta"  # else the gradients live in the other exchange's bucket
+            self._mean = Exchange(
+                self._session, f"{self._name}/mean", self._proposal(mean=True), self._params, staged=staged
+            )
         if skip:
             self._mean.push(None, (), samples=samples)
         else:
-            flat, absent = self._mean.flat_of(lambda param: param.grad)
+            flat, absent = self._mean.gradients()
             self._mean.push(flat, (), absent=absent, samples=samples)
         return self._mean.line.skipped
 
@@ -326,6 +337,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             groups=self._hyper(),
             clip_norm=self._clip_norm if on_server else None,
         )
+
+
+_watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 
 def _plain(name: str, value: Any) -> Any:

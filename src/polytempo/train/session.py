@@ -18,9 +18,11 @@ from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
 from polytempo.train.job import JobFacts, job_of_environment, read_job
+from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Shelf
 
 #: Servers that are still starting are given so many seconds.
 PATIENCE = 60.0
@@ -71,7 +73,8 @@ class Session:
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     """Connect to all servers of a job."""
-    pool = Pool()
+    on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
+    pool = Pool(Shelf() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}"
     channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy
 
 from polytempo.transport.channel import Bytes
+from polytempo.transport.segments import Borrowed, Shelf
 
 #: Smaller ones are not worth keeping.
 KEEP_FROM = 64 << 10
@@ -17,8 +18,13 @@ KEEP_FROM = 64 << 10
 class Pool:
     """Takes and gives buffers. Its methods may be called by several threads: lists append and pop at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        self.shelf = shelf  #: what this process shares with others of its host; None where it shares nothing
         self._free: dict[int, list[Bytes]] = {}
+
+    def allocate(self, size: int) -> Bytes:
+        """Memory to keep, zeroed, from which buffers will be sent: shared where that is possible."""
+        return self.shelf.allocate(size) if self.shelf is not None else numpy.zeros(size, dtype=numpy.uint8)
 
     def take(self, size: int) -> Bytes:
         """A buffer of so many bytes, with anything in it."""
@@ -36,5 +42,5 @@ class Pool:
 
     def give(self, buffer: Bytes) -> None:
         """A buffer that nobody reads any more."""
-        if buffer.nbytes >= KEEP_FROM:
+        if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)

@@ -2,82 +2,26 @@
 
 Nobody but this user can reach the directory, and the kernel says who connects (SO_PEERCRED): another user is turned away
 before a byte is read. No cipher is needed. The kernel also says at once when a peer is gone, however it died.
-
-On the wire:  "PT01" | header length u32 | buffer count u32 | buffer lengths u64... | header | buffers
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.framing import Piece, Reader, Writer, send_piece
 from polytempo.transport.pool import Pool
 
-MAGIC = b"PT01"
-PREFIX = struct.Struct("<4sII")
 SOCKET_BUFFER = 4 << 20
-
-
-def prefix_of(header: bytes, buffers: Sequence[Bytes]) -> bytes:
-    """What stands before the buffers."""
-    lengths = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
-    return PREFIX.pack(MAGIC, len(header), len(buffers)) + lengths + header
-
-
-class Reader:
-    """Reads messages piece by piece, as bytes come; each buffer directly into the memory it will be used from."""
-
-    def __init__(self, pool: Pool, limit: int) -> None:
-        self.limit = limit
-        self._pool = pool
-        self._messages = self._read()
-        self._want: memoryview = next(self._messages)
-        self._done: tuple[bytes, list[Bytes]] | None = None
-
-    def read(self, sock: socket.socket) -> tuple[bytes, list[Bytes]] | None:
-        """Read what is there; a message when one is whole. EOFError at the end, BlockingIOError when nothing is there."""
-        while True:
-            count = sock.recv_into(self._want)
-            if not count:
-                raise EOFError
-            self._want = self._want[count:]
-            if not self._want:
-                self._want = next(self._messages)
-                if self._done is not None:
-                    message, self._done = self._done, None
-                    return message
-
-    def _read(self) -> Iterator[memoryview]:
-        """Yields where the next bytes belong; all of them are there when it goes on."""
-        fixed = bytearray(PREFIX.size)
-        while True:
-            yield memoryview(fixed)
-            magic, header_length, count = PREFIX.unpack(fixed)
-            if magic != MAGIC:
-                raise PeerError("a connection does not speak polytempo's protocol")
-            if count > BUFFER_COUNT_LIMIT or header_length + 8 * count > self.limit:
-                raise PeerError(f"a message with a header of {header_length} bytes and {count} buffers was refused")
-            table = bytearray(8 * count + header_length)
-            if table:
-                yield memoryview(table)
-            lengths = struct.unpack_from(f"<{count}Q", table)
-            if sum(lengths) > self.limit:
-                raise PeerError(f"a message of {sum(lengths)} bytes was refused; at most {self.limit} are taken")
-            buffers = [self._pool.take(length) for length in lengths]
-            for buffer in buffers:
-                if buffer.nbytes:
-                    yield buffer.data
-            self._done = bytes(table[8 * count :]), buffers
 
 
 class StreamPeer(Peer):
@@ -88,11 +32,13 @@ class StreamPeer(Peer):
         self.sock = sock
         self.fileno = sock.fileno()
         self.reader = Reader(pool, limit)
+        self.writer = Writer(pool)
         self._endpoint = endpoint
-        self._outbox: deque[tuple[memoryview, Done | None]] = deque()
+        self._outbox: deque[tuple[Piece, Done | None]] = deque()
+        self._writing = False
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
-        pieces = [memoryview(prefix_of(header, buffers)), *(b.data.cast("B") for b in buffers if b.nbytes)]
+        pieces, done = self.writer.write(header, buffers, done)
         self._outbox.extend((piece, None) for piece in pieces[:-1])
         self._outbox.append((pieces[-1], done))
         self.flush()
@@ -102,22 +48,25 @@ class StreamPeer(Peer):
         while self._outbox:
             piece, done = self._outbox[0]
             try:
-                count = self.sock.send(piece)
+                rest = send_piece(self.sock, piece)
             except BlockingIOError:
                 break
             except OSError:
                 return self.drop()
-            if count < len(piece):
-                self._outbox[0] = piece[count:], done
+            if rest is not None:
+                self._outbox[0] = rest, done
                 continue
             self._outbox.popleft()
             if done:
                 done()
-        self._endpoint.watch(self, bool(self._outbox))
+        if self._writing != bool(self._outbox):
+            self._writing = bool(self._outbox)
+            self._endpoint.watch(self, self._writing)
         return None
 
     def drop(self) -> None:
-        """The peer is gone: nobody reads what was meant for it."""
+        """The peer is gone: nobody reads what was meant for it, and what it has borrowed is back."""
+        self.writer.close()
         while self._outbox:
             done = self._outbox.popleft()[1]
             if done:
@@ -179,8 +128,8 @@ class StreamEndpoint(Endpoint):
         reason = ""
         peer.reader.limit = peer.limit
         try:
-            while (message := peer.reader.read(peer.sock)) is not None:
-                events.append(Received(peer, *message))
+            while True:
+                events.append(Received(peer, *peer.reader.read(peer.sock)))
                 if peer.who is None:
                     break  # what it may send depends on who it is
         except BlockingIOError:
@@ -204,6 +153,7 @@ class StreamEndpoint(Endpoint):
         if self._peers.pop(peer.fileno, None) is not None and self._poller is not None:
             self._poller.unregister(peer.fileno)
         peer.drop()
+        peer.reader.close()
         peer.sock.close()
 
     def close(self) -> None:
@@ -226,23 +176,25 @@ class StreamChannel(Channel):
         self._sock = _connected(path, patience)
         _widen(self._sock)
         self._reader = Reader(pool, limit)
+        self._writer = Writer(pool)
         self._path = path
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
-        prefix = prefix_of(header, buffers)
+        pieces, _ = self._writer.write(header, buffers, None)
         try:
-            self._sock.sendall(prefix)
-            for buffer in buffers:
-                self._sock.sendall(buffer.data.cast("B"))
+            for piece in pieces:
+                left: Piece | None = piece
+                while left is not None:
+                    left = send_piece(self._sock, left)
         except OSError:
             raise PeerError(f"the server at ipc://{self._path} is gone") from None
-        return len(prefix) + sum(buffer.nbytes for buffer in buffers)
+        return len(header) + sum(buffer.nbytes for buffer in buffers)
 
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
-        if not select.select([self._sock], [], [], 0)[0]:
-            return None
         try:
             return self._reader.read(self._sock)
+        except BlockingIOError:
+            return None
         except (EOFError, OSError):
             raise PeerError(f"the server at ipc://{self._path} is gone") from None
 
@@ -250,6 +202,7 @@ class StreamChannel(Channel):
         return self._sock.fileno()
 
     def close(self) -> None:
+        self._reader.close()
         self._sock.close()
 
 

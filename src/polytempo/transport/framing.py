@@ -1,0 +1,191 @@
+"""Messages on a Unix stream socket: how they are put together and taken apart.
+
+A buffer that lies in memory which its sender shares (`segments.py`) travels as a reference: which of the sender's segments,
+where, how long. A segment is handed over with the first message that refers to it. Where the sender must know when the
+memory is free again, the message names the word of a loan.
+
+    "PT02" | header length u32 | buffers u32 | new segments u32 | loan: segment u32, word u32
+    | for each buffer: length u64, offset u64, segment u32 | header | bytes of buffers that are not references
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+
+from polytempo.errors import PeerError
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Done
+from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Borrowed, Segment, open_segment
+
+MAGIC = b"PT02"
+PREFIX = struct.Struct("<4sIIIII")
+ENTRY = struct.Struct("<QQI")
+NONE = (1 << 32) - 1  # in place of a segment: there is none
+#: Segments handed over in one message, at most, and what each counts for in the limit of what a peer may send.
+SEGMENT_COUNT_LIMIT = 128
+SEGMENT_COST = 1 << 20
+ANCILLARY = socket.CMSG_SPACE(SEGMENT_COUNT_LIMIT * 4)
+FLAGS = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+#: Buffers as small as this are copied behind their header and sent with it.
+JOIN_UP_TO = 64 << 10
+
+#: Bytes to send, and segments to hand over with them.
+Piece = tuple[memoryview, list[Segment]]
+
+
+def send_piece(sock: socket.socket, piece: Piece) -> Piece | None:
+    """Send what the socket takes; what is left, if anything is."""
+    data, segments = piece
+    count = socket.send_fds(sock, [data], [segment.descriptor for segment in segments]) if segments else sock.send(data)
+    return (data[count:], []) if count < len(data) else None
+
+
+class Writer:
+    """Puts messages together, for one connection: what is written out, what is only referred to."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._shelf = pool.shelf
+        self._numbers: dict[int, int] = {}  # a segment's own number -> its number on this connection
+        self._words: set[int] = set()  # loans that are out
+
+    def write(self, header: bytes, buffers: Sequence[Bytes], done: Done | None) -> tuple[list[Piece], Done | None]:
+        """The pieces to send, and what is to be called when they were sent; of a loan, `done` is called when it is back."""
+        new: list[Segment] = []
+        found = [self._shelf.find(buffer) if self._shelf is not None else None for buffer in buffers]
+        loan = None
+        if self._shelf is not None and done is not None and any(found):
+            loan = self._shelf.lend(done)
+            if loan is None:
+                found = [None] * len(buffers)
+            else:
+                self._words.add(loan[1])
+        entries = [
+            ENTRY.pack(buffer.nbytes, *((place[1], self._number(place[0], new)) if place else (0, NONE)))
+            for buffer, place in zip(buffers, found, strict=True)
+        ]
+        lent = (self._number(loan[0], new), loan[1]) if loan else (NONE, 0)
+        prefix = PREFIX.pack(MAGIC, len(header), len(buffers), len(new), *lent)
+        written = [b.data.cast("B") for b, place in zip(buffers, found, strict=True) if place is None and b.nbytes]
+        small = sum(len(data) for data in written) <= JOIN_UP_TO
+        first = b"".join((prefix, *entries, header, *(written if small else ())))
+        pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
+        return pieces, None if loan else done
+
+    def _number(self, segment: Segment, new: list[Segment]) -> int:
+        if segment.number not in self._numbers:
+            self._numbers[segment.number] = len(self._numbers)
+            new.append(segment)
+        return self._numbers[segment.number]
+
+    def close(self) -> None:
+        """The connection is gone: what it has borrowed is back."""
+        for word in self._words if self._shelf is not None else ():
+            self._shelf.write_off(word)  # type: ignore[union-attr]
+        self._words.clear()
+
+
+class Reader:
+    """Reads messages piece by piece, as bytes come; each buffer directly into the memory it will be used from."""
+
+    def __init__(self, pool: Pool, limit: int) -> None:
+        self.limit = limit
+        self._pool = pool
+        self._segments: list[Segment] = []
+        self._descriptors: list[int] = []
+        self._messages = self._read()
+        self._want: memoryview = next(self._messages)
+        self._at_start = True
+        self._done: tuple[bytes, list[Bytes]] | None = None
+
+    def read(self, sock: socket.socket) -> tuple[bytes, list[Bytes]]:
+        """The next message. EOFError at the end. BlockingIOError when nothing is there, or, if the socket does not block,
+        when only a part is there, which is kept."""
+        while True:
+            count = self._receive(sock)
+            if not count:
+                raise EOFError
+            self._want = self._want[count:]
+            if not self._want:
+                self._at_start = False
+                self._want = next(self._messages)
+                if self._done is not None:
+                    message, self._done = self._done, None
+                    self._at_start = True
+                    return message
+
+    def _receive(self, sock: socket.socket) -> int:
+        """Descriptors come with the first bytes of a message."""
+        if not self._at_start:
+            return sock.recv_into(self._want)
+        count, ancillary, _, _ = sock.recvmsg_into([self._want], ANCILLARY, FLAGS)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) - len(data) % 4])
+        return count
+
+    def _read(self) -> Iterator[memoryview]:
+        """Yields where the next bytes belong; all of them are there when it goes on."""
+        fixed = bytearray(PREFIX.size)
+        while True:
+            yield memoryview(fixed)
+            magic, header_length, count, new, *loan = PREFIX.unpack(fixed)
+            if magic != MAGIC:
+                raise PeerError("a connection does not speak polytempo's protocol")
+            if count > BUFFER_COUNT_LIMIT or header_length + ENTRY.size * count + new * SEGMENT_COST > self.limit:
+                raise PeerError(f"a message with a header of {header_length} bytes and {count} buffers was refused")
+            table = bytearray(ENTRY.size * count + header_length)
+            if table:
+                yield memoryview(table)
+            self._open(new)
+            entries = list(ENTRY.iter_unpack(memoryview(table)[: ENTRY.size * count]))
+            total = sum(entry[0] for entry in entries)
+            if total > self.limit:
+                raise PeerError(f"a message of {total} bytes was refused; at most {self.limit} are taken")
+            buffers = self._buffers(entries, *loan)
+            for buffer in buffers:
+                if buffer.nbytes and not isinstance(buffer, Borrowed):
+                    yield buffer.data
+            self._done = bytes(memoryview(table)[ENTRY.size * count :]), buffers
+            del buffers  # kept here, they could never be given back
+
+    def _open(self, new: int) -> None:
+        if new > len(self._descriptors):
+            raise PeerError("a message refers to memory that was not handed over")
+        for _ in range(new):
+            self._segments.append(open_segment(self._descriptors.pop(0)))
+
+    def _buffers(self, entries: Sequence[tuple[int, int, int]], loan_segment: int, word: int) -> list[Bytes]:
+        referred = sum(number != NONE for _, _, number in entries)
+        back = self._loan(loan_segment, word, referred) if loan_segment != NONE else None
+        result: list[Bytes] = []
+        for length, offset, number in entries:
+            if number == NONE:
+                result.append(self._pool.take(length))
+                continue
+            if number >= len(self._segments) or offset + length > self._segments[number].size:
+                raise PeerError("a message refers to memory that is not there")
+            result.append(self._segments[number].view(offset, length, back).view(Borrowed))
+        return result
+
+    def _loan(self, number: int, word: int, views: int) -> Done:
+        """Clears a loan's word when so many views are gone."""
+        if number >= len(self._segments) or word >= self._segments[number].size:
+            raise PeerError("a message refers to a loan that is not there")
+        left, byte = [None] * views, self._segments[number].view(word, 1)
+
+        def back() -> None:
+            left.pop()
+            if not left:
+                byte[0] = 0
+
+        return back
+
+    def close(self) -> None:
+        """Descriptors nobody will ask for any more."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._segments.clear()
