@@ -1,4 +1,8 @@
-"""Jobs in threads share one process: torch itself uses one thread, so that sums have one order."""
+"""Jobs in threads share one process: torch itself uses one thread, so that sums have one order.
+
+Modules marked `both_wires` run twice: bytes through queues, and through Unix sockets with all buffers in shared memory,
+however small.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from polytempo.testing.threads import ThreadJob
+from polytempo.transport import segments
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("both_wires"):
+        metafunc.fixturenames.append("wire")
+        metafunc.parametrize("wire", ["memory", "ipc"], indirect=True)
+
+
+@pytest.fixture
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ThreadJob, "wire", request.param)
+    monkeypatch.setattr(segments, "SHARE_FROM", 1)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

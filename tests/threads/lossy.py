@@ -11,8 +11,8 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.session import Session
 from polytempo.transport.channel import Bytes, Channel
-from polytempo.transport.memory import MemoryChannel
 from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Shelf
 
 #: What a worker sends or is sent again: the beginning and the end of a job are the launcher's care.
 REPEATED = (Push, Ask, Read, Answer, Held, Resend, ReadAnswer)
@@ -35,7 +35,7 @@ def every(k: int, copies: int) -> Fate:
 class UnreliableChannel(Channel):
     """Passes everything on until it is given a fate."""
 
-    def __init__(self, inner: MemoryChannel) -> None:
+    def __init__(self, inner: Channel) -> None:
         self.inner = inner
         self.fate: Fate | None = None
         self.disturbed = 0
@@ -75,8 +75,9 @@ class LossyJob(ThreadJob):
     """A job over unreliable channels; `disturb` says from when on, and how."""
 
     def session(self, rank: int) -> Session:
-        channels = [UnreliableChannel(MemoryChannel(endpoint)) for endpoint in self.endpoints]
-        return Session(Client(channels, rank, self.job.incarnation, Pool(), self.retry), self.job, rank)
+        pool = Pool(Shelf() if self.wire == "ipc" else None)
+        channels = [UnreliableChannel(self.connect(index, pool)) for index in range(self.plan.shards)]
+        return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 
 
 def channels_of(session: Session) -> list[UnreliableChannel]:

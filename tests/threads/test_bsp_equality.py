@@ -33,7 +33,7 @@ from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
 STEPS = 50
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -14,7 +14,7 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 START = made_params([(4,)])
 EAGER = ["ssp:2", "dssp:1..4", "dssp-paper:1..4", "asp", "every:3", "every:3,wait=2", "delay:2"]

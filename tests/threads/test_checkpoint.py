@@ -34,7 +34,7 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 JOINT = 12  # samples of a step, however many workers share them
 MAKERS: dict[str, MakeOptimizer] = {

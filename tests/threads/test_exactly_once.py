@@ -20,10 +20,10 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
-from polytempo.transport.memory import MemoryChannel
+from polytempo.transport.channel import Channel
 from polytempo.transport.pool import Pool
 
-pytestmark = pytest.mark.timeout(15)
+pytestmark = [pytest.mark.timeout(15), pytest.mark.both_wires]
 
 WORKERS, STEPS, LR = 3, 10, 0.1
 SHAPES = [(5, 3), (7,), (2, 2, 2)]
@@ -144,7 +144,7 @@ def replace_connections(sync: str, servers: int) -> None:
             push(head, parts)
             if head.id.step % 2 == 0:
                 shard = (head.id.step // 2 + session.rank) % servers
-                client.reconnect(shard, MemoryChannel(job.endpoints[shard]))
+                client.reconnect(shard, job.connect(shard, client.pool))
 
         client.push = push_and_cut  # type: ignore[method-assign]
 
@@ -211,7 +211,7 @@ def test_under_delay_a_push_lost_before_others_arrive_is_sent_again(servers: int
 class LateAnswer(UnreliableChannel):
     """Keeps the answer to push 5 back until push 7 was sent, and loses that."""
 
-    def __init__(self, inner: MemoryChannel) -> None:
+    def __init__(self, inner: Channel) -> None:
         super().__init__(inner)
         self.fate = self._fate
         self.lost = False
@@ -250,8 +250,9 @@ def test_a_lost_push_is_sent_again_as_it_was_though_an_answer_came_in_between() 
         return param.detach().clone()
 
     with ThreadJob(1, 1, "delay:2", retry=0.05) as job:
-        channel = LateAnswer(MemoryChannel(job.endpoints[0]))
-        session = Session(Client([channel], 0, 0, Pool(), job.retry), job.job, 0)
+        pool = Pool()
+        channel = LateAnswer(job.connect(0, pool))
+        session = Session(Client([channel], 0, 0, pool, job.retry), job.job, 0)
         got = work(session)
         session.close()
     assert channel.lost

@@ -17,10 +17,9 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
-from polytempo.transport.memory import MemoryChannel
 from polytempo.transport.pool import Pool
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
 LR = 0.1
 SHAPES = [(5, 3), (7,)]
@@ -76,8 +75,9 @@ def test_a_push_that_reached_one_shard_of_two_when_its_worker_died_is_applied_on
 
 
 def come_back(job: ThreadJob, rank: int, incarnation: int) -> Session:
-    channels = [MemoryChannel(endpoint) for endpoint in job.endpoints]
-    return Session(Client(channels, rank, incarnation, Pool(), job.retry), job.job, rank)
+    pool = Pool()
+    channels = [job.connect(index, pool) for index in range(job.plan.shards)]
+    return Session(Client(channels, rank, incarnation, pool, job.retry), job.job, rank)
 
 
 @pytest.mark.parametrize("sync", ["asp,scale=1", "ssp:1,scale=1", "bsp"])

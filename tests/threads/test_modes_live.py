@@ -16,7 +16,7 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(15)
+pytestmark = [pytest.mark.timeout(15), pytest.mark.both_wires]
 
 MODES = [
     "bsp",

@@ -16,7 +16,7 @@ from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 START = made_params([(3,)])
 

@@ -30,7 +30,7 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 MAKERS: dict[str, MakeOptimizer] = {
     **STATEFUL,

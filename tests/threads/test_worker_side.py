@@ -29,7 +29,7 @@ from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 
 def test_frozen_parameters_stay_as_they_are() -> None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from polytempo.coordinate.plan import Limits
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
 from polytempo.simulate.units import parse_factors, parse_hiccup
-from polytempo.sync.spec import parse_spec
 
 Option = typer.Option
 
@@ -22,9 +21,9 @@ def run(
     script: Annotated[str, typer.Argument(help="A training script; what follows it is its own.", metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 2,
-    servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
+    servers: Annotated[int | None, Option(help="Parameter-server shards (1 where the mode needs a server).")] = None,
     sync: Annotated[str, Option(help="The synchronisation mode, such as bsp, ssp:3, dssp:3..15, asp.")] = "bsp",
-    via: Annotated[str, Option(help="How gradients travel: auto or ps.")] = "auto",
+    via: Annotated[str, Option(help="How gradients travel: ps, allreduce, or auto, which takes the faster.")] = "auto",
     record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs below this directory.")] = None,
     steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers.")] = None,
     samples: Annotated[int | None, Option(help="Budget: samples, as told to step(samples=...), over all workers.")] = None,
@@ -49,7 +48,6 @@ def run(
     from polytempo.launch.local import LocalJob
     from polytempo.launch.request import RunRequest
 
-    check_via(via, sync)
     if max_restarts:
         raise UsageError("--max-restarts is planned but not available yet; leave it out")
     request = RunRequest(
@@ -57,6 +55,7 @@ def run(
         arguments=tuple(arguments or ()),
         workers=workers,
         servers=servers,
+        via=via,
         sync=sync,
         record=record,
         limits=limits_of(steps, samples, seconds),
@@ -109,14 +108,6 @@ def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> 
     """The budget that was asked for."""
     given = {"steps": steps, "samples": samples, "seconds": seconds}
     return Limits(**{name: value for name, value in given.items() if value is not None})
-
-
-def check_via(via: str, sync: str) -> None:
-    """Refuse a way for gradients to travel that is not there yet."""
-    if via == "allreduce":
-        raise UsageError(f"--via allreduce is planned but not available yet; {parse_spec(sync).text} runs with --via ps")
-    if via not in ("auto", "ps"):
-        raise UsageError(f"expected --via auto or ps, got {via!r}{nearest(via, ('auto', 'ps'))}")
 
 
 def _summary(sync: str, figures: dict[str, Any]) -> str:

@@ -107,6 +107,7 @@ class Track:
             stop=seat.stop,
             waited=seat.waited,
             staleness=seat.staleness,
+            members=tuple(sorted(self.seats)) if self.proposal.apply == "peers" else (),
         )
 
     def count(self, event: Pushed, push: Push) -> None:
@@ -131,7 +132,7 @@ def open_track(name: str, worker: int, proposal: Proposal, size: int, first_step
     policy = spec.policy(size)
     if not name.endswith(MEAN):
         policy.begin_at(first_step)
-    return Track(name, proposal, spec, policy, worker, seeded=proposal.apply == "mean")
+    return Track(name, proposal, spec, policy, worker, seeded=proposal.apply == "mean" or name.endswith(MEAN))
 
 
 def disagreement(track: Track, worker: int, proposal: Proposal) -> str:

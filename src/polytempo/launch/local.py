@@ -125,6 +125,8 @@ class LocalJob:
             hiccup=request.hiccup,
             positions=tuple(self.plan.resumed.get("positions", ())),
             keys=keys,
+            via=request.way,
+            meeting="" if request.expect else str(self._directory),
         )
 
     def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:
@@ -167,7 +169,8 @@ class LocalJob:
 
     def _threads(self) -> dict[str, str]:
         """Processes share the cores, unless the user has said otherwise."""
-        share = max(1, (os.cpu_count() or 1) // (self.request.workers + self.request.servers))
+        busy = self.request.workers + (self.request.shards if self.request.way == "ps" else 0)
+        share = max(1, (os.cpu_count() or 1) // busy)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
 
     def _log(self, name: str) -> Path | None:

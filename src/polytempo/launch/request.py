@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, nearest
 from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.sync.spec import parse_spec
 
@@ -21,8 +21,9 @@ class RunRequest:
     script: str
     arguments: tuple[str, ...] = ()
     workers: int = 2
-    servers: int = 1
+    servers: int | None = None
     sync: str = "bsp"
+    via: str = "auto"
     record: Path | None = None
     limits: Limits = field(default_factory=Limits)
     slow: dict[int, float] = field(default_factory=dict)
@@ -49,10 +50,42 @@ class RunRequest:
             return self.min_workers
         return self.size if parse_spec(self.sync).mode.name == "bsp" else 1
 
+    @property
+    def shards(self) -> int:
+        """Servers to start. One always is: without parameters it still decides who waits for whom."""
+        return 1 if self.servers is None else self.servers
+
+    @property
+    def way(self) -> str:
+        """How gradients travel: "ps" or "allreduce"."""
+        if self.via == "auto":
+            return "ps" if self._needs_servers() else "allreduce"
+        return self.via
+
+    def _needs_servers(self) -> str:
+        """What of this request only a parameter server can do, in words; empty when nothing is."""
+        if parse_spec(self.sync).mode.name != "bsp":
+            return f"--sync {self.sync}"
+        options = {
+            "--servers": self.servers,
+            "--listen": self.listen,
+            "--checkpoint": self.checkpoint,
+            "--resume": self.resume,
+        }
+        return next((name for name, value in options.items() if value is not None), "")
+
+    def _check_via(self) -> None:
+        known = ("auto", "ps", "allreduce")
+        if self.via not in known:
+            raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
+        if self.via == "allreduce" and self._needs_servers():
+            raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that out")
+
     def checked(self) -> CheckedRequest:
         """Refuse what cannot work, in one line with the fix; find the checkpoint to go on from."""
         self._check_counts()
         parse_spec(self.sync).policy(self.size)
+        self._check_via()
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
         for rank, factor in self.slow.items():
@@ -67,13 +100,13 @@ class RunRequest:
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if self.checkpoint_every and self.checkpoint is None:
             raise UsageError("--checkpoint-every needs --checkpoint DIR")
-        plan = JobPlan(self.size, self.servers, self.sync, self.limits, self.checkpoint_every, manifest)
+        plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)
 
     def _check_counts(self) -> None:
         if self.workers < (0 if self.expect else 1):
             raise UsageError(f"expected at least 1 worker, got {self.workers}; use -n 1 or more")
-        if self.servers < 1:
+        if self.shards < 1:
             raise UsageError(f"expected at least 1 server, got {self.servers}; use --servers 1 or more")
         if self.checkpoint_every < 0:
             raise UsageError(f"expected --checkpoint-every 1 or more, got {self.checkpoint_every}")
@@ -100,7 +133,8 @@ class CheckedRequest:
         request = self.request
         return {
             "script": request.script,
-            "servers": request.servers,
+            "servers": request.shards,
+            "via": request.way,
             "slow": {str(rank): factor for rank, factor in request.slow.items()},
             "hiccup": list(request.hiccup),
             "min_workers": request.least,

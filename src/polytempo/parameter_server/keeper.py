@@ -146,6 +146,7 @@ class Keeper:
         store = self.stores[push.id.track]
         count = len(store.stretches)
         store.seed(buffers[:count])
+        store.parts = ((push.id.worker, 1.0),)
         if push.state:
             store.load_state(unpack(push.state, buffers[count:]))
 
@@ -183,7 +184,9 @@ class Keeper:
             waited=entry.waited,
             staleness=entry.staleness,
             skipped=store.skipped,
-            absent=tuple(sorted(store.absent)) if store.averages else (),
+            absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
+            members=entry.members,
+            parts=store.parts if entry.members else (),
         )
         self._report(ForWorker(entry.worker, answer, buffers, done))
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.errors import PeerError
 from polytempo.parameter_server.optimizers import build, is_whole, settle
-from polytempo.parameter_server.reduce import weighted_mean
 from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
@@ -72,8 +72,9 @@ class Store:
         self.skipped = False
         self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
         self.averages = proposal.apply == "mean"
+        self.parts: tuple[tuple[int, float], ...] = ()  # workers in the last update, and their weights
         whole = is_whole(proposal.optimizer)
-        layout = lay_out(proposal.tensors, shards, whole)
+        layout = lay_out(() if proposal.apply == "peers" else proposal.tensors, shards, whole)
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
         self._expected = [stretch.nbytes for stretch in self.stretches]
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
@@ -172,6 +173,7 @@ class Store:
         """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
         self.version += 1
         weight = sum(samples for _, samples, _ in parts)
+        self.parts = tuple((push.id.worker, samples) for push, samples, _ in parts)
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return

@@ -48,6 +48,7 @@ class Reply(Message):
     stop: bool
     waited: float = 0.0  #: seconds the mode held the worker
     staleness: int = 0  #: of the push that is answered
+    members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
 
 
 class ReadHere(Message):

@@ -54,7 +54,7 @@ class Push(Message):
     id: PushId
     attempt: int = 0
     version: int = 0  #: of the values it was computed on
-    kind: str = "gradient"  #: "gradient", "delta", "value", "seed" or "state"
+    kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed" or "state"
     samples: float = 1.0
     hyper: tuple[dict[str, Any], ...] = ()
     absent: tuple[int, ...] = ()  #: tensors without a gradient
@@ -172,6 +172,10 @@ class Answer(Message):
     staleness: int = 0
     skipped: bool = False
     absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
+    members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
+    parts: tuple[
+        tuple[int, float], ...
+    ] = ()  #: there, workers in the update and their weights; at first, whose values to take
 
 
 class ReadAnswer(Message):

@@ -24,7 +24,7 @@ class Proposal(msgspec.Struct, frozen=True):
     """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
 
     sync: str
-    apply: str  #: "server", "delta", or "mean" for a side clock that only averages
+    apply: str  #: "server", "delta", "peers" (values stay with the workers), or "mean" for a side clock that only averages
     optimizer: str  #: name of a torch.optim class; empty where the server runs none
     tensors: tuple[TensorInfo, ...]
     groups: tuple[dict[str, Any], ...]  #: hyper-parameters at the start

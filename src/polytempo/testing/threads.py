@@ -1,4 +1,4 @@
-"""A whole job in one process: servers and workers are threads, bytes travel through queues.
+"""A whole job in one process: servers and workers are threads, bytes travel through queues, or as between processes.
 
 with ThreadJob(workers=3, servers=2, sync="ssp:2") as job:
     results = job.run(train)          # calls train(session) in three threads
@@ -6,6 +6,8 @@ with ThreadJob(workers=3, servers=2, sync="ssp:2") as job:
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,19 +22,26 @@ from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
 from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.parameter_server.server import Server
-from polytempo.protocol.messages import Finish, Finished, Hello, Notice, decode, encode
+from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
 from polytempo.records.writer import RecordWriter
 from polytempo.train.client import Client
 from polytempo.train.job import JobFacts
 from polytempo.train.session import Session
+from polytempo.transport.channel import Channel
+from polytempo.transport.connect import connect
 from polytempo.transport.memory import MemoryChannel, MemoryEndpoint
 from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Shelf
+from polytempo.transport.stream import StreamEndpoint
 
 T = TypeVar("T")
 
 
 class ThreadJob:
     """A job in threads. Leaving the block ends it; `summary` then holds its figures."""
+
+    #: "memory": queues. "ipc": Unix sockets and shared memory, as the processes of a host use them.
+    wire = "memory"
 
     def __init__(
         self,
@@ -49,35 +58,61 @@ class ThreadJob:
         hiccup: tuple[float, float] = (0.0, 0.0),
         seed: int = 0,
         retry: float = 5.0,
+        via: str = "ps",
     ) -> None:
         checkpoints = Path(checkpoint) if checkpoint else None
         path, manifest = find_checkpoint(Path(resume)) if resume else (None, {})
         self.plan = JobPlan(workers, servers, sync, limits or Limits(), checkpoint_every, manifest)
         positions = tuple(manifest.get("positions", ()))
-        self.job = JobFacts(workers, (), sync, seed, slow=slow or {}, hiccup=hiccup, positions=positions)
+        self._directory = Path(tempfile.mkdtemp(prefix="polytempo-", dir="/tmp"))
+        self.job = JobFacts(
+            workers,
+            (),
+            sync,
+            seed,
+            slow=slow or {},
+            hiccup=hiccup,
+            positions=positions,
+            via=via,
+            meeting=str(self._directory),
+        )
         self.retry = retry
         self.summary: dict[str, Any] = {}
         self.notices: list[str] = []
-        self.endpoints = [MemoryEndpoint(f"server-{index}") for index in range(servers)]
+        pools = [Pool(Shelf() if self.wire == "ipc" else None) for _ in range(servers)]
+        self.endpoints = [self._endpoint(index, pool) for index, pool in enumerate(pools)]
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
         first = First(self.sequencer, writer, checkpoints, facts)
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            keeper = Keeper(index, servers, Pool(), checkpoints, path)
-            to_first = MemoryChannel(self.endpoints[0]) if index else None
+            keeper = Keeper(index, servers, pools[index], checkpoints, path)
+            to_first = self.connect(0, Pool()) if index else None
             self.servers.append(Server(keeper, [endpoint], workers, None if index else first, to_first))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()
-        self._launcher = MemoryChannel(self.endpoints[0])
+        self._launcher = self.connect(0, Pool())
         self._launcher.send(encode(Hello(role="launcher")))
+
+    def _endpoint(self, index: int, pool: Pool) -> Any:
+        if self.wire == "memory":
+            return MemoryEndpoint(f"server-{index}")
+        return StreamEndpoint(str(self._directory / f"server-{index}"), pool, STRANGER_LIMIT)
+
+    def connect(self, index: int, pool: Pool) -> Channel:
+        """A connection to one of the servers."""
+        endpoint = self.endpoints[index]
+        if isinstance(endpoint, MemoryEndpoint):
+            return MemoryChannel(endpoint)
+        return connect(endpoint.address, "", None, pool, patience=10.0)
 
     def session(self, rank: int) -> Session:
         """One worker's session. Close it when the worker is done."""
-        channels = [MemoryChannel(endpoint) for endpoint in self.endpoints]
-        return Session(Client(channels, rank, self.job.incarnation, Pool(), self.retry), self.job, rank)
+        pool = Pool(Shelf() if self.wire == "ipc" else None)
+        channels = [self.connect(index, pool) for index in range(self.plan.shards)]
+        return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
         """Call `work` once for each worker, in threads of their own; their results, or the first error."""
@@ -123,6 +158,7 @@ class ThreadJob:
         for thread in self._threads:
             thread.join(timeout=10)
         self._launcher.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
         if not finished or any(thread.is_alive() for thread in self._threads):
             raise PolytempoError("the servers of a job in threads did not end")
 

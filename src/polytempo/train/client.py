@@ -63,6 +63,9 @@ class Outstanding:
     answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
 
 
+NO_ANSWER = Answer(track="", shard=0, exchange=-1, attempt=0, step=-1, version=0, stop=False)
+
+
 @dataclass
 class Line:
     """What this worker knows of one track."""
@@ -78,6 +81,7 @@ class Line:
     joined: bool = False
     seed: MakeSeed | None = None
     held: Held | None = None
+    answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
     take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
 
 
@@ -188,6 +192,10 @@ class Client:
         """Received buffers that are used up."""
         for buffer in buffers:
             self.pool.give(buffer)
+
+    def watched(self) -> list[tuple[int, Callable[[], object]]]:
+        """What else to wait on while waiting for peers: that the job has ended must be heard at once."""
+        return [(channel.pollable(), lambda: self._receive(0)) for channel in self._channels]
 
     # Sending, and sending again.
 
@@ -321,7 +329,7 @@ class Client:
         line.released, line.version = max(line.released, first.step), first.version
         line.skipped, line.staleness = first.skipped, first.staleness
         line.waited += first.waited if waited else 0.0
-        line.held = None
+        line.held, line.answer = None, first
         if first.stop:
             self.stop = True
         parts = {shard: buffers for shard, (_, buffers) in answers.items() if buffers}

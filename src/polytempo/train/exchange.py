@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import is_whole
 from polytempo.parameter_server.state import RunState, pack, unpack
 from polytempo.protocol.layout import lay_out
@@ -133,8 +132,4 @@ class Exchange:
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that were added or replaced after the start."""
-        same = len(params) == len(self.copier.params) and all(
-            one is other for one, other in zip(params, self.copier.params, strict=True)
-        )
-        if not same:
-            raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
+        self.copier.check_same(params)

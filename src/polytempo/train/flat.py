@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,7 +20,6 @@ from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
 from polytempo.transport.channel import Bytes
-from polytempo.transport.pool import Pool
 
 
 def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int]) -> tuple[TensorInfo, ...]:
@@ -30,14 +30,23 @@ def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Seque
     )
 
 
+class Memory(Protocol):
+    """Where flat tensors lie."""
+
+    pins: bool  #: may memory of torch's own be taken instead, which GPUs can reach?
+
+    def allocate(self, size: int) -> Bytes:
+        """Zeroed memory to keep."""
+
+
 class Flat:
     """One set of flat tensors, with a view for each parameter."""
 
-    def __init__(self, layout: Layout, pool: Pool, pinned: bool) -> None:
+    def __init__(self, layout: Layout, memory: Memory, pinned: bool) -> None:
         self._bytes = {
             dtype: as_bytes(torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=True))
             if pinned
-            else pool.allocate(size * ITEM_SIZES[dtype])
+            else memory.allocate(size * ITEM_SIZES[dtype])
             for dtype, size in layout.sizes.items()
         }
         self.tensors = {dtype: as_tensor(data, dtype) for dtype, data in self._bytes.items()}
@@ -57,13 +66,14 @@ class Flat:
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
 
-    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, pool: Pool, slots: int = 1) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1) -> None:
         self.params = list(params)
         self.layout = layout
         self._on_gpu = any(param.is_cuda for param in params)
-        self._flats = [Flat(layout, pool, self._on_gpu) for _ in range(slots)]
+        pinned = self._on_gpu and memory.pins
+        self._flats = [Flat(layout, memory, pinned) for _ in range(slots)]
         # Pushes under way must not change.
-        self._staging = self._flats[0] if slots == 1 else Flat(layout, pool, self._on_gpu)
+        self._staging = self._flats[0] if slots == 1 else Flat(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._direct, self._staged = self._targets()
@@ -147,6 +157,12 @@ class Copier:
                         param.grad = torch.empty_like(param)
                     param.grad.copy_(flat.views[index], non_blocking=True)
             self._synchronize()
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        same = len(params) == len(self.params) and all(one is other for one, other in zip(params, self.params, strict=True))
+        if not same:
+            raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
 
     def _synchronize(self) -> None:
         if self._on_gpu:

@@ -30,6 +30,8 @@ class JobFacts:
     hiccup: tuple[float, float] = (0.0, 0.0)
     positions: tuple[dict[str, Any], ...] = ()  #: how far the data was read by the jobs this one goes on from
     keys: dict[str, str] | None = None
+    via: str = "ps"  #: how gradients travel where the mode allows both
+    meeting: str = ""  #: the directory where workers of this host meet
 
     def write(self, path: Path) -> None:
         """For the workers of this host and nobody else: it may hold a key."""

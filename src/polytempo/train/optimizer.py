@@ -7,6 +7,9 @@ Where the update is made depends on `apply`:
     "delta"   the wrapped optimizer runs here; the change it made is pushed, and the servers add it. In barrier modes the
               gradients are averaged first and every worker makes the same change, so that Adam is Adam of the mean.
 
+With `via="allreduce"` no server holds anything: workers average gradients among themselves, and each runs the wrapped
+optimizer on the mean, whatever `apply` says.
+
 Alone, without a launcher, the wrapped optimizer simply runs.
 """
 
@@ -20,17 +23,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import check_optimizer
 from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
+from polytempo.train.choices import check_choices, names_of, plain_groups
 from polytempo.train.exchange import Exchange
 from polytempo.train.flat import Flat, describe, is_finite
+from polytempo.train.peers import PeerExchange
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
-
-#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
-PLAIN = (bool, int, float, str, type(None))
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -60,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._session = session or current()
         self._spec = parse_spec(sync or self._session.job.sync)
         self._apply, self._clip_norm, self._nonfinite, self._buffers = apply, clip_norm, nonfinite, buffers
-        _check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
+        check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
         if apply == "delta" and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
@@ -68,24 +70,35 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._name = self._session.next_track()
         self._emulation = self._session.emulation
         self._params = [param for group in self.param_groups for param in group["params"]]
-        self._names = _names(self._params, named_parameters, model)
+        self._names = names_of(self._params, named_parameters, model)
         self._model = model
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         self._agreed = False  # synchronize() was called since the last step
         self._nonfinite_seen = 0
         self._alone_steps = 0
         self._syncing = True
-        self._exchange = self._join() if self._session.client else None
-        self._mean: Exchange | None = None
+        self._exchange = self._join(via) if self._session.client else None
+        self._mean: Exchange | PeerExchange | None = None
         self._session.computing_from(time.perf_counter())
 
-    def _join(self) -> Exchange:
+    def _join(self, via: str | None) -> Exchange | PeerExchange:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
+        if self._goes_via_peers(via):
+            return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
             runs = runs_of(self.inner.state_dict()["state"], proposal.tensors)
             self.inner.state.clear()
         return Exchange(self._session, self._name, proposal, self._params, runs, staged=self._apply == "server")
+
+    def _goes_via_peers(self, via: str | None) -> bool:
+        wanted = via or "auto"
+        possible = self._spec.mode.name == "bsp" and bool(self._session.job.meeting)
+        if wanted == "allreduce" and not possible:
+            raise UsageError(
+                f"via='allreduce' needs sync='bsp' and all workers on one host, this is {self._spec.text}; use via='ps'"
+            )
+        return possible and (self._session.job.via if wanted == "auto" else wanted) == "allreduce"
 
     # It shares everything with the optimizer it wraps.
 
@@ -152,12 +165,34 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         result = self.inner.step(closure)
         return loss if closure is None else result
 
-    def _step_together(self, exchange: Exchange, closure: Callable[[], Any] | None, samples: float | None) -> Any:
+    def _step_with_peers(self, exchange: PeerExchange, skip: bool, samples: float, **about: Any) -> None:
+        flat: Flat | None = None
+        if not skip:
+            flat, absent = exchange.gradients()
+            about |= {"absent": absent, "nonfinite": self._look_at(flat)}
+        exchange.push(flat, plain_groups(self.param_groups), average=not self._agreed, samples=samples, **about)
+        if exchange.line.skipped:
+            return
+        if not self._agreed and self._clip_norm is None and exchange.may_read_in_place(self.inner):
+            with exchange.reading_mean():
+                self.inner.step()
+            return
+        if not self._agreed:
+            exchange.take_mean()
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        self.inner.step()
+
+    def _step_together(
+        self, exchange: Exchange | PeerExchange, closure: Callable[[], Any] | None, samples: float | None
+    ) -> Any:
         exchange.check_same([param for group in self.param_groups for param in group["params"]])
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
         weight = 1.0 if samples is None else samples
+        if isinstance(exchange, PeerExchange):
+            return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
         flat: Flat | None = None
@@ -165,7 +200,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         about: dict[str, Any] = {}
         if not skip:
             flat, about = self._change(exchange, closure) if self._apply == "delta" else self._gradient(exchange)
-        exchange.push(flat, self._hyper(), samples=weight, computed=computed, **about, **self._position(samples))
+        exchange.push(
+            flat, plain_groups(self.param_groups), samples=weight, computed=computed, **about, **self._position(samples)
+        )
         return self._closure_loss
 
     def _gradient(self, exchange: Exchange) -> tuple[Flat, dict[str, Any]]:
@@ -189,12 +226,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             view = flat.views[index]
             view.neg_().add_(param.detach().to(view.device))
         return flat, {"kind": "delta", "nonfinite": self._look_at(flat)}
-
-    def _hyper(self) -> tuple[dict[str, Any], ...]:
-        return tuple(
-            {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
-            for group in self.param_groups
-        )
 
     def _position(self, samples: float | None) -> dict[str, Any]:
         sampler = self._session.sampler
@@ -242,6 +273,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _agree(self, samples: float, skip: bool) -> bool:
         """Average the gradients in the side clock; was the round skipped?"""
         assert self._exchange is not None
+        if self._mean is None and isinstance(self._exchange, PeerExchange):
+            name = f"{self._name}/mean"
+            self._mean = PeerExchange(self._session, name, self._proposal(peers=True), self._params, self._exchange)
         if self._mean is None:
             staged = self._apply == "delta"  # else the gradients live in the other exchange's bucket
             self._mean = Exchange(
@@ -252,6 +286,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         else:
             flat, absent = self._mean.gradients()
             self._mean.push(flat, (), absent=absent, samples=samples)
+            if isinstance(self._mean, PeerExchange):
+                self._mean.take_mean()
         return self._mean.line.skipped
 
     @contextmanager
@@ -295,14 +331,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
         state: dict[str, Any] = self.inner.state_dict()
-        if self._exchange is not None and self._apply == "server":
+        if isinstance(self._exchange, Exchange) and self._apply == "server":
             state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, for the whole job where the servers keep it."""
         self.inner.load_state_dict(state_dict)
-        if self._exchange is not None and self._apply == "server":
+        if isinstance(self._exchange, Exchange) and self._apply == "server":
             runs = runs_of(state_dict["state"], self._exchange.proposal.tensors)
             self.inner.state.clear()
             self._exchange.load_state(runs)
@@ -326,56 +362,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "nonfinite": self._nonfinite_seen,
         }
 
-    def _proposal(self, mean: bool = False) -> Proposal:
-        on_server = self._apply == "server" and not mean
+    def _proposal(self, mean: bool = False, peers: bool = False) -> Proposal:
+        on_server = self._apply == "server" and not mean and not peers
         name = check_optimizer(type(self.inner), self._spec.mode.barrier) if on_server else ""
+        if peers:  # each worker keeps its own, and all must begin alike
+            name = type(self.inner).__name__ + (" with state" if self.inner.state else "")
         return Proposal(
             sync=self._spec.text,
-            apply="mean" if mean else self._apply,
+            apply="peers" if peers else "mean" if mean else self._apply,
             optimizer=name,
             tensors=describe(self._params, self._names, self._groups),
-            groups=self._hyper(),
-            clip_norm=self._clip_norm if on_server else None,
+            groups=plain_groups(self.param_groups),
+            clip_norm=self._clip_norm if on_server or peers else None,
         )
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A hyper-parameter as it can travel."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, tuple | list):
-        return tuple(_plain(name, item) for item in value)
-    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
-
-
-def _names(
-    params: list[torch.nn.Parameter],
-    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
-    model: torch.nn.Module | None,
-) -> list[str]:
-    pairs = list(named) if named is not None else list(model.named_parameters()) if model is not None else []
-    known = {id(param): name for name, param in pairs}
-    return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
-
-
-def _check_choices(
-    apply: str, via: str | None, compression: object | None, buffers: str, clip_norm: float | None, nonfinite: str
-) -> None:
-    choices = {
-        "apply": (apply, ("server", "delta")),
-        "buffers": (buffers, ("local", "mean")),
-        "nonfinite": (nonfinite, ("count", "refuse")),
-        "via": (via or "auto", ("auto", "ps")),
-    }
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
-    if compression is not None:
-        raise UsageError("compression is planned but not available yet; leave it out")
-    if clip_norm is not None and not clip_norm > 0:
-        raise UsageError(f"expected clip_norm above 0, got {clip_norm}")

@@ -21,6 +21,7 @@ from polytempo.train.job import JobFacts, job_of_environment, read_job
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.mesh import Mesh
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
 
@@ -40,6 +41,8 @@ class Session:
         self.optimizers = 0
         self.sampler: Any = None  #: the DistributedSampler whose position goes with the pushes
         self._returned = self._excluded = 0.0
+        self._mesh: Mesh | None = None
+        self._boards = 0
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
 
     def computing_from(self, now: float) -> None:
@@ -64,8 +67,21 @@ class Session:
         self.optimizers += 1
         return str(self.optimizers - 1)
 
+    def mesh(self) -> Mesh:
+        """The connections to the other workers of this host, made on first use."""
+        if self._mesh is None:
+            self._mesh = Mesh(self.job.meeting, self.rank)
+        return self._mesh
+
+    def next_board(self) -> int:
+        """The number of the next board: workers make them in the same order."""
+        self._boards += 1
+        return self._boards - 1
+
     def close(self, reason: str = "finished") -> None:
         """Leave the job."""
+        if self._mesh is not None:
+            self._mesh.close()
         if self.client is not None:
             client, self.client = self.client, None
             client.leave(reason)

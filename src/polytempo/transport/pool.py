@@ -18,6 +18,8 @@ KEEP_FROM = 64 << 10
 class Pool:
     """Takes and gives buffers. Its methods may be called by several threads: lists append and pop at once."""
 
+    pins = True
+
     def __init__(self, shelf: Shelf | None = None) -> None:
         self.shelf = shelf  #: what this process shares with others of its host; None where it shares nothing
         self._free: dict[int, list[Bytes]] = {}

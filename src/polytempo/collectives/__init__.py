@@ -1,0 +1,1 @@
+"""Processes that compute something together, without a server."""

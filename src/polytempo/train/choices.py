@@ -1,0 +1,62 @@
+"""The arguments of a `DistributedOptimizer`, checked, and its hyper-parameters as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError, nearest
+
+#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
+PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_groups(groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The hyper-parameters of all groups."""
+    return tuple(
+        {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        for group in groups
+    )
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A hyper-parameter as it can travel."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(name, item) for item in value)
+    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
+
+
+def names_of(
+    params: list[torch.nn.Parameter],
+    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    model: torch.nn.Module | None,
+) -> list[str]:
+    """What each parameter is called in messages to people."""
+    pairs = list(named) if named is not None else list(model.named_parameters()) if model is not None else []
+    known = {id(param): name for name, param in pairs}
+    return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
+
+
+def check_choices(
+    apply: str, via: str | None, compression: object | None, buffers: str, clip_norm: float | None, nonfinite: str
+) -> None:
+    """Refuse arguments that cannot be."""
+    choices = {
+        "apply": (apply, ("server", "delta")),
+        "buffers": (buffers, ("local", "mean")),
+        "nonfinite": (nonfinite, ("count", "refuse")),
+        "via": (via or "auto", ("auto", "ps", "allreduce")),
+    }
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
+    if compression is not None:
+        raise UsageError("compression is planned but not available yet; leave it out")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"expected clip_norm above 0, got {clip_norm}")

@@ -1,0 +1,195 @@
+"""BSP without parameters on a server: workers of one host average their gradients in shared memory.
+
+Every worker's bucket lies in its slot of a board (`collectives/board.py`). A step is a push without bytes to the sequencer,
+which decides as always who is in the round; its answer means that all their gradients are there. Then everybody adds up its
+part, and each runs the wrapped optimizer on the result, where it lies. All make the same change, so all
+replicas stay the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from polytempo.collectives.board import Board
+from polytempo.collectives.execute import mean_in_place
+from polytempo.errors import PeerError
+from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal, PushId
+from polytempo.train.client import Client, Line
+from polytempo.train.flat import Copier, Flat
+from polytempo.train.session import Session
+from polytempo.train.staging import Staging
+from polytempo.transport.channel import Bytes
+
+#: These only read gradients, so all workers may run them on one shared result; not their foreach forms.
+READERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
+#: Flat buffers of different dtypes start at multiples of this in a slot.
+ALIGNED = 64
+
+
+class Area:
+    """Hands out parts of a slot, one after another."""
+
+    pins = False
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._used = 0
+
+    def allocate(self, size: int) -> Bytes:
+        """The next part."""
+        start = self._used
+        self._used = aligned(start + size)
+        return self._data[start : start + size]
+
+
+def aligned(size: int) -> int:
+    """The next place where a flat buffer may start."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class PeerExchange:
+    """A track as its worker sees it, where values stay with the workers."""
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        proposal: Proposal,
+        params: Sequence[torch.Tensor],
+        main: PeerExchange | None = None,
+    ) -> None:
+        assert session.client is not None
+        self.name, self.session, self.proposal = name, session, proposal
+        self.client: Client = session.client
+        self.layout: Layout = lay_out(proposal.tensors, 1)
+        self.line = Line(name)
+        self.waited = 0.0
+        session.mesh()  # it listens before anybody is told of this worker
+        with session.lock:
+            self.client.register(name, proposal, lambda: (b"", [[]]), self.line)
+        self.step = self.first_step = self.line.released
+        self.board: Board = main.board if main else self._open_board()
+        area = Area(self.board.slot_bytes(session.rank))
+        self.copier: Copier = main.copier if main else Copier(params, self.layout, area)
+        self._mean = Flat(self.layout, Area(self.board.result_bytes()), pinned=False)
+        if main is None:
+            self._start_from(self.line.answer.parts[0][0])
+        self._staging = None if main else Staging(params, self.copier.next_flat())
+
+    def _open_board(self) -> Board:
+        members, mesh = self.line.answer.members, self.session.mesh()
+        mesh.meet(members)
+        size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
+        return Board(mesh, members, self.session.next_board(), max(size, 1), self.client.watched())
+
+    def _start_from(self, seeder: int) -> None:
+        """Everybody takes the values of one worker."""
+        rank, members = self.board.mesh.rank, self.board.members
+        self.board.round += 1
+        if rank == seeder:
+            self.copier.gather(self.copier.next_flat(), lambda param: param.detach())
+        if seeder in self.board.meet("put", members):
+            raise PeerError(f"worker {seeder} ended before its parameters, from which all were to start, were there")
+        if rank != seeder:
+            self.copier.scatter({0: self._flat_bytes(seeder)})
+        self.board.meet("taken", members)
+
+    def _flat_bytes(self, rank: int) -> list[Bytes]:
+        area = Area(self.board.slot_bytes(rank))
+        data = {dtype: area.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
+        return [data[stretch.dtype] for stretch in self.layout.shards[0]]
+
+    # A step.
+
+    def gradients(self) -> tuple[Flat, tuple[int, ...]]:
+        """The bucket, with the gradients as they are now, and the parameters that have none."""
+        flat = self.copier.next_flat()
+        absent = self.copier.gather(flat, lambda param: param.grad)
+        if self._staging is not None:
+            self._staging.adopt()
+        return flat, absent
+
+    def push(self, flat: Flat | None, hyper: tuple[dict[str, Any], ...], average: bool = True, **about: Any) -> None:
+        """Say that this worker's gradients are there, wait for the round, and add up this worker's part of the mean."""
+        began = time.perf_counter()
+        push = Push(
+            id=PushId(self.name, self.client.rank, self.client.incarnation, self.step),
+            kind="peers",
+            version=self.line.version,
+            hyper=hyper,
+            skip=flat is None,
+            sent=self.client.bytes_sent,
+            received=self.client.bytes_received,
+            exchanged=self.waited,
+            **about,
+        )
+        with self.session.lock:
+            self.client.push(push, [[]])
+            self.client.wait_for_release(self.name, self.step + 1)
+            if average and not self.line.skipped:
+                self._average()
+        self.step = self.line.released
+        self.waited = time.perf_counter() - began
+
+    def _average(self) -> None:
+        parts = self.line.answer.parts
+        members, weights = [worker for worker, _ in parts], [weight for _, weight in parts]
+        offset = 0
+        for dtype, length in self.layout.sizes.items():
+            self.board.round += 1
+            mean_in_place(self.board, members, weights, getattr(torch, dtype), length, offset)
+            nbytes = length * ITEM_SIZES[dtype]
+            self.client.bytes_sent += nbytes
+            self.client.bytes_received += nbytes
+            offset += aligned(nbytes)
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Parameters for which nobody had a gradient in the last round."""
+        return self.line.answer.absent
+
+    def take_mean(self) -> None:
+        """Make `.grad` of every parameter the mean, to be looked at and changed."""
+        for index, param in enumerate(self.copier.params):
+            if index not in self.absent:
+                if param.grad is None:
+                    param.grad = torch.empty_like(param)
+                param.grad.copy_(self._mean.views[index])
+
+    @contextmanager
+    def reading_mean(self) -> Iterator[None]:
+        """Inside, `.grad` of every parameter is the mean where it lies, which all workers read and nobody may write."""
+        params = self.copier.params
+        own = [param.grad for param in params]
+        for index, param in enumerate(params):
+            param.grad = None if index in self.absent else self._mean.views[index]
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
+
+    def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Will this optimizer leave the gradients as they are?"""
+        plain = not any(group.get("foreach") for group in optimizer.param_groups)
+        usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self.copier.params)
+        return plain and usual and type(optimizer) in READERS
+
+    # What the job holds: every worker holds it.
+
+    def settle(self) -> None:
+        """Nothing is ever under way between steps."""
+
+    def read_values(self) -> None:
+        """All replicas are the same."""
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        self.copier.check_same(params)
