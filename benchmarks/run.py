@@ -1,125 +1,74 @@
-"""`make bench`: the costs of deciding and simulating, beside a peer and the limit. Results in out/bench/.
+"""`make bench`: what this library costs, beside its peers and the limit, all started in the same run. Results in out/bench/.
 
-make bench                          everything, some minutes
-make bench ARGS="--quick"           fewer steps and repeats
-make bench ARGS="--only scale"      one case: exchange, events, scale, training
+make bench                                        everything, some minutes
+make bench ARGS="--quick"                         fewer repeats
+make bench ARGS="--only allreduce --only bsp"     some cases
+
+allreduce  all-reduce of plain tensors, beside gloo
+exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
+bsp        a training step of two processes, beside DistributedDataParallel
+alone      a training step in a job of one, beside plain PyTorch
+idle       CPU time of a server that nobody asks anything
+events     a simulated step, beside SimPy
+scale      10,000 simulated workers
+training   training in virtual time, beside a plain loop
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
-from functools import partial
+import os
+import platform
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
-from exchange import compare
-from measure import Work, in_a_fresh_process, interleaved, save
-from peers import STEP, bare_heap, plain_training, simpy_ssp
-from polytempo.report.table import Table
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.run import simulate_job
+import allreduce
+import exchange
+import idle
+import steps
+from cases import Case
+from measure import save
+from rigs import ENVIRONMENT
+from runner import run_case
+from simulated import SIMULATED
+from verdicts import Judged, as_data, judge, last_line, table
 
 OUT = Path("out/bench")
-SIZES = (100, 1_000, 10_000)
-MODES = ("bsp", "bsp+backup:1", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "asp", "every:8", "every:8,wait=2", "delay:8")
-
-
-def simulated(sync: str, workers: int, steps: int) -> int:
-    return simulate_job(Cluster(workers=workers, step_time=Lognormal(*STEP)), sync, steps_each=steps).steps
-
-
-def events(quick: bool) -> None:
-    """The cost of a step at 100, 1,000 and 10,000 workers, for every mode, with SimPy and a bare heap beside them."""
-    total, repeats = (100_000, 1) if quick else (500_000, 3)
-    works: dict[str, Work] = {}
-    for name, work in _subjects().items():
-        for workers in SIZES:
-            works[f"{name} / {workers}"] = partial(work, workers, total // workers)
-    costs = interleaved(works, repeats)
-    allowed = math.log(SIZES[-1]) / math.log(SIZES[0])
-    rows = []
-    for name in _subjects():
-        few, _, many = (costs[f"{name} / {workers}"].median for workers in SIZES)
-        cells = [f"{costs[f'{name} / {n}'].median:.2f} ±{100 * costs[f'{name} / {n}'].spread:.0f} %" for n in SIZES]
-        rows.append((name, *cells, f"{many / few:.2f}"))
-    heads = ("microseconds a step", *(f"{n:,} workers" for n in SIZES), f"growth (log n: {allowed:.2f})")
-    save(OUT, "events", [Table("Cost of a simulated step", heads, tuple(rows))], costs)
-
-
-def _subjects() -> dict[str, Callable[[int, int], int]]:
-    ours = {sync: partial(simulated, sync) for sync in MODES}
-    return {**ours, "SimPy, ssp:3 by hand": partial(simpy_ssp, bound=3), "limit: a bare heap": bare_heap}
-
-
-def scale(quick: bool) -> None:
-    """10,000 workers x 1,000 steps under ssp:3, recording off, in a process of its own on one core."""
-    steps = 50 if quick else 1_000
-    code = (
-        "from polytempo.simulate.cluster import Cluster; from polytempo.simulate.durations import Lognormal\n"
-        "from polytempo.simulate.run import simulate_job\n"
-        f"simulate_job(Cluster(workers=10_000, step_time=Lognormal{STEP}), 'ssp:3', steps_each={steps})"
-    )
-    seconds, megabytes = in_a_fresh_process(code)
-    row = (f"10,000 workers x {steps:,} steps, ssp:3", f"{seconds:.1f} s", f"{megabytes:.0f} MB", "90 s, 1,000 MB")
-    table = Table("Scale", ("run", "time", "peak memory", "bar (1,000 steps)"), (row,))
-    save(OUT, "scale", [table], {"steps": steps, "seconds": seconds, "megabytes": megabytes})
-
-
-def training(quick: bool) -> None:
-    """A gradient in virtual time against a gradient in a plain loop."""
-    import torch
-
-    from polytempo.virtual.tasks import digits
-    from polytempo.virtual.train import train_virtually
-
-    torch.set_num_threads(1)
-    task, steps = digits(), 500 if quick else 4_000
-
-    def virtual(sync: str) -> int:
-        cluster = Cluster(workers=4, slow={3: 3.0})
-        run = train_virtually(task.model, task.data, task.loss, sync=sync, cluster=cluster, evaluate_every=1e9, steps=steps)
-        return run.outcome.steps
-
-    works: dict[str, Work] = {"limit: a plain loop": partial(plain_training, steps)}
-    works |= {sync: partial(virtual, sync) for sync in ("bsp", "ssp:3", "asp")}
-    costs = interleaved(works, 1 if quick else 5)
-    limit = costs["limit: a plain loop"].median
-    rows = tuple(
-        (name, f"{cost.median:.0f} ±{100 * cost.spread:.0f} %", f"{cost.median / limit:.2f}") for name, cost in costs.items()
-    )
-    save(OUT, "training", [Table("Training on digits", ("microseconds a gradient", "", "over the limit"), rows)], costs)
-
-
-def exchange(quick: bool) -> None:
-    """Push and pull through a server, one and four workers, beside torch.distributed.rpc."""
-    results = compare(quick)
-    rows = []
-    for result in results:
-        ms, spread = result["ms"], result["spread"]
-        cells = [f"{ms[who]:.3g} ±{100 * spread[who]:.0f} %" for who in ("ours", "rpc", "limit")]
-        rows.append((f"{result['workers']} / {result['size']}", *cells, f"{ms['rpc'] / ms['ours']:.2f}"))
-    heads = ("workers / size", "ours (ms)", "torch rpc (ms)", "limit: copies (ms)", "rpc over ours")
-    save(OUT, "exchange", [Table("Push and pull, plain SGD, one server", heads, tuple(rows))], results)
-
-
-CASES: dict[str, Callable[[bool], None]] = {
-    "exchange": exchange,
-    "events": events,
-    "scale": scale,
-    "training": training,
+CASES: dict[str, Case] = {
+    case.name: case for case in (allreduce.CASE, exchange.CASE, steps.BSP, steps.JOB_OF_ONE, idle.CASE)
 }
+
+
+def bench(case: Case, quick: bool) -> list[Judged]:
+    """Measure a case, write its table and its figures."""
+    rows = run_case(case, quick)
+    save(OUT, case.name, [table(case, rows)], {**as_data(case, rows), "quick": quick, "machine": machine()})
+    return judge(case, rows)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure is worth elsewhere."""
+    from importlib.metadata import version
+
+    return {"cores": os.cpu_count(), "system": platform.platform(), "torch": version("torch"), "load": os.getloadavg()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=CASES, help="one case")
+    parser.add_argument("--only", choices=(*CASES, *SIMULATED), action="append", help="this case; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
     arguments = parser.parse_args()
-    for name, case in CASES.items():
-        if arguments.only in (None, name):
-            case(arguments.quick)
+    os.environ |= ENVIRONMENT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
+    wanted = arguments.only or (*CASES, *SIMULATED)
+    judged = {name: bench(case, arguments.quick) for name, case in CASES.items() if name in wanted}
+    for name, simulated in SIMULATED.items():
+        if name in wanted:
+            simulated(arguments.quick)
+    if judged:
+        print(last_line(judged))
 
 
 if __name__ == "__main__":

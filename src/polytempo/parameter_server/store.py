@@ -154,10 +154,8 @@ class Store:
             self._pool.shelf.collect()
         if not self._loan.count:
             return
-        free = next((item for item in self._earlier if not item[1].count), None)
-        if free is not None:
-            self._earlier.remove(free)
-        flats, loan = free or (self._flats(), Loan())
+        free = next((index for index, (_, loan) in enumerate(self._earlier) if not loan.count), None)
+        flats, loan = (self._flats(), Loan()) if free is None else self._earlier.pop(free)
         for dtype, flat in self.values.items():
             flats[dtype].copy_(flat)
         self._earlier.append((self.values, self._loan))

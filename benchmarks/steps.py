@@ -1,0 +1,152 @@
+"""Whole training steps (forward, backward, optimizer): together with others, beside DDP; and alone, beside plain PyTorch.
+
+SGD with momentum, one thread a process. The limit is the same step in as many processes at once that do not communicate. It
+is no strict one: `zero_grad` gives the gradients' memory back, and 80 MB of fresh pages cost some 20 ms a step, which those
+save who keep gradients in buckets. So DDP is shown as it comes and with `gradient_as_bucket_view`; the bar is on the first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cases import Bar, Case, Cell, Ratio, Subject
+from jobs import start_job
+from rigs import Rig, Round, answer
+
+MLP, CNN, SMALL = "MLP of 80 MB", "small CNN", "MLP of 20 MB"
+VIEWS = "views"
+
+
+def _mlp(width: int, batch: int) -> tuple[Any, Any, Any]:
+    import torch
+    from torch import nn
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), torch.randn(batch, width), torch.randint(width, (batch,))
+
+
+def _cnn(batch: int) -> tuple[Any, Any, Any]:
+    import torch
+    from torch import nn
+
+    convolutions = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()
+    rest = nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10)
+    return nn.Sequential(*convolutions, *rest), torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
+
+
+#: Model, inputs and targets. The batches make a step alone last about 150, 10 and 100 ms.
+TASKS = {MLP: partial(_mlp, 2240, 64), CNN: partial(_cnn, 32), SMALL: partial(_mlp, 1120, 256)}
+
+
+def _task(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, inputs and targets; every worker has data of its own."""
+    import torch
+
+    torch.manual_seed(rank)
+    model, inputs, targets = TASKS[work]()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets
+
+
+def _step(model: Any, optimizer: Any, inputs: Any, targets: Any) -> Round:
+    from torch.nn.functional import cross_entropy
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def plain_worker(pipe: Connection, rank: int) -> None:
+    answer(pipe, lambda work, _: _step(*_task(work, rank)))
+
+
+def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | None) -> None:
+    """The way is asked for by name, so that a job which cannot take it says so instead of taking another."""
+    import polytempo as pt
+
+    def make(work: str, variant: str) -> Round:
+        model, optimizer, inputs, targets = _task(work, rank)
+        return _step(model, pt.DistributedOptimizer(optimizer, model, via=via), inputs, targets)
+
+    pt.init(job_file, rank)
+    answer(pipe, make)
+    pt.shutdown()
+
+
+def ddp_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def make(work: str, variant: str) -> Round:
+        model, optimizer, inputs, targets = _task(work, rank)
+        together = DistributedDataParallel(model, gradient_as_bucket_view=variant == VIEWS)
+        return _step(together, optimizer, inputs, targets)
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
+    answer(pipe, make)
+    dist.destroy_process_group()
+
+
+def start_plain(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(plain_worker, workers)
+
+
+def start_by_server(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(our_worker, workers, start_job(rig, workers, servers, "bsp"), "ps")
+
+
+def start_by_all_reduce(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(our_worker, workers, start_job(rig, workers, servers, "bsp", via="allreduce"), "allreduce")
+
+
+def start_without_launcher(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(our_worker, 1, None, None)
+
+
+def start_ddp(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(ddp_worker, workers, str(rig.directory), workers)
+
+
+OURS = ("ours, server", "ours, all-reduce")
+OVER_DDP = Ratio("ours (best) / DDP", OURS, ("DDP",))
+PLAIN = "limit: no communication"
+
+BSP = Case(
+    name="bsp",
+    title="A BSP training step of 2 processes, milliseconds",
+    cells=tuple(Cell(work, work, workers=2, servers=1) for work in (MLP, CNN)),
+    subjects=(
+        Subject(OURS[0], start_by_server),
+        Subject(OURS[1], start_by_all_reduce),
+        Subject("DDP", start_ddp),
+        Subject("DDP, bucket views", start_ddp, VIEWS),
+        Subject(PLAIN, start_plain),
+    ),
+    ratios=(
+        OVER_DDP,
+        Ratio("ours (best) / bucket views", OURS, ("DDP, bucket views",)),
+        Ratio("ours (best) / limit", OURS, (PLAIN,)),
+    ),
+    bars=(Bar(OVER_DDP, (MLP,), most=0.85), Bar(OVER_DDP, (CNN,), most=1.0)),
+)
+
+SERVER, ALONE, TORCH = "ours, a server", "ours, no launcher", "limit: plain PyTorch"
+THROUGH_SERVER = Ratio("server / plain", (SERVER,), (TORCH,))
+NO_LAUNCHER = Ratio("no launcher / plain", (ALONE,), (TORCH,))
+
+JOB_OF_ONE = Case(
+    name="alone",
+    title="A training step in a job of one, milliseconds",
+    cells=(Cell(SMALL, SMALL, workers=1, servers=1),),
+    subjects=(
+        Subject(SERVER, start_by_server),
+        Subject(ALONE, start_without_launcher),
+        Subject(TORCH, start_plain),
+    ),
+    ratios=(THROUGH_SERVER, NO_LAUNCHER),
+    bars=(Bar(THROUGH_SERVER, (SMALL,), most=1.10), Bar(NO_LAUNCHER, (SMALL,), most=1.02)),
+)
