@@ -37,6 +37,7 @@ class JobPlan:
     limits: Limits = field(default_factory=Limits)
     checkpoint_every: int = 0
     resumed: dict[str, Any] = field(default_factory=dict)  #: the manifest of the checkpoint to go on from
+    recorded: bool = True  #: does anybody read the lines of the record?
 
     @property
     def first_step(self) -> int:

@@ -10,18 +10,19 @@ first was answered already, the answer is given again, at a new place of the log
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.coordinate.ledger import Account, sum_up
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.plan import JobPlan
-from polytempo.coordinate.track import Seat, Track, disagreement, hyper_of, open_track
+from polytempo.coordinate.track import Seat, Track, disagreement, open_track
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Save, Seed, Setup
 from polytempo.protocol.messages import Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
 from polytempo.protocol.values import Proposal, PushId
-from polytempo.records.lines import MAIN, MEAN, action_line, event_line
+from polytempo.records.lines import MAIN, MEAN, Line, action_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 
@@ -155,7 +156,7 @@ class Sequencer:
     def _accept(self, track: Track, seat: Seat, push: Push, now: float) -> list[Order]:
         """A new push, in its turn: the policy decides."""
         worker = push.id.worker
-        event = Pushed(worker, push.id.step, push.samples, hyper_of(push.hyper))
+        event = Pushed(worker, push.id.step, push.samples, track.hyper(push.hyper))
         track.count(event, push)
         before, seat.exchange, seat.attempt = seat.exchange, push.id.step, push.attempt
         self._tally(track, push)
@@ -229,17 +230,18 @@ class Sequencer:
     def _feed(self, track: Track, event: Event, now: float) -> list[Order]:
         actions = track.policy.handle(event, now)
         self._check_budget(now)
-        line = event_line(event, now)
-        orders: list[Order] = [Write(track.mark(line))] if line is not None else []
+        orders = self._written(track, event_line, event, now)
         last = {action.worker: action.step for action in actions if isinstance(action, Release)}
         for action in actions:
-            line = action_line(action, now)
-            if line is not None:
-                orders.append(Write(track.mark(line)))
+            orders += self._written(track, action_line, action, now)
             if isinstance(action, Release) and last[action.worker] != action.step:
                 continue  # several steps at once are one answer
             orders += self._carry_out(track, action, now)
         return orders
+
+    def _written(self, track: Track, line_of: Callable[[Any, float], Line | None], what: Any, now: float) -> list[Order]:
+        line = line_of(what, now) if self.plan.recorded else None
+        return [] if line is None else [Write(track.mark(line))]
 
     def _carry_out(self, track: Track, action: Action, now: float) -> list[Order]:
         if isinstance(action, Apply):
@@ -279,7 +281,7 @@ class Sequencer:
         if track.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
                 self.accounts[push.worker].stale(stale)
-        lines = track.update_lines(action, now, self.plan.shards, staleness)
+        lines = track.update_lines(action, now, self.plan.shards, staleness) if self.plan.recorded else ()
         return [ToShards(update), *(Write(line) for line in lines)]
 
     def _held(self, track: Track, seat: Seat, hold: Hold) -> ToWorker:

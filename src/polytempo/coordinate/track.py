@@ -56,6 +56,7 @@ class Track:
     seats: dict[int, Seat] = field(default_factory=dict)
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
+    _hyper: tuple[Sequence[dict[str, Any]], Hyper] = ((), ())  # of the last push: they seldom change
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
     @property
@@ -109,6 +110,12 @@ class Track:
             staleness=seat.staleness,
             members=tuple(sorted(self.seats)) if self.proposal.apply == "peers" else (),
         )
+
+    def hyper(self, groups: Sequence[dict[str, Any]]) -> Hyper:
+        """`hyper_of` a push."""
+        if groups != self._hyper[0]:
+            self._hyper = groups, hyper_of(groups)
+        return self._hyper[1]
 
     def count(self, event: Pushed, push: Push) -> None:
         """A push is handed to the policy, which will give back this very event."""

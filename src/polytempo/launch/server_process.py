@@ -40,14 +40,20 @@ def serve(config: dict[str, Any]) -> None:
     index, pool = config["index"], Pool(Shelf())
     limits = {name: value for name, value in config["limits"].items() if value is not None}
     plan = JobPlan(
-        config["size"], config["shards"], config["sync"], Limits(**limits), config["checkpoint_every"], config["resumed"]
+        config["size"],
+        config["shards"],
+        config["sync"],
+        Limits(**limits),
+        config["checkpoint_every"],
+        config["resumed"],
+        recorded=bool(config["record"]),
     )
     endpoints: list[Endpoint] = [StreamEndpoint(config["path"], pool, STRANGER_LIMIT)]
     if config["listen"]:
         keys = config["keys"] and JobKeys(WorkerKeys(**config["keys"]["workers"]), config["keys"]["server_secret"])
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
-    keeper = Keeper(index, plan.shards, pool, checkpoints, resume)
+    keeper = Keeper(index, plan.shards, pool, checkpoints, resume, plan.size)
     if index:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:

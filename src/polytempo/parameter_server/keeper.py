@@ -3,7 +3,7 @@
 The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
 but two queues, so nothing is locked, and a decision never waits behind an optimizer step that takes its time. What takes
 less time than handing it over (judged by the last update of the same optimizer) is carried out at once, by the desk, if the
-thread has nothing to do.
+thread has nothing to do. So is what delays nobody: when the only worker, or all of a barrier, wait for this very update.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from polytempo.transport.pool import Pool
 
 #: Handing an entry to the thread and its answer back takes about so many seconds.
 HAND_OVER = 300e-6
+#: An update for which everybody waits may keep the desk from its other business for so long.
+PATIENCE = 50e-3
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
 
@@ -48,8 +50,11 @@ class ForWorker:
 class Keeper:
     """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
 
-    def __init__(self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None) -> None:
+    def __init__(
+        self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None, workers: int = 1
+    ) -> None:
         self.shard, self.shards = shard, shards
+        self._workers = workers
         self.bell = Bell()
         self.stores: dict[str, Store] = {}
         self._pool = pool
@@ -65,8 +70,7 @@ class Keeper:
     def put(self, entry: Entry, pushes: Pushes) -> None:
         """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
         if self._given == self._finished and self._is_small(entry):
-            with torch.no_grad():
-                self._try(entry, pushes)
+            self._try(entry, pushes)
         else:
             self._given += 1
             self._entries.put((entry, pushes))
@@ -74,7 +78,8 @@ class Keeper:
     def _is_small(self, entry: Entry) -> bool:
         if isinstance(entry, Update):
             alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
-            return alone and self._took.get(entry.track, 1.0) < HAND_OVER
+            allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
+            return alone and self._took.get(entry.track, 1.0) < allowed
         return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what != "state")
 
     def take(self) -> list[ForWorker | AnyMessage]:
@@ -136,7 +141,9 @@ class Keeper:
             self._save(entry.name)
 
     def _set_up(self, entry: Setup) -> None:
-        store = self.stores[entry.track] = Store(entry.proposal, self.shard, self.shards, self._pool)
+        store = self.stores[entry.track] = Store(
+            entry.proposal, self.shard, self.shards, self._pool, alone=self._workers == 1
+        )
         if entry.resume and self._resume is not None:
             shards = read_shards(self._resume, entry.track, entry.proposal)
             store.seed(load_values(shards, store))

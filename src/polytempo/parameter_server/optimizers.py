@@ -79,11 +79,27 @@ def spare_dynamo() -> None:
             plain.__dynamo_disable = plain
 
 
-def settle(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as torch wants them on a server: pairs are tuples, nothing is captured in a CUDA graph."""
+#: Classes whose fused form does a step in one pass; below so many elements that is no gain.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED_FROM = 1 << 14
+
+
+def settle(group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, alone: bool = True) -> dict[str, Any]:
+    """Hyper-parameters as torch wants them on a server: pairs are tuples, nothing is captured in a CUDA graph.
+
+    Where the user has left the choice to torch, the fused form is taken for large tensors. It rounds differently, but for
+    SGD without momentum, so a worker that is alone, and is promised plain PyTorch's bits, gets the plain form.
+    """
     settled = {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
     if "capturable" in settled:
         settled["capturable"] = False
-    if settled.get("foreach") is None and "foreach" in settled:
-        settled["foreach"] = False  # what torch chooses for the CPU, without asking each time
+    if "foreach" in settled and settled["foreach"] is None and not settled.get("fused"):
+        same_bits = type(optimizer) is torch.optim.SGD and settled["momentum"] == 0
+        wanted = (same_bits or not alone) and type(optimizer) in FUSED and not settled["differentiable"]
+        settled |= {"foreach": False, "fused": True} if wanted and _is_large(optimizer) else {"foreach": False}
     return settled
+
+
+def _is_large(optimizer: torch.optim.Optimizer | None) -> bool:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return int(sum(param.numel() for group in groups for param in group["params"])) >= FUSED_FROM

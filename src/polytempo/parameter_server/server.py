@@ -10,11 +10,13 @@ The other servers send their arrivals to the first one and get the log from it, 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import zmq
 
 from polytempo.errors import PeerError, PolytempoError
@@ -37,6 +39,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
+from polytempo.transport.poller import Poller
 
 #: What somebody who has said who it is may send at once.
 MEMBER_LIMIT = 1 << 40
@@ -61,7 +64,7 @@ class Server:
         self._to_first = to_first
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
         self._workers: dict[int, Peer] = {}
-        self._poller = zmq.Poller()
+        self._poller = Poller()
         for endpoint in endpoints:
             endpoint.attach(self._poller)
         self._poller.register(keeper.bell.fileno, zmq.POLLIN)
@@ -73,6 +76,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until the job is over."""
+        torch.set_grad_enabled(False)  # in this thread
         try:
             while not self.over:
                 self.turn()
@@ -88,7 +92,7 @@ class Server:
     def turn(self) -> None:
         """Wait for something to happen, and deal with it."""
         wait = self._first.patience(time.monotonic()) if self._first else None
-        ready = dict(self._poller.poll(None if wait is None else max(0, int(wait * 1000 + 0.999))))
+        ready = self._poller.poll(None if wait is None else max(0, int(wait * 1000 + 0.999)))
         for endpoint in self._endpoints:
             for event in endpoint.handle(ready):
                 self._take(event)
@@ -128,17 +132,22 @@ class Server:
             if before is not None and before.who.incarnation > message.incarnation:
                 raise PeerError(f"worker {message.rank} was started again; this is an earlier life of it")
             self._workers[message.rank] = peer
-            peer.send(encode(Welcome(size=self._size, shards=self.keeper.shards)))
+            self._welcome(peer)
         elif self._first is None or not self._first.greet(peer, message):
             raise PeerError(f"{message.role!r} is not served here")
         peer.who = message
         peer.limit = MEMBER_LIMIT
 
+    def _welcome(self, peer: Peer) -> None:
+        alone = self._size == self.keeper.shards == 1 and torch.get_num_threads() == 1
+        thread = threading.get_native_id() if alone else 0
+        peer.send(encode(Welcome(size=self._size, shards=self.keeper.shards, thread=thread)))
+
     def _hear(self, peer: Peer, message: AnyMessage, buffers: list[Bytes]) -> None:
         if isinstance(message, Hello):
             if message != peer.who:
                 raise PeerError("somebody who has said who it is cannot be somebody else")
-            peer.send(encode(Welcome(size=self._size, shards=self.keeper.shards)))  # the first welcome was lost
+            self._welcome(peer)  # the first welcome was lost
             return
         if not isinstance(message, Push):
             if self._first is None:

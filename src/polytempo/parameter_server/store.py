@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.errors import PeerError
 from polytempo.parameter_server.optimizers import build, is_whole, settle
-from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
+from polytempo.parameter_server.state import RunState, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal
@@ -65,8 +66,9 @@ class Loan:
 class Store:
     """What one shard holds of one optimizer."""
 
-    def __init__(self, proposal: Proposal, shard: int, shards: int, pool: Pool | None = None) -> None:
+    def __init__(self, proposal: Proposal, shard: int, shards: int, pool: Pool | None = None, alone: bool = True) -> None:
         self.proposal = proposal
+        self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._pool = pool or Pool()
         self.version = 0
         self.skipped = False
@@ -78,12 +80,13 @@ class Store:
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
         self._expected = [stretch.nbytes for stretch in self.stretches]
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
-        self.values: Flats = self._flats()
+        self.values, self._bytes = self._flats()
         self._mean_here: Flats | None = None  # the memory for means, once there was one
         self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
         self._canonical = {place.index: place.start for place in lay_out(proposal.tensors, 1).places} if whole else None
         self._loan = Loan()
-        self._earlier: list[tuple[Flats, Loan]] = []  # values that somebody still read when they were replaced
+        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
+        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if proposal.apply == "server":
@@ -96,8 +99,10 @@ class Store:
 
     # Where everything lies.
 
-    def _flats(self) -> Flats:
-        return {s.dtype: as_tensor(self._pool.allocate(s.nbytes), s.dtype) for s in self.stretches}
+    def _flats(self) -> tuple[Flats, list[Bytes]]:
+        """New flat tensors, and their memory, stretch by stretch."""
+        memory = [self._pool.allocate(stretch.nbytes) for stretch in self.stretches]
+        return {s.dtype: as_tensor(data, s.dtype) for s, data in zip(self.stretches, memory, strict=True)}, memory
 
     def _piece_of(self, place: Place) -> list[tuple[Place, int, int]]:
         """The part of a tensor that is here, in elements of this shard's flat tensor."""
@@ -121,7 +126,8 @@ class Store:
         return runs
 
     def _view(self, flats: Flats, run: Run) -> torch.Tensor:
-        view = flats[run.dtype][run.start : run.stop]
+        flat = flats[run.dtype]
+        view = flat if run.stop - run.start == flat.numel() else flat[run.start : run.stop]
         return view.view(run.shape) if run.shape else view
 
     # Values in and out.
@@ -129,7 +135,7 @@ class Store:
     def lend(self) -> tuple[list[Bytes], Done]:
         """The memory of the values, to be sent; call the second when it was."""
         self._loan.out()
-        return [as_bytes(self.values[s.dtype]) for s in self.stretches], self._loan.back
+        return self._bytes, self._loan.back
 
     def seed(self, buffers: Sequence[Bytes]) -> None:
         """Take these values."""
@@ -155,11 +161,11 @@ class Store:
         if not self._loan.count:
             return
         free = next((index for index, (_, loan) in enumerate(self._earlier) if not loan.count), None)
-        flats, loan = (self._flats(), Loan()) if free is None else self._earlier.pop(free)
+        (flats, memory), loan = (self._flats(), Loan()) if free is None else self._earlier.pop(free)
         for dtype, flat in self.values.items():
             flats[dtype].copy_(flat)
-        self._earlier.append((self.values, self._loan))
-        self.values, self._loan = flats, loan
+        self._earlier.append(((self.values, self._bytes), self._loan))
+        self.values, self._bytes, self._loan = flats, memory, loan
         for run in self.runs:
             run.param.data = self._view(self.values, run)
 
@@ -222,13 +228,16 @@ class Store:
         for dtype, start, stop in without:
             self._split(dtype, start)
             self._split(dtype, stop)
+        if hyper != self._hyper:
+            for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+                group.update(settle(values, self._optimizer, self._alone))
+            self._hyper = hyper
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
-            group.update(settle(values))
             group["lr"] = values["lr"] * rate
         for run in self.runs:
             left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
             run.param.grad = None if left_alone else self._view(mean, run)
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._plain_step(self._optimizer)
         for run in self.runs:
             run.param.grad = None

@@ -156,6 +156,7 @@ class Welcome(Message):
 
     size: int
     shards: int
+    thread: int = 0  #: of a server that has one worker only: which may be called over to the worker's core
 
 
 class Answer(Message):

@@ -87,7 +87,7 @@ class ThreadJob:
         first = First(self.sequencer, writer, checkpoints, facts)
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            keeper = Keeper(index, servers, pools[index], checkpoints, path)
+            keeper = Keeper(index, servers, pools[index], checkpoints, path, workers)
             to_first = self.connect(0, Pool()) if index else None
             self.servers.append(Server(keeper, [endpoint], workers, None if index else first, to_first))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,12 +14,25 @@ from polytempo.errors import UsageError, nearest
 PLAIN = (bool, int, float, str, type(None))
 
 
-def plain_groups(groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The hyper-parameters of all groups."""
-    return tuple(
-        {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
-        for group in groups
-    )
+class Hyper:
+    """The hyper-parameters of all groups as they travel. They seldom change; what was looked at is not looked at again."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._plain: tuple[dict[str, Any], ...] = ()
+
+    def of(self, groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """As they are now."""
+        groups = list(groups)
+        seen = [value for group in groups for name, value in group.items() if name != "params"]
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
+            self._plain = tuple(
+                {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+                for group in groups
+            )
+            self._seen = seen
+        return self._plain
 
 
 def _plain(name: str, value: Any) -> Any:

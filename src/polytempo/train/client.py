@@ -44,6 +44,8 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.transport.channel import Bytes, Channel
+from polytempo.transport.cores import Companion
+from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 #: Who waits longer than this says for whom; then after twice as long, and so on.
@@ -100,6 +102,7 @@ class Client:
         self.rank, self.incarnation = rank, incarnation
         self.size = 0
         self.stop = False
+        self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.bytes_sent = self.bytes_received = 0
         self.retry = retry
         self.pool = pool
@@ -109,7 +112,7 @@ class Client:
         self._requests = 0
         self._overlapping = False
         self._welcomes: set[int] = set()
-        self._poller = zmq.Poller()
+        self._poller = Poller()
         for channel in channels:
             self._poller.register(channel.pollable(), zmq.POLLIN)
             channel.send(encode(self._hello()))
@@ -270,14 +273,16 @@ class Client:
 
     def _receive(self, timeout: float) -> bool:
         """Take every message that is there, waiting at most so long for the first; was there one?"""
-        ready = dict(self._poller.poll(int(timeout * 1000)))
+        ready = self._poller.poll(int(timeout * 1000))
         got = False
         for shard, channel in enumerate(self._channels):
-            while channel.pollable() in ready and (received := channel.receive()) is not None:
+            more = channel.pollable() in ready
+            while more and (received := channel.receive()) is not None:
                 got = True
                 header, buffers = received
                 self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
                 self._hear(shard, decode(header), buffers)
+                more = channel.may_have_more()
         return got
 
     def _hear(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
@@ -294,6 +299,7 @@ class Client:
             self._send_seed(message.track)
         elif isinstance(message, Welcome):
             self.size = message.size
+            self.companion = Companion(message.thread) if message.thread else None
             self._welcomes.add(shard)
         elif isinstance(message, Refused):
             raise UsageError(f"worker {self.rank}: {message.reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ class Exchange:
             **about,
         )
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
-        with self.session.lock:
+        companion = self.client.companion if torch.get_num_threads() == 1 else None
+        with self.session.lock, companion.here() if companion else nullcontext():
             self.client.push(push, parts)
             self.client.wait_for_release(self.name, self.step + 1)
         self.step = self.line.released if self.spec.mode.name != "delay" else self.step + 1

@@ -57,10 +57,28 @@ class Flat:
             )
             for place in layout.places
         }
+        self._finite: dict[int, int] = {}  # views that were found finite, and their version then
         self.parts = [[self._part(s.dtype, s.start, s.stop) for s in stretches] for stretches in layout.shards]
 
     def _part(self, dtype: str, start: int, stop: int) -> Bytes:
         return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
+
+    def find_finite(self, index: int) -> bool:
+        """Are all elements of one view numbers? What is no number survives a sum."""
+        view = self.views[index]
+        finite = math.isfinite(view.sum().item()) or bool(torch.isfinite(view).all())
+        if finite:
+            self._finite[index] = view._version
+        return finite
+
+    def is_finite(self) -> bool:
+        """Are all elements numbers? Views that did not change since they were last looked at are not looked at again."""
+        unknown = [index for index, view in self.views.items() if self._finite.get(index) != view._version]
+        return all(self.find_finite(index) for index in unknown)
+
+    def changed_all(self) -> None:
+        """Something was written that views do not know of."""
+        self._finite.clear()
 
 
 class Copier:
@@ -131,6 +149,8 @@ class Copier:
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
         flat = self._staging
+        if self._staged:
+            flat.changed_all()
         with torch.no_grad():
             for shard, buffers in parts.items():
                 for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
@@ -146,6 +166,7 @@ class Copier:
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """The agreed gradients, into `.grad` of every parameter but those for which nobody had one."""
         flat = self._staging
+        flat.changed_all()
         with torch.no_grad():
             for shard, buffers in parts.items():
                 for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
@@ -167,8 +188,3 @@ class Copier:
     def _synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
-
-
-def is_finite(flat: Flat) -> bool:
-    """Are all elements numbers? One pass: what is no number survives a sum."""
-    return all(math.isfinite(t.sum().item()) or bool(torch.isfinite(t).all()) for t in flat.tensors.values())

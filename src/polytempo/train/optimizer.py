@@ -27,9 +27,9 @@ from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import check_optimizer
 from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
-from polytempo.train.choices import check_choices, names_of, plain_groups
+from polytempo.train.choices import Hyper, check_choices, names_of
 from polytempo.train.exchange import Exchange
-from polytempo.train.flat import Flat, describe, is_finite
+from polytempo.train.flat import Flat, describe
 from polytempo.train.peers import PeerExchange
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
@@ -73,6 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._names = names_of(self._params, named_parameters, model)
         self._model = model
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._hyper = Hyper()
         self._agreed = False  # synchronize() was called since the last step
         self._nonfinite_seen = 0
         self._alone_steps = 0
@@ -170,7 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not skip:
             flat, absent = exchange.gradients()
             about |= {"absent": absent, "nonfinite": self._look_at(flat)}
-        exchange.push(flat, plain_groups(self.param_groups), average=not self._agreed, samples=samples, **about)
+        exchange.push(flat, self._hyper.of(self.param_groups), average=not self._agreed, samples=samples, **about)
         if exchange.line.skipped:
             return
         if not self._agreed and self._clip_norm is None and exchange.may_read_in_place(self.inner):
@@ -201,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not skip:
             flat, about = self._change(exchange, closure) if self._apply == "delta" else self._gradient(exchange)
         exchange.push(
-            flat, plain_groups(self.param_groups), samples=weight, computed=computed, **about, **self._position(samples)
+            flat, self._hyper.of(self.param_groups), samples=weight, computed=computed, **about, **self._position(samples)
         )
         return self._closure_loss
 
@@ -235,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return {"position": sampler.position()}
 
     def _look_at(self, flat: Flat) -> bool:
-        if is_finite(flat):
+        if flat.is_finite():
             return False
         self._nonfinite_seen += 1
         if self._nonfinite == "refuse":
@@ -372,7 +373,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             apply="peers" if peers else "mean" if mean else self._apply,
             optimizer=name,
             tensors=describe(self._params, self._names, self._groups),
-            groups=plain_groups(self.param_groups),
+            groups=self._hyper.of(self.param_groups),
             clip_norm=self._clip_norm if on_server or peers else None,
         )
 

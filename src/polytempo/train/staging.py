@@ -29,6 +29,7 @@ class Staging:
             if param.device.type == "cpu" and param.is_contiguous()
         }
         self._params = list(params)
+        self._flat = flat
         hook = _hook(weakref.ref(self))
         for index in self._views:
             if params[index].requires_grad:
@@ -41,6 +42,7 @@ class Staging:
         if grad is not view and _fits(grad, view):
             with torch.no_grad():
                 view.copy_(grad)
+                self._flat.find_finite(index)  # now it is in the cache
             param.grad = view
 
     def adopt(self) -> None:

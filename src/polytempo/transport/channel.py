@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
-import zmq
 
 from polytempo.errors import UsageError
+from polytempo.transport.poller import Poller
 
 Bytes = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 Done = Callable[[], None]
@@ -67,7 +67,7 @@ class Endpoint(ABC):
     address: str
 
     @abstractmethod
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Poller) -> None:
         """Tell the poller what to watch, from now on."""
 
     @abstractmethod
@@ -89,6 +89,10 @@ class Channel(ABC):
     @abstractmethod
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
         """The next message if one is there."""
+
+    def may_have_more(self) -> bool:
+        """After a message: is another there that no poller would tell of?"""
+        return True
 
     @abstractmethod
     def pollable(self) -> Any:

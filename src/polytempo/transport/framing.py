@@ -28,7 +28,9 @@ NONE = (1 << 32) - 1  # in place of a segment: there is none
 SEGMENT_COUNT_LIMIT = 128
 SEGMENT_COST = 1 << 20
 ANCILLARY = socket.CMSG_SPACE(SEGMENT_COUNT_LIMIT * 4)
-FLAGS = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+FLAGS_LATER = socket.MSG_CMSG_CLOEXEC
+FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT  # who asks for a message does not wait for its beginning
+SCRATCH = 32 << 10
 #: Buffers as small as this are copied behind their header and sent with it.
 JOIN_UP_TO = 64 << 10
 
@@ -88,26 +90,29 @@ class Writer:
 
 
 class Reader:
-    """Reads messages piece by piece, as bytes come; each buffer directly into the memory it will be used from."""
+    """Reads messages piece by piece, as bytes come; a large buffer directly into the memory it will be used from.
+
+    With `ahead` small pieces are read together, perhaps with the beginning of the next message.
+    """
 
     def __init__(self, pool: Pool, limit: int) -> None:
         self.limit = limit
+        self.ahead = False
         self._pool = pool
         self._segments: list[Segment] = []
         self._descriptors: list[int] = []
         self._messages = self._read()
         self._want: memoryview = next(self._messages)
         self._at_start = True
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._have = self._scratch[:0]  # read and not yet used
         self._done: tuple[bytes, list[Bytes]] | None = None
 
     def read(self, sock: socket.socket) -> tuple[bytes, list[Bytes]]:
         """The next message. EOFError at the end. BlockingIOError when nothing is there, or, if the socket does not block,
         when only a part is there, which is kept."""
         while True:
-            count = self._receive(sock)
-            if not count:
-                raise EOFError
-            self._want = self._want[count:]
+            self._fill(sock)
             if not self._want:
                 self._at_start = False
                 self._want = next(self._messages)
@@ -116,14 +121,32 @@ class Reader:
                     self._at_start = True
                     return message
 
-    def _receive(self, sock: socket.socket) -> int:
+    def is_ahead(self) -> bool:
+        """Was more read than has been asked for?"""
+        return bool(self._have)
+
+    def _fill(self, sock: socket.socket) -> None:
+        if self._have:
+            count = min(len(self._want), len(self._have))
+            self._want[:count] = self._have[:count]
+            self._have = self._have[count:]
+            self._want = self._want[count:]
+        elif self.ahead and len(self._want) < SCRATCH:
+            self._have = self._scratch[: self._receive(sock, self._scratch)]
+        else:
+            self._want = self._want[self._receive(sock, self._want) :]
+
+    def _receive(self, sock: socket.socket, target: memoryview) -> int:
         """Descriptors come with the first bytes of a message."""
-        if not self._at_start:
-            return sock.recv_into(self._want)
-        count, ancillary, _, _ = sock.recvmsg_into([self._want], ANCILLARY, FLAGS)
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) - len(data) % 4])
+        if not self.ahead and not self._at_start:
+            count = sock.recv_into(target)
+        else:
+            count, ancillary, _, _ = sock.recvmsg_into([target], ANCILLARY, FLAGS if self._at_start else FLAGS_LATER)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) - len(data) % 4])
+        if not count:
+            raise EOFError
         return count
 
     def _read(self) -> Iterator[memoryview]:
@@ -145,9 +168,7 @@ class Reader:
             if total > self.limit:
                 raise PeerError(f"a message of {total} bytes was refused; at most {self.limit} are taken")
             buffers = self._buffers(entries, *loan)
-            for buffer in buffers:
-                if buffer.nbytes and not isinstance(buffer, Borrowed):
-                    yield buffer.data
+            yield from _to_fill(buffers)
             self._done = bytes(memoryview(table)[ENTRY.size * count :]), buffers
             del buffers  # kept here, they could never be given back
 
@@ -189,3 +210,10 @@ class Reader:
             os.close(descriptor)
         self._descriptors.clear()
         self._segments.clear()
+
+
+def _to_fill(buffers: Sequence[Bytes]) -> Iterator[memoryview]:
+    """The buffers whose bytes are still to come."""
+    for buffer in buffers:
+        if buffer.nbytes and not isinstance(buffer, Borrowed):
+            yield buffer.data

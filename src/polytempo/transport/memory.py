@@ -16,6 +16,7 @@ import zmq
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.poller import Poller
 
 Message = tuple[bytes, list[Bytes]]
 
@@ -74,7 +75,7 @@ class MemoryEndpoint(Endpoint):
         self.inbox: deque[Received | Closed] = deque()
         self.closed = False
 
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Poller) -> None:
         poller.register(self.bell.fileno, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:

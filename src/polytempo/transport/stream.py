@@ -19,9 +19,11 @@ import zmq
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
 from polytempo.transport.framing import Piece, Reader, Writer, send_piece
+from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 SOCKET_BUFFER = 4 << 20
+IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)  # as plain numbers: they are looked at often
 
 
 class StreamPeer(Peer):
@@ -85,14 +87,14 @@ class StreamEndpoint(Endpoint):
         self._pool = pool
         self._limit = stranger_limit
         self._peers: dict[int, StreamPeer] = {}
-        self._poller: zmq.Poller | None = None
+        self._poller: Poller | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         os.chmod(path, 0o600)
         self._listener.listen(128)
         self._listener.setblocking(False)
 
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Poller) -> None:
         self._poller = poller
         poller.register(self._listener.fileno(), zmq.POLLIN)
 
@@ -102,9 +104,9 @@ class StreamEndpoint(Endpoint):
             self._accept()
         for fileno, peer in list(self._peers.items()):
             state = ready.get(fileno, 0)
-            if state & zmq.POLLOUT:
+            if state & OUT:
                 peer.flush()
-            if state & (zmq.POLLIN | zmq.POLLERR):
+            if state & IN:
                 events += self._read(peer)
         return events
 
@@ -129,9 +131,10 @@ class StreamEndpoint(Endpoint):
         peer.reader.limit = peer.limit
         try:
             while True:
+                peer.reader.ahead = peer.who is not None  # what it may send depends on who it is
                 events.append(Received(peer, *peer.reader.read(peer.sock)))
-                if peer.who is None:
-                    break  # what it may send depends on who it is
+                if not peer.reader.is_ahead():
+                    break  # if there is more, the poller will say so
         except BlockingIOError:
             return events
         except (EOFError, OSError):
@@ -176,6 +179,7 @@ class StreamChannel(Channel):
         self._sock = _connected(path, patience)
         _widen(self._sock)
         self._reader = Reader(pool, limit)
+        self._reader.ahead = True
         self._writer = Writer(pool)
         self._path = path
 
@@ -197,6 +201,9 @@ class StreamChannel(Channel):
             return None
         except (EOFError, OSError):
             raise PeerError(f"the server at ipc://{self._path} is gone") from None
+
+    def may_have_more(self) -> bool:
+        return self._reader.is_ahead()
 
     def pollable(self) -> int:
         return self._sock.fileno()

@@ -16,6 +16,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from polytempo.errors import PeerError
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
 from polytempo.transport.keys import JobKeys, WorkerKeys
+from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 PIECE = 1 << 20
@@ -86,7 +87,7 @@ class ZmqEndpoint(Endpoint):
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._peers: dict[bytes, ZmqPeer] = {}
 
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
