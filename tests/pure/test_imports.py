@@ -22,11 +22,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "protocol": ({"errors"}, {"msgspec"}),
     "coordinate": ({"errors", "sync", "records", "protocol"}, set()),
     "transport": ({"errors"}, {"zmq", "numpy"}),
+    "collectives": ({"errors", "transport"}, {"torch", "numpy"}),
     "parameter_server": (
-        {"errors", "records", "protocol", "coordinate", "transport"},
+        {"errors", "records", "protocol", "coordinate", "transport", "collectives"},
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
-    "train": ({"errors", "sync", "protocol", "transport", "parameter_server"}, {"torch", "zmq", "msgspec"}),
+    "train": (
+        {"errors", "sync", "protocol", "transport", "collectives", "parameter_server"},
+        {"torch", "zmq", "msgspec"},
+    ),
     "testing": ({"errors", "records", "protocol", "coordinate", "transport", "parameter_server", "train"}, set()),
     "launch": (
         {"errors", "version", "sync", "records", "protocol", "coordinate", "transport", "parameter_server", "train"},
@@ -48,6 +52,7 @@ PURE = (
     "protocol",
     "coordinate",
     "simulate",
+    "collectives/plan.py",
     "records/lines.py",
     "records/check.py",
     "records/replay.py",

@@ -130,12 +130,13 @@ def test_modes() -> None:
 
 
 def test_what_is_read_from_the_environment() -> None:
-    """A worker's job and rank; how many threads; and what children inherit. Nothing else, and arguments win."""
+    """A worker's job and rank; how many threads; the user's word on malloc; what children inherit. Arguments win."""
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
     assert sorted(found) == ["agent.py", "children.py", "job.py", "local.py"]
     assert found["children.py"] == ["os.environ, **environment},"]
-    assert all("OMP_NUM_THREADS" in use for name in ("agent.py", "local.py") for use in found[name])
+    assert found["local.py"][1:] == ["os.environ):"]  # has the user set MALLOC_ anything?
+    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], found["local.py"][0]])
     assert all(re.search(r"(JOB|RANK)_VARIABLE", use) for use in found["job.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

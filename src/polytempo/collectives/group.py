@@ -1,6 +1,6 @@
 """Processes of one host that all-reduce tensors of their own: `open_group(directory, rank, size).all_reduce(tensor)`.
 
-A tensor goes through the board in pieces that stay in the processor's cache: memory for it is the same however large it is.
+A tensor goes through the board piece by piece: the memory this needs is the same however large the tensor is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from polytempo.collectives.execute import all_reduce
 from polytempo.errors import UsageError, nearest
 from polytempo.transport.mesh import Mesh
 
-#: Bytes of a piece.
+#: Bytes of a piece: it stays in the cache; where processes must take turns on the cores, meeting seldom counts for more.
 PIECE = 4 << 20
+PIECE_IN_TURNS = 16 << 20
 OPERATIONS = ("sum", "mean")
 
 
@@ -26,7 +27,8 @@ class Group:
         self._mesh = mesh
         self.rank, self.size = mesh.rank, size
         mesh.meet(range(size))
-        self._board = Board(mesh, range(size), number, PIECE)
+        self._piece = PIECE if size <= (os.cpu_count() or 1) else PIECE_IN_TURNS
+        self._board = Board(mesh, range(size), number, self._piece)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Make the tensor, in place, the sum or the mean over all processes. All must call it, with the same shape."""
@@ -36,7 +38,7 @@ class Group:
             raise UsageError(f"all_reduce takes dense tensors on the CPU so far; this one is on {tensor.device}")
         whole = tensor.detach()
         flat = whole.view(-1) if whole.is_contiguous() else whole.reshape(-1)
-        step = PIECE // flat.element_size()
+        step = self._piece // flat.element_size()
         factor = 1 / self.size if op == "mean" else 1.0
         for start in range(0, flat.numel(), step):
             all_reduce(self._board, flat[start : start + step], factor)

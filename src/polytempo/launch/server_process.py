@@ -5,6 +5,7 @@ Nothing secret stands on its command line. When it is ready it says so, with its
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -59,6 +60,8 @@ def serve(config: dict[str, Any]) -> None:
     else:
         record = RecordWriter(config["record"]) if config["record"] else None
         first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"]), None
+    gc.collect()
+    gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
     server = Server(keeper, endpoints, plan.size, first, to_first)
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()

@@ -24,7 +24,7 @@ from polytempo.parameter_server.state import pack, unpack
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.log import Entry, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Norm, Push, ReadAnswer, Saved
-from polytempo.protocol.values import PushId
+from polytempo.protocol.values import PushId, Share
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
 from polytempo.transport.pool import Pool
@@ -153,7 +153,7 @@ class Keeper:
         store = self.stores[push.id.track]
         count = len(store.stretches)
         store.seed(buffers[:count])
-        store.parts = ((push.id.worker, 1.0),)
+        store.shares = (Share(push.id.worker, 1.0),)
         if push.state:
             store.load_state(unpack(push.state, buffers[count:]))
 
@@ -193,7 +193,7 @@ class Keeper:
             skipped=store.skipped,
             absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
             members=entry.members,
-            parts=store.parts if entry.members else (),
+            shares=store.shares if entry.members else (),
         )
         self._report(ForWorker(entry.worker, answer, buffers, done))
 

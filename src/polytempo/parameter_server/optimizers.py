@@ -81,7 +81,7 @@ def spare_dynamo() -> None:
 
 #: Classes whose fused form does a step in one pass; below so many elements that is no gain.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-FUSED_FROM = 1 << 14
+FUSED_FROM = 1 << 20
 
 
 def settle(group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, alone: bool = True) -> dict[str, Any]:

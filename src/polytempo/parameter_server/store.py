@@ -25,7 +25,7 @@ from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.state import RunState, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import Proposal
+from polytempo.protocol.values import Proposal, Share
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.pool import Pool
 
@@ -74,7 +74,7 @@ class Store:
         self.skipped = False
         self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
         self.averages = proposal.apply == "mean"
-        self.parts: tuple[tuple[int, float], ...] = ()  # workers in the last update, and their weights
+        self.shares: tuple[Share, ...] = ()  # of workers in the last update
         whole = is_whole(proposal.optimizer)
         layout = lay_out(() if proposal.apply == "peers" else proposal.tensors, shards, whole)
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
@@ -177,7 +177,7 @@ class Store:
         """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
         self.version += 1
         weight = sum(samples for _, samples, _ in parts)
-        self.parts = tuple((push.id.worker, samples) for push, samples, _ in parts)
+        self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return

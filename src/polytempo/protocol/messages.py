@@ -20,7 +20,7 @@ import msgspec
 
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Entry
-from polytempo.protocol.values import Message, Position, Proposal, PushId
+from polytempo.protocol.values import Message, Position, Proposal, PushId, Share
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -174,9 +174,7 @@ class Answer(Message):
     skipped: bool = False
     absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
-    parts: tuple[
-        tuple[int, float], ...
-    ] = ()  #: there, workers in the update and their weights; at first, whose values to take
+    shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
 
 
 class ReadAnswer(Message):

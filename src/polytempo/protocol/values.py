@@ -47,6 +47,13 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     taken: int
 
 
+class Share(msgspec.Struct, array_like=True, frozen=True):
+    """A worker's weight in a mean."""
+
+    worker: int
+    weight: float
+
+
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """One push in an update, and its weight."""
 

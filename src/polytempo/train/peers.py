@@ -80,7 +80,7 @@ class PeerExchange:
         self.copier: Copier = main.copier if main else Copier(params, self.layout, area)
         self._mean = Flat(self.layout, Area(self.board.result_bytes()), pinned=False)
         if main is None:
-            self._start_from(self.line.answer.parts[0][0])
+            self._start_from(self.line.answer.shares[0].worker)
         self._staging = None if main else Staging(params, self.copier.next_flat())
 
     def _open_board(self) -> Board:
@@ -139,8 +139,8 @@ class PeerExchange:
         self.waited = time.perf_counter() - began
 
     def _average(self) -> None:
-        parts = self.line.answer.parts
-        members, weights = [worker for worker, _ in parts], [weight for _, weight in parts]
+        shares = self.line.answer.shares
+        members, weights = [share.worker for share in shares], [share.weight for share in shares]
         offset = 0
         for dtype, length in self.layout.sizes.items():
             self.board.round += 1
