@@ -22,10 +22,15 @@ def weighted_mean(terms: Sequence[torch.Tensor], weights: Sequence[float], out: 
     shares = [weight / total for weight in weights]
     for start in range(0, out.numel(), BLOCK):
         block = slice(start, start + BLOCK)
-        mean = terms[0][block] * shares[0]
+        mean = _wide(terms[0][block]) * shares[0]
         for term, share in zip(terms[1:], shares[1:], strict=True):
-            mean.add_(term[block], alpha=share)
+            mean.add_(_wide(term[block]), alpha=share)
         out[block] = mean
+
+
+def _wide(term: torch.Tensor) -> torch.Tensor:
+    """Numbers of two bytes are added up in four: rounded once, and alike whether torch takes them singly or by the dozen."""
+    return term.float() if term.element_size() == 2 else term
 
 
 def reduce_into(terms: Sequence[torch.Tensor], out: torch.Tensor, factor: float = 1.0) -> None:

@@ -36,6 +36,8 @@ class Group:
             raise UsageError(f"expected op to be {' or '.join(OPERATIONS)}, got {op!r}{nearest(op, OPERATIONS)}")
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise UsageError(f"all_reduce takes dense tensors on the CPU so far; this one is on {tensor.device}")
+        if op == "mean" and not tensor.is_floating_point():
+            raise UsageError(f"expected floating point numbers for a mean, got {tensor.dtype}; use op='sum'")
         whole = tensor.detach()
         flat = whole.view(-1) if whole.is_contiguous() else whole.reshape(-1)
         step = self._piece // flat.element_size()

@@ -57,7 +57,7 @@ class Keeper:
         self._workers = workers
         self.bell = Bell()
         self.stores: dict[str, Store] = {}
-        self._pool = pool
+        self.pool = pool
         self._checkpoints, self._resume = checkpoints, resume
         self._entries: SimpleQueue[tuple[Entry, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
@@ -142,7 +142,7 @@ class Keeper:
 
     def _set_up(self, entry: Setup) -> None:
         store = self.stores[entry.track] = Store(
-            entry.proposal, self.shard, self.shards, self._pool, alone=self._workers == 1
+            entry.proposal, self.shard, self.shards, self.pool, alone=self._workers == 1
         )
         if entry.resume and self._resume is not None:
             shards = read_shards(self._resume, entry.track, entry.proposal)
@@ -165,7 +165,7 @@ class Keeper:
         self._took[entry.track] = time.perf_counter() - began
         for _, buffers in pushes.values():
             for buffer in buffers:
-                self._pool.give(buffer)
+                self.pool.give(buffer)
 
     def _total_norm(self, entry: Update) -> Callable[[float], float]:
         def total(square: float) -> float:

@@ -22,6 +22,7 @@ import zmq
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import ForWorker, Keeper
+from polytempo.parameter_server.staged import StagedBuckets
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
 from polytempo.protocol.messages import (
     AnyMessage,
@@ -32,6 +33,7 @@ from polytempo.protocol.messages import (
     NormTotal,
     Push,
     Refused,
+    Staged,
     Stopped,
     Welcome,
     decode,
@@ -63,6 +65,7 @@ class Server:
         self._first = first
         self._to_first = to_first
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
+        self._staged = StagedBuckets(keeper.pool)
         self._workers: dict[int, Peer] = {}
         self._poller = Poller()
         for endpoint in endpoints:
@@ -149,7 +152,7 @@ class Server:
                 raise PeerError("somebody who has said who it is cannot be somebody else")
             self._welcome(peer)  # the first welcome was lost
             return
-        if not isinstance(message, Push):
+        if not isinstance(message, Push | Staged):
             if self._first is None:
                 raise PeerError(f"{type(message).__name__} belongs to the first server")
             self._first.hear(peer, message, time.monotonic())
@@ -157,14 +160,23 @@ class Server:
         who = peer.who
         if who.role != "worker" or (message.id.worker, message.id.incarnation) != (who.rank, who.incarnation):
             raise PeerError("a worker may push as itself only")
-        self._check_fits(message, buffers)
-        self._arrived[message.id] = message, buffers
-        self._report_arrival(message)
+        if isinstance(message, Staged):
+            self._staged.keep(message, buffers)
+            return
+        whole = self._whole(message, buffers)
+        if whole is not None:  # else the worker will ask what became of it, and send it again
+            self._arrived[message.id] = message, whole
+            self._report_arrival(message)
 
-    def _check_fits(self, push: Push, buffers: list[Bytes]) -> None:
+    def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
+        """A push as the store wants it; refused when it does not fit, None when a part was lost on the way."""
         store = self.keeper.stores.get(push.id.track)
-        if store is not None and push.kind not in ("state", "seed") and not push.skip:
-            store.check(buffers)
+        if store is None or push.kind in ("state", "seed") or push.skip:
+            return buffers
+        whole = self._staged.assemble(push, buffers, store.expected)
+        if whole is not None:
+            store.check(whole)
+        return whole
 
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:
@@ -215,6 +227,7 @@ class Server:
 
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""
+        self._staged.forget(entry.worker, entry.incarnation)
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
                 del self._arrived[identity]

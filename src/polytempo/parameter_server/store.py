@@ -78,7 +78,7 @@ class Store:
         whole = is_whole(proposal.optimizer)
         layout = lay_out(() if proposal.apply == "peers" else proposal.tensors, shards, whole)
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
-        self._expected = [stretch.nbytes for stretch in self.stretches]
+        self.expected = [stretch.nbytes for stretch in self.stretches]
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
         self.values, self._bytes = self._flats()
         self._mean_here: Flats | None = None  # the memory for means, once there was one
@@ -151,8 +151,8 @@ class Store:
     def check(self, buffers: Sequence[Bytes]) -> None:
         """Refuse buffers that do not fit this shard."""
         got = [buffer.nbytes for buffer in buffers]
-        if got != self._expected:
-            raise PeerError(f"a push of {got} bytes came, this shard holds {self._expected}")
+        if got != self.expected:
+            raise PeerError(f"a push of {got} bytes came, this shard holds {self.expected}")
 
     def _own(self) -> None:
         """Before values change: what is still being read must not."""
@@ -234,6 +234,7 @@ class Store:
             self._hyper = hyper
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group["lr"] = values["lr"] * rate
+        self._forms_that_fit()
         for run in self.runs:
             left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
             run.param.grad = None if left_alone else self._view(mean, run)
@@ -241,6 +242,15 @@ class Store:
             self._plain_step(self._optimizer)
         for run in self.runs:
             run.param.grad = None
+
+    def _forms_that_fit(self) -> None:
+        """Fused SGD wants momentum for all runs or for none; split runs may begin at different steps."""
+        if len(self.runs) > 1 and isinstance(self._optimizer, torch.optim.SGD):
+            for group in self._optimizer.param_groups:
+                if group["fused"] and group["momentum"]:
+                    have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
+                    if len(have) > 1:
+                        group["fused"], self._hyper = False, ()
 
     # Runs are split; their state with them.
 

@@ -4,7 +4,7 @@ A message is one header and any number of raw buffers. Nothing that is received 
 one of these is refused. Buffers are checked against the layout by whoever uses them.
 
     worker   -> first server   Hello, Register, Ask, Read, Leave, Metric
-    worker   -> every server   Hello, Push (with buffers)
+    worker   -> every server   Hello, Push and Staged (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
     server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Stopped
@@ -20,7 +20,7 @@ import msgspec
 
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Entry
-from polytempo.protocol.values import Message, Position, Proposal, PushId, Share
+from polytempo.protocol.values import Message, Piece, Position, Proposal, PushId, Share, StagedBucket
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -66,6 +66,17 @@ class Push(Message):
     received: int = 0
     position: Position | None = None
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
+    staged: tuple[StagedBucket, ...] = ()  #: what was sent ahead and counts
+    patches: tuple[Piece, ...] = ()  #: if that is so: what the buffers are
+
+
+class Staged(Message):
+    """A bucket of a push to come; its pieces follow in the buffers."""
+
+    id: PushId
+    bucket: int
+    serial: int
+    pieces: tuple[Piece, ...]
 
 
 class Ask(Message):
@@ -308,6 +319,7 @@ AnyMessage = (
     Hello
     | Register
     | Push
+    | Staged
     | Ask
     | Read
     | Leave

@@ -54,6 +54,21 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
     weight: float
 
 
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """Bytes `start` to `stop` of one of a shard's buffers."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+class StagedBucket(msgspec.Struct, array_like=True, frozen=True):
+    """A bucket that was sent ahead of its push, and which sending of it counts."""
+
+    number: int
+    serial: int
+
+
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """One push in an update, and its weight."""
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -37,6 +38,7 @@ from polytempo.protocol.messages import (
     Register,
     Resend,
     SendSeed,
+    Staged,
     Stopped,
     Welcome,
     decode,
@@ -47,6 +49,9 @@ from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cores import Companion
 from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
+
+if TYPE_CHECKING:
+    from polytempo.train.ahead import SendAhead
 
 #: Who waits longer than this says for whom; then after twice as long, and so on.
 SAY_AFTER = 10.0
@@ -129,15 +134,29 @@ class Client:
         """Take part in a track, and wait for the values it starts from."""
         self._lines[name] = line
         line.seed = seed
-        self._channels[0].send(encode(Register(track=name, proposal=proposal)))
+        self._tell(0, Register(track=name, proposal=proposal))
         self._wait(lambda: line.joined, "all workers to make their optimizer", None, line)
 
-    def push(self, push: Push, parts: list[list[Bytes]]) -> None:
-        """Send a push to all shards; its answer comes to `wait_for_release` or `settle`."""
+    def push(self, push: Push, parts: list[list[Bytes]], ahead: SendAhead | None = None) -> None:
+        """Send a push to all shards; its answer comes to `wait_for_release` or `settle`.
+
+        What was sent ahead is not sent again, unless the push must be repeated.
+        """
         line = self._lines[push.id.track]
         line.outstanding[push.id.step] = waiting = Outstanding(push, parts)
         line.held = None
-        self._send(waiting)
+        if ahead is None:
+            self._send(waiting)
+            return
+        for shard, (staged, patches, rest) in enumerate(ahead.commit()):
+            if staged:
+                self._tell(shard, msgspec.structs.replace(push, staged=staged, patches=patches), rest)
+            else:
+                self._tell(shard, push, parts[shard])
+
+    def stage(self, shard: int, message: Staged, buffers: list[Bytes]) -> None:
+        """Send a bucket ahead of its push."""
+        self._tell(shard, message, buffers)
 
     def wait_for_release(self, name: str, step: int) -> None:
         """Wait until this worker may start `step`, and take the values that came with it."""
@@ -160,7 +179,7 @@ class Client:
 
     def metric(self, values: dict[str, float | int | str]) -> None:
         """A figure for the record."""
-        self._channels[0].send(encode(Metric(worker=self.rank, values=values)))
+        self._tell(0, Metric(worker=self.rank, values=values))
 
     def leave(self, reason: str) -> None:
         """Say goodbye and close. Who finishes waits for its last answers first; they may still be under way (`delay`)."""
@@ -206,17 +225,24 @@ class Client:
         return Hello(role="worker", rank=self.rank, incarnation=self.incarnation, pid=os.getpid())
 
     def _greet_again(self) -> None:
-        for channel in self._channels:
-            channel.send(encode(self._hello()))
+        for shard in range(self.shards):
+            self._tell(shard, self._hello())
 
     def _send(self, waiting: Outstanding) -> None:
-        header = encode(waiting.push)
-        for channel, buffers in zip(self._channels, waiting.parts, strict=True):
-            self.bytes_sent += channel.send(header, buffers)
+        for shard, buffers in enumerate(waiting.parts):
+            self._tell(shard, waiting.push, buffers)
+
+    def _tell(self, shard: int, message: AnyMessage, buffers: Sequence[Bytes] = ()) -> None:
+        try:
+            self.bytes_sent += self._channels[shard].send(encode(message), buffers)
+        except PeerError:
+            with suppress(PeerError):
+                self._receive(0)  # a server that is gone may have said why
+            raise
 
     def _ask(self, line: Line) -> None:
         for waiting in line.outstanding.values():
-            self._channels[0].send(encode(Ask(id=waiting.push.id)))
+            self._tell(0, Ask(id=waiting.push.id))
 
     def _send_again(self, identity: PushId) -> None:
         waiting = self._lines[identity.track].outstanding.get(identity.step)
@@ -243,7 +269,7 @@ class Client:
         self._requests += 1
         self._reading.request = self._requests
         self._reading.answers.clear()
-        self._channels[0].send(encode(Read(track=name, worker=self.rank, request=self._requests, what=what)))
+        self._tell(0, Read(track=name, worker=self.rank, request=self._requests, what=what))
 
     # Waiting and hearing.
 
@@ -317,7 +343,7 @@ class Client:
         if not line.joined:
             line.started[answer.shard] = answer, buffers
             if len(line.started) == self.shards:
-                line.joined = True
+                line.joined, line.seed = True, None
                 started, line.started = line.started, {}
                 self._take(line, started, waited=False)
             return

@@ -15,6 +15,7 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
+from polytempo.train.ahead import SendAhead
 from polytempo.train.client import Client, Line
 from polytempo.train.flat import Copier, Flat
 from polytempo.train.session import Session
@@ -47,9 +48,11 @@ class Exchange:
         self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1)
         if delay:
             self.client.overlap()
-        else:
+        elif not staged:  # else gradients live there
             self.client.lend(self.copier.next_flat().parts)
         self._staging = Staging(params, self.copier.next_flat()) if staged and not delay else None
+        self._ahead: SendAhead | None = None
+        self.sending = True  #: not while gradients are accumulated
         self.averages = proposal.apply == "mean"
         self.line = Line(name)
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
@@ -60,6 +63,17 @@ class Exchange:
         with session.lock:
             self.client.register(name, proposal, self._seed, self.line)
         self.step = self.first_step = self.line.released - delay
+        if self._staging is not None and self.client.pool.shelf is None:  # bytes must travel: let them go early
+            self._ahead = SendAhead(self.client, self.layout, self.copier.next_flat(), self._staging.indices())
+            self._staging.told = self._complete
+
+    def _complete(self, index: int) -> None:
+        if self.sending and self._ahead is not None:
+            with self.session.lock:
+                self._ahead.complete(index, self._identity())
+
+    def _identity(self) -> PushId:
+        return PushId(self.name, self.client.rank, self.client.incarnation, self.step)
 
     def _seed(self) -> tuple[bytes, list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
@@ -85,7 +99,7 @@ class Exchange:
         began = time.perf_counter()
         skip = flat is None
         push = Push(
-            id=PushId(self.name, self.client.rank, self.client.incarnation, self.step),
+            id=self._identity(),
             version=self.line.version,
             hyper=hyper,
             skip=skip,
@@ -97,7 +111,7 @@ class Exchange:
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
         companion = self.client.companion if torch.get_num_threads() == 1 else None
         with self.session.lock, companion.here() if companion else nullcontext():
-            self.client.push(push, parts)
+            self.client.push(push, parts, None if skip else self._ahead)
             self.client.wait_for_release(self.name, self.step + 1)
         self.step = self.line.released if self.spec.mode.name != "delay" else self.step + 1
         self.waited = time.perf_counter() - began

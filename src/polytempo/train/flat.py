@@ -63,6 +63,14 @@ class Flat:
     def _part(self, dtype: str, start: int, stop: int) -> Bytes:
         return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor lie in here?"""
+        return any(
+            flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes
+            for flat in self.tensors.values()
+            if flat.device == tensor.device
+        )
+
     def find_finite(self, index: int) -> bool:
         """Are all elements of one view numbers? What is no number survives a sum."""
         view = self.views[index]
@@ -71,9 +79,10 @@ class Flat:
             self._finite[index] = view._version
         return finite
 
-    def is_finite(self) -> bool:
-        """Are all elements numbers? Views that did not change since they were last looked at are not looked at again."""
-        unknown = [index for index, view in self.views.items() if self._finite.get(index) != view._version]
+    def is_finite(self, everything: bool) -> bool:
+        """Are all elements numbers? Views that torch has not changed since they were looked at are looked at only on demand:
+        what is written through `.data` or NumPy is not seen."""
+        unknown = [i for i, view in self.views.items() if everything or self._finite.get(i) != view._version]
         return all(self.find_finite(index) for index in unknown)
 
     def changed_all(self) -> None:
@@ -121,7 +130,7 @@ class Copier:
 
     def gather(self, flat: Flat, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """Copy `of(param)` of every parameter into the flat copy; those for which it is None are zero, and returned."""
-        absent = []
+        absent: list[int] = []
         targets, sources = [], []
         for index in self._order:
             tensor = of(self.params[index])
@@ -129,7 +138,6 @@ class Copier:
                 continue
             if tensor is None:
                 absent.append(index)
-                flat.views[index].zero_()
                 continue
             if tensor.layout != torch.strided:
                 name = next(p.info.name for p in self.layout.places if p.index == index)
@@ -137,13 +145,15 @@ class Copier:
                     f"{name} has a sparse gradient, which a parameter server does not take yet; use sparse=False"
                 )
             targets.append(flat.views[index])
-            sources.append(tensor)
+            sources.append(tensor.clone() if flat.holds(tensor) else tensor)  # another's view: it may be written first
         if self._on_gpu:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
         elif targets:
             torch._foreach_copy_(targets, sources)
+        for index in absent:
+            flat.views[index].zero_()
         return tuple(absent)
 
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:

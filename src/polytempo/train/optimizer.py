@@ -236,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return {"position": sampler.position()}
 
     def _look_at(self, flat: Flat) -> bool:
-        if flat.is_finite():
+        if flat.is_finite(everything=self._nonfinite == "refuse"):
             return False
         self._nonfinite_seen += 1
         if self._nonfinite == "refuse":
@@ -295,10 +295,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients of several batches: nothing is sent inside."""
         self._syncing = False
+        self._send_ahead(False)
         try:
             yield
         finally:
             self._syncing = True
+            self._send_ahead(True)
+
+    def _send_ahead(self, sending: bool) -> None:
+        for exchange in (self._exchange, self._mean):
+            if isinstance(exchange, Exchange):
+                exchange.sending = sending
 
     # What the job holds.
 

@@ -6,11 +6,13 @@ changes `.grad` in place changes the bucket. All of this is a matter of speed: a
 for whatever reason, is copied (`Copier.gather`).
 
 Not staged, because a view would not do: parameters whose memory is not in the usual order (channels_last), on a GPU, or
-frozen when the optimizer was wrapped; sparse gradients; gradients that are differentiated again.
+frozen when the optimizer was wrapped; sparse gradients; gradients that are differentiated again. Left alone, because they
+are somebody's: gradients that the script holds or has put into memory of its own, and views that it still holds.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -22,7 +24,7 @@ from polytempo.train.flat import Flat
 class Staging:
     """The parameters of one optimizer whose gradients live in a bucket."""
 
-    def __init__(self, params: Sequence[torch.Tensor], flat: Flat) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], flat: Flat, told: Callable[[int], None] | None = None) -> None:
         self._views = {
             index: flat.views[index]
             for index, param in enumerate(params)
@@ -30,6 +32,9 @@ class Staging:
         }
         self._params = list(params)
         self._flat = flat
+        self._at_rest = {index: sys.getrefcount(self._views[index]) for index in self._views}
+        self._fresh = _references_to_a_fresh_gradient()
+        self.told = told  #: is told which gradient is complete, once it is in the bucket
         hook = _hook(weakref.ref(self))
         for index in self._views:
             if params[index].requires_grad:
@@ -37,20 +42,42 @@ class Staging:
 
     def complete(self, index: int) -> None:
         """Backward has made this parameter's gradient."""
-        param, view = self._params[index], self._views[index]
-        grad = param.grad
-        if grad is not view and _fits(grad, view):
+        param = self._params[index]
+        free = self._is_nobodys(param) and sys.getrefcount(self._views[index]) <= self._at_rest[index]
+        grad, view = param.grad, self._views[index]
+        if not _fits(grad, view):
+            return
+        if grad is not view:
+            if not free:
+                return
             with torch.no_grad():
                 view.copy_(grad)
                 self._flat.find_finite(index)  # now it is in the cache
             param.grad = view
+        if self.told is not None:
+            self.told(index)
+
+    def indices(self) -> list[int]:
+        """The parameters whose gradients are staged by hooks."""
+        return [index for index in self._views if self._params[index].requires_grad]
 
     def adopt(self) -> None:
         """What `step()` has copied into the bucket need not be copied again: from now on it is there."""
         for index, view in self._views.items():
             param = self._params[index]
-            if param.grad is not None and param.grad is not view and _fits(param.grad, view):
+            if param.grad is not view and self._is_nobodys(param) and _fits(param.grad, view):
                 param.grad = view
+
+    def _is_nobodys(self, param: torch.Tensor) -> bool:
+        """Does only the parameter hold its gradient?"""
+        return sys.getrefcount(param.grad) <= self._fresh and (param.grad is None or not param.grad._is_view())
+
+
+def _references_to_a_fresh_gradient() -> int:
+    """What `sys.getrefcount` says where nobody else holds it: torch's versions differ."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    return sys.getrefcount(param.grad)
 
 
 def _fits(grad: torch.Tensor | None, view: torch.Tensor) -> bool:

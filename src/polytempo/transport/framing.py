@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from polytempo.errors import PeerError
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Done
 from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Borrowed, Segment, open_segment
+from polytempo.transport.segments import Borrowed, Segment, Shelf, open_segment
 
 MAGIC = b"PT02"
 PREFIX = struct.Struct("<4sIIIII")
@@ -58,12 +58,12 @@ class Writer:
         new: list[Segment] = []
         found = [self._shelf.find(buffer) if self._shelf is not None else None for buffer in buffers]
         loan = None
+        if len([place for place in found if place]) >= SEGMENT_COUNT_LIMIT:
+            found = [None] * len(buffers)  # more could be new than can be handed over at once
         if self._shelf is not None and done is not None and any(found):
-            loan = self._shelf.lend(done)
+            loan = self._lend(self._shelf, done)
             if loan is None:
                 found = [None] * len(buffers)
-            else:
-                self._words.add(loan[1])
         entries = [
             ENTRY.pack(buffer.nbytes, *((place[1], self._number(place[0], new)) if place else (0, NONE)))
             for buffer, place in zip(buffers, found, strict=True)
@@ -76,6 +76,19 @@ class Writer:
         pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
         return pieces, None if loan else done
 
+    def _lend(self, shelf: Shelf, done: Done) -> tuple[Segment, int] | None:
+        word = -1
+
+        def back() -> None:
+            self._words.discard(word)  # it may be another connection's next
+            done()
+
+        loan = shelf.lend(back)
+        if loan is not None:
+            word = loan[1]
+            self._words.add(word)
+        return loan
+
     def _number(self, segment: Segment, new: list[Segment]) -> int:
         if segment.number not in self._numbers:
             self._numbers[segment.number] = len(self._numbers)
@@ -84,9 +97,8 @@ class Writer:
 
     def close(self) -> None:
         """The connection is gone: what it has borrowed is back."""
-        for word in self._words if self._shelf is not None else ():
+        for word in list(self._words) if self._shelf is not None else ():
             self._shelf.write_off(word)  # type: ignore[union-attr]
-        self._words.clear()
 
 
 class Reader:

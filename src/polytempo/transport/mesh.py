@@ -135,7 +135,8 @@ class Mesh:
                 else:
                     socket.send_fds(sock, [note], [segment.descriptor])
             except OSError:
-                self._lose(rank)
+                while rank in self._sockets:  # what it said last counts
+                    self._read(rank)
 
     def heard(self, rank: int, kind: int, board: int) -> int:
         """The highest round of this kind that a peer has noted; -1 before the first."""
@@ -174,6 +175,8 @@ class Mesh:
         if not data:
             self._lose(rank)
             return
+        for descriptor in descriptors:  # not for programs that a worker starts
+            os.set_inheritable(descriptor, False)
         self._descriptors[rank] += descriptors
         data = self._rest[rank] + data
         whole = len(data) - len(data) % NOTE.size

@@ -87,9 +87,9 @@ def open_segment(descriptor: int) -> Segment:
         if not seals & fcntl.F_SEAL_SHRINK:
             raise PeerError("memory that can be taken away again was offered, and refused")
         return Segment(descriptor, os.fstat(descriptor).st_size)
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:
         os.close(descriptor)
-        raise PeerError(f"shared memory cannot be used: {error.strerror}") from None
+        raise PeerError(f"shared memory cannot be used: {error}") from None
     except PeerError:
         os.close(descriptor)
         raise
@@ -158,15 +158,24 @@ class Shelf:
         """The word of a new loan; None when too many are out. `done` is called by `collect` when it is back."""
         self.collect()
         with self._lock:
-            if self._words is None:
-                segment = make_segment(LOANS)
-                self._words = segment, segment.view(0, LOANS)
+            if self._words is None and not self._make_words():
+                return None
+            assert self._words is not None
             if not self._free:
                 return None
             word = self._free.pop()
             self._words[1][word] = 1
             self._out[word] = done
             return self._words[0], word
+
+    def _make_words(self) -> bool:
+        try:
+            segment = make_segment(LOANS)
+        except (OSError, MemoryError) as error:
+            self._say(LOANS, error)
+            return False
+        self._words = segment, segment.view(0, LOANS)
+        return True
 
     def collect(self) -> None:
         """Notice what came back."""
