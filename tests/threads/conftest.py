@@ -1,7 +1,7 @@
 """Jobs in threads share one process: torch itself uses one thread, so that sums have one order.
 
-Modules marked `both_wires` run twice: bytes through queues, and through Unix sockets with all buffers in shared memory,
-however small.
+Modules marked `both_wires` run twice: bytes through queues, buckets sent ahead, and through Unix sockets with all buffers in
+shared memory, however small.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from polytempo.testing.threads import ThreadJob
+from polytempo.train import ahead
 from polytempo.transport import segments
 
 
@@ -25,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(ThreadJob, "wire", request.param)
     monkeypatch.setattr(segments, "SHARE_FROM", 1)
+    monkeypatch.setattr(ahead, "LIMIT", 100)  # small models, too, have several buckets
     return str(request.param)
 
 

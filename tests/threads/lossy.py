@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polytempo.protocol.messages import Answer, AnyMessage, Ask, Held, Push, Read, ReadAnswer, Resend, decode
+from polytempo.protocol.messages import Answer, AnyMessage, Ask, Held, Push, Read, ReadAnswer, Resend, Staged, decode
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.session import Session
@@ -15,7 +15,7 @@ from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
 
 #: What a worker sends or is sent again: the beginning and the end of a job are the launcher's care.
-REPEATED = (Push, Ask, Read, Answer, Held, Resend, ReadAnswer)
+REPEATED = (Push, Staged, Ask, Read, Answer, Held, Resend, ReadAnswer)
 
 #: How often a message arrives: 1 is well, 0 is lost, 2 is doubled. It is asked about each message of `REPEATED`.
 Fate = Callable[[AnyMessage, bool], int]

@@ -97,8 +97,8 @@ def twice(session: Session) -> None:
     assert client is not None
     push = client.push
 
-    def push_twice(head: Push, parts: Any) -> None:
-        push(head, parts)
+    def push_twice(head: Push, parts: Any, *ahead: Any) -> None:
+        push(head, parts, *ahead)
         client.repeat(head.id.track)
 
     client.push = push_twice  # type: ignore[method-assign]
@@ -140,8 +140,8 @@ def replace_connections(sync: str, servers: int) -> None:
         assert client is not None
         push = client.push
 
-        def push_and_cut(head: Push, parts: Any) -> None:
-            push(head, parts)
+        def push_and_cut(head: Push, parts: Any, *ahead: Any) -> None:
+            push(head, parts, *ahead)
             if head.id.step % 2 == 0:
                 shard = (head.id.step // 2 + session.rank) % servers
                 client.reconnect(shard, job.connect(shard, client.pool))

@@ -134,7 +134,7 @@ class ZmqChannel(Channel):
         return socket
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
-        self._socket.send_multipart(frames_of(header, buffers))
+        self._socket.send_multipart(frames_of(header, buffers), copy=False)  # they do not change until they are answered
         return len(header) + sum(buffer.nbytes for buffer in buffers)
 
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
