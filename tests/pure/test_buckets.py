@@ -34,9 +34,7 @@ def test_every_parameter_is_in_one_bucket_and_the_order_is_kept(model: tuple[Lay
     layout, order = model
     buckets = plan_buckets(layout, order, limit)
     assert [index for bucket in buckets for index in bucket.params] == order
-    sizes = {
-        place.index: (place.stop - place.start) * (4 if place.info.dtype == "float32" else 8) for place in layout.places
-    }
+    sizes = {place.index: (place.stop - place.start) * ITEM_SIZES[place.info.dtype] for place in layout.places}
     for bucket in buckets[:-1]:
         assert sum(sizes[index] for index in bucket.params) >= limit
         assert sum(sizes[index] for index in bucket.params[:-1]) < limit

@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "train": (
         {"errors", "sync", "protocol", "transport", "collectives", "parameter_server"},
-        {"torch", "zmq", "msgspec"},
+        {"torch", "numpy", "zmq", "msgspec"},
     ),
     "testing": ({"errors", "records", "protocol", "coordinate", "transport", "parameter_server", "train"}, set()),
     "launch": (
