@@ -1,4 +1,4 @@
-"""Our side: the servers of a job and its job file, as `polytempo run` makes them (`launch/local.py`)."""
+"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/local.py`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rigs import Rig, RigFailed
 
 def start_job(rig: Rig, workers: int, servers: int, sync: str, via: str = "ps") -> str:
     """Start the servers; the job file with which workers join."""
+    from polytempo.launch.local import KEEP_MEMORY
     from polytempo.train.job import JobFacts
 
+    rig.environment = KEEP_MEMORY
     paths = [str(rig.directory / f"server-{index}") for index in range(servers)]
     extra = _extra_facts(JobFacts, via, rig.directory)
     for index in range(servers):

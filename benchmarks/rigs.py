@@ -52,6 +52,7 @@ class Rig:
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="bench-", dir="/tmp"))  # short enough for a socket's path
         self.servers: list[subprocess.Popen[bytes]] = []
+        self.environment: dict[str, str] = {}  # of the processes that are started from now on
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
@@ -64,7 +65,11 @@ class Rig:
         """A process that is not commanded: a peer's server."""
         log = str(self.directory / f"{target.__name__}-{len(self._processes)}.log")
         process = self._context.Process(target=_logged, args=(log, target, *arguments), daemon=True)
+        before = dict(os.environ)
+        os.environ |= self.environment
         process.start()
+        os.environ.clear()
+        os.environ |= before
         self._processes.append(process)
         return process
 

@@ -3,6 +3,7 @@
 make bench                                        everything, some minutes
 make bench ARGS="--quick"                         fewer repeats
 make bench ARGS="--only allreduce --only bsp"     some cases
+make bench ARGS="--page docs/speed.md"            then put the tables into the page that shows them
 
 allreduce  all-reduce of plain tensors, beside gloo
 exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import signal
 import sys
 from pathlib import Path
@@ -55,10 +57,22 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "system": platform.platform(), "torch": version("torch"), "load": os.getloadavg()}
 
 
+def fill_in(page: Path) -> None:
+    """Replace what stands between "<!-- NAME -->" and "<!-- end -->" by the table of that case."""
+    text = page.read_text(encoding="utf-8")
+    for name in CASES:
+        result = OUT / f"{name}.md"
+        if result.exists():
+            table_of = result.read_text(encoding="utf-8").strip()
+            text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{table_of}\n\n\2", text, flags=re.S)
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=(*CASES, *SIMULATED), action="append", help="this case; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
+    parser.add_argument("--page", type=Path, help="put the tables into this page, where it asks for them")
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
@@ -69,6 +83,8 @@ def main() -> None:
             simulated(arguments.quick)
     if judged:
         print(last_line(judged))
+    if arguments.page:
+        fill_in(arguments.page)
 
 
 if __name__ == "__main__":

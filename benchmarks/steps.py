@@ -107,6 +107,14 @@ def start_without_launcher(rig: Rig, workers: int, servers: int) -> None:
     rig.add_workers(our_worker, 1, None, None)
 
 
+def start_ddp_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
+    """With the environment that our launcher gives its workers: what of our lead is only that?"""
+    from polytempo.launch.local import KEEP_MEMORY
+
+    rig.environment = KEEP_MEMORY
+    start_ddp(rig, workers, servers)
+
+
 def start_ddp(rig: Rig, workers: int, servers: int) -> None:
     rig.add_workers(ddp_worker, workers, str(rig.directory), workers)
 
@@ -114,6 +122,7 @@ def start_ddp(rig: Rig, workers: int, servers: int) -> None:
 OURS = ("ours, server", "ours, all-reduce")
 OVER_DDP = Ratio("ours (best) / DDP", OURS, ("DDP",))
 PLAIN = "limit: no communication"
+KEPT = "DDP, our malloc settings"
 
 BSP = Case(
     name="bsp",
@@ -124,11 +133,13 @@ BSP = Case(
         Subject(OURS[1], start_by_all_reduce),
         Subject("DDP", start_ddp),
         Subject("DDP, bucket views", start_ddp, VIEWS),
+        Subject(KEPT, start_ddp_with_memory_kept),
         Subject(PLAIN, start_plain),
     ),
     ratios=(
         OVER_DDP,
         Ratio("ours (best) / bucket views", OURS, ("DDP, bucket views",)),
+        Ratio("ours (best) / memory kept", OURS, (KEPT,)),
         Ratio("ours (best) / limit", OURS, (PLAIN,)),
     ),
     bars=(Bar(OVER_DDP, (MLP,), most=0.85), Bar(OVER_DDP, (CNN,), most=1.0)),
