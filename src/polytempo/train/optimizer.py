@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-        if apply == "delta" and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
+        here = apply == "delta" or (self._session.client is not None and self._goes_via_peers(via))
+        if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
             raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
         self._name = self._session.next_track()
         self._emulation = self._session.emulation
@@ -174,15 +175,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         exchange.push(flat, self._hyper.of(self.param_groups), average=not self._agreed, samples=samples, **about)
         if exchange.line.skipped:
             return
-        if not self._agreed and self._clip_norm is None and exchange.may_read_in_place(self.inner):
-            with exchange.reading_mean():
-                self.inner.step()
-            return
-        if not self._agreed:
-            exchange.take_mean()
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
-        self.inner.step()
+        in_place = self._clip_norm is None and exchange.may_read_in_place(self.inner)
+        with nullcontext() if self._agreed else exchange.reading_mean(in_place):
+            if self._clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+            self.inner.step()
 
     def _step_together(
         self, exchange: Exchange | PeerExchange, closure: Callable[[], Any] | None, samples: float | None

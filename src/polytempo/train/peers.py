@@ -71,9 +71,10 @@ class PeerExchange:
         self.layout: Layout = lay_out(proposal.tensors, 1)
         self.line = Line(name)
         self.waited = 0.0
+        self._copies: dict[int, torch.Tensor] = {}
         session.mesh()  # it listens before anybody is told of this worker
         with session.lock:
-            self.client.register(name, proposal, lambda: (b"", [[]]), self.line)
+            self.client.register(name, proposal, lambda: (b"", self._nothing()), self.line)
         self.step = self.first_step = self.line.released
         self.board: Board = main.board if main else self._open_board()
         area = Area(self.board.slot_bytes(session.rank))
@@ -82,6 +83,10 @@ class PeerExchange:
         if main is None:
             self._start_from(self.line.answer.shares[0].worker)
         self._staging = None if main else Staging(params, self.copier.next_flat())
+
+    def _nothing(self) -> list[list[Bytes]]:
+        """What the servers get of a push."""
+        return [[] for _ in range(self.client.shards)]
 
     def _open_board(self) -> Board:
         members, mesh = self.line.answer.members, self.session.mesh()
@@ -131,7 +136,7 @@ class PeerExchange:
             **about,
         )
         with self.session.lock:
-            self.client.push(push, [[]])
+            self.client.push(push, self._nothing())
             self.client.wait_for_release(self.name, self.step + 1)
             if average and not self.line.skipped:
                 self._average()
@@ -164,17 +169,23 @@ class PeerExchange:
                 param.grad.copy_(self._mean.views[index])
 
     @contextmanager
-    def reading_mean(self) -> Iterator[None]:
-        """Inside, `.grad` of every parameter is the mean where it lies, which all workers read and nobody may write."""
+    def reading_mean(self, in_place: bool) -> Iterator[None]:
+        """Inside, `.grad` of every parameter is the mean: where it lies, to be read only, or a copy that may be changed."""
         params = self.copier.params
         own = [param.grad for param in params]
         for index, param in enumerate(params):
-            param.grad = None if index in self.absent else self._mean.views[index]
+            mean = self._mean.views[index] if in_place else self._copy_of_mean(index)
+            param.grad = None if index in self.absent else mean
         try:
             yield
         finally:
             for param, grad in zip(params, own, strict=True):
                 param.grad = grad
+
+    def _copy_of_mean(self, index: int) -> torch.Tensor:
+        if index not in self._copies:
+            self._copies[index] = torch.empty_like(self.copier.params[index])
+        return self._copies[index].copy_(self._mean.views[index])
 
     def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
         """Will this optimizer leave the gradients as they are?"""
