@@ -8,7 +8,7 @@ import pytest
 from sequencing import TENSORS, Bench, entries_in, only, proposal, replies_in, told_in
 
 from polytempo.protocol.log import Drop, ForgetWorker, Reply, Seed, Setup, Update
-from polytempo.protocol.messages import Held, Refused, SendSeed
+from polytempo.protocol.messages import Departed, Held, Refused, SendSeed
 from polytempo.protocol.values import Part, PushId, TensorInfo
 from polytempo.sync.spec import MODES
 
@@ -280,3 +280,33 @@ def test_a_worker_that_comes_back_before_its_death_was_reported_has_left_first(s
     assert [reply.incarnation for reply in replies_in(orders)] == [1]
     assert bench.sequencer.left(1, 0, "lost", 6.0) == [], "the late report is about the earlier life"
     assert 1 in bench.sequencer.tracks["0"].policy.members
+
+
+# Where values stay with the workers.
+
+
+def with_peers() -> Bench:
+    bench = Bench("bsp", size=3)
+    for worker in range(3):
+        bench.sequencer.register(worker, 0, "0", proposal("bsp", apply="peers"), 0.0)
+    return bench
+
+
+def test_the_answer_at_the_start_says_who_takes_part() -> None:
+    assert [reply.members for reply in replies_in(with_peers().seed(0))] == [(0, 1, 2)] * 3
+
+
+@pytest.mark.parametrize("reason", ["finished", "lost"])
+def test_the_others_are_told_when_a_peer_is_gone(reason: str) -> None:
+    bench = with_peers()
+    bench.seed(0)
+    told = told_in(bench.sequencer.left(1, 0, reason, 1.0))
+    assert [item for item in told if isinstance(item[1], Departed)] == [(w, Departed(worker=1)) for w in (0, 2)]
+
+
+def test_where_servers_hold_the_values_nobody_need_be_told() -> None:
+    bench = Bench("asp", size=2)
+    for worker in range(2):
+        bench.register(worker)
+    bench.seed(0)
+    assert not [message for _, message in told_in(bench.sequencer.left(1, 0, "lost", 1.0)) if isinstance(message, Departed)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.protocol.log import Entry
-from polytempo.protocol.messages import Held, Refused, Resend, SendSeed
+from polytempo.protocol.messages import Departed, Held, Refused, Resend, SendSeed
 from polytempo.records.lines import Line
 
 
@@ -22,7 +22,7 @@ class ToWorker:
     """Tell a worker something."""
 
     worker: int
-    message: Held | SendSeed | Resend | Refused
+    message: Held | SendSeed | Resend | Refused | Departed
 
 
 @dataclass(frozen=True)

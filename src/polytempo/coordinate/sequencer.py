@@ -20,7 +20,7 @@ from polytempo.coordinate.plan import JobPlan
 from polytempo.coordinate.track import Seat, Track, disagreement, open_track
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Save, Seed, Setup
-from polytempo.protocol.messages import Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
+from polytempo.protocol.messages import Departed, Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, Line, action_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -109,6 +109,8 @@ class Sequencer:
         for track in self.tracks.values():
             orders += self._feed(track, Left(worker, reason), now)
             track.seats.pop(worker, None)
+            if track.proposal.apply == "peers":
+                orders += [ToWorker(other, Departed(worker=worker)) for other in track.seats]
             if worker in track.early:
                 track.early.remove(worker)
             if not track.seeded and track.early:

@@ -7,7 +7,8 @@ one of these is refused. Buffers are checked against the layout by whoever uses 
     worker   -> every server   Hello, Push and Staged (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
-    server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Stopped
+    server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Departed,
+                               Stopped
     launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
 """
@@ -226,6 +227,12 @@ class Refused(Message):
     reason: str
 
 
+class Departed(Message):
+    """Another worker is gone: its sockets may live on in a process that it has forked."""
+
+    worker: int
+
+
 class Stopped(Message):
     """The job has ended early."""
 
@@ -337,6 +344,7 @@ AnyMessage = (
     | SendSeed
     | Resend
     | Refused
+    | Departed
     | Stopped
     | Gone
     | Stop

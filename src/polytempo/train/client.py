@@ -27,6 +27,7 @@ from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
     Ask,
+    Departed,
     Held,
     Hello,
     Leave,
@@ -107,6 +108,7 @@ class Client:
         self.rank, self.incarnation = rank, incarnation
         self.size = 0
         self.stop = False
+        self.on_departed: Callable[[int], None] = lambda worker: None
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.bytes_sent = self.bytes_received = 0
         self.retry = retry
@@ -329,6 +331,8 @@ class Client:
             self._welcomes.add(shard)
         elif isinstance(message, Refused):
             raise UsageError(f"worker {self.rank}: {message.reason}")
+        elif isinstance(message, Departed):
+            self.on_departed(message.worker)
         elif isinstance(message, Stopped):
             raise JobEnded(message.cause)
 

@@ -71,6 +71,8 @@ class Session:
         """The connections to the other workers of this host, made on first use."""
         if self._mesh is None:
             self._mesh = Mesh(self.job.meeting, self.rank)
+            if self.client is not None:
+                self.client.on_departed = self._mesh.forget
         return self._mesh
 
     def next_board(self) -> int:

@@ -168,6 +168,8 @@ class Mesh:
         sys.stderr.flush()
 
     def _read(self, rank: int) -> None:
+        if rank not in self._sockets:
+            return
         try:
             data, descriptors, _, _ = socket.recv_fds(self._sockets[rank], 4096, 16)
         except OSError:
@@ -185,6 +187,12 @@ class Mesh:
             self._heard[rank, kind, board] = max(number, self.heard(rank, kind, board))
             if kind == HANDED_OVER and self._descriptors[rank]:
                 self._segments[rank, board] = open_segment(self._descriptors[rank].pop(0))
+
+    def forget(self, rank: int) -> None:
+        """Somebody else knows that this peer is gone. What it said before counts."""
+        while rank in self._sockets and _ready([self._sockets[rank].fileno()], 0):
+            self._read(rank)
+        self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         self.gone.add(rank)
