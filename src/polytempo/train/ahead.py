@@ -84,6 +84,10 @@ class SendAhead:
         self._begin_again()
         return result
 
+    def drop(self) -> None:
+        """The step was skipped: what was sent for it counts for nothing."""
+        self._begin_again()
+
     def _is_unchanged(self, number: int) -> bool:
         copies = self._sent[number].copies
         return all(

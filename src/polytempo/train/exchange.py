@@ -111,6 +111,8 @@ class Exchange:
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
         companion = self.client.companion if torch.get_num_threads() == 1 else None
         with self.session.lock, companion.here() if companion else nullcontext():
+            if skip and self._ahead is not None:
+                self._ahead.drop()
             self.client.push(push, parts, None if skip else self._ahead)
             self.client.wait_for_release(self.name, self.step + 1)
         self.step = self.line.released if self.spec.mode.name != "delay" else self.step + 1

@@ -1,0 +1,367 @@
+"""All-reduce in shared memory: everybody has the same bits, and a mean does not depend on who lived to the end."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharing import PATIENCE, Place, nothing_is_left, place, together
+from wires import Client
+
+from polytempo.collectives import board as board_module
+from polytempo.collectives import execute as execute_module
+from polytempo.collectives import group as group_module
+from polytempo.collectives.arithmetic import weighted_mean
+from polytempo.collectives.board import Board
+from polytempo.collectives.execute import mean_in_place
+from polytempo.collectives.group import PIECE, Group, open_group
+from polytempo.errors import PeerError, UsageError
+from polytempo.transport.mesh import Mesh
+from polytempo.transport.segments import Segment
+
+__all__ = ["nothing_is_left", "place"]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+SIZES = [0, 1, 31, 32, 33, 1000, 4099]
+
+
+def made(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
+    return torch.randint(0, 1000, shape, generator=generator).to(dtype)
+
+
+def summed(tensors: Sequence[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    """In the order of ranks, one after another."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total * factor if factor != 1.0 else total
+
+
+def each(place: Place, count: int, work: Callable[[Group], object]) -> list[object]:
+    """Everybody does this with the group; who fails leaves it, as a process would."""
+
+    def member(mesh: Mesh) -> object:
+        try:
+            return work(Group(mesh, count))
+        except BaseException:
+            mesh.close()
+            raise
+
+    meshes = place.open(*range(count))
+    return together([lambda m=m: member(m) for m in meshes])
+
+
+# Sums and means.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_have_the_sum_in_the_order_of_ranks(place: Place, dtype: torch.dtype, count: int) -> None:
+    inputs = [[made(dtype, size, seed=10 * size + rank) for size in SIZES] for rank in range(count)]
+    wanted = [summed([own[index] for own in inputs]) for index in range(len(SIZES))]
+    each(place, count, lambda group: [group.all_reduce(tensor) for tensor in inputs[group.rank]])
+    for own in inputs:
+        assert all(torch.equal(got, sums) for got, sums in zip(own, wanted, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_mean_is_the_sum_divided(place: Place, dtype: torch.dtype, count: int) -> None:
+    inputs = [made(dtype, 1001, seed=rank) for rank in range(count)]
+    wanted = summed(inputs, 1 / count)
+    each(place, count, lambda group: group.all_reduce(inputs[group.rank], "mean"))
+    assert all(torch.equal(got, wanted) for got in inputs)
+
+
+def test_a_mean_of_integers_is_refused_by_everybody(place: Place) -> None:
+    """Nobody may fail alone, in the middle: the others would wait."""
+    refused: list[int] = []
+
+    def ask(group: Group) -> None:
+        with pytest.raises(UsageError, match="mean"):
+            group.all_reduce(torch.ones(1, dtype=torch.int64), "mean")
+        refused.append(group.rank)
+
+    each(place, 2, ask)
+    assert sorted(refused) == [0, 1]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 3000])
+def test_a_tensor_larger_than_a_piece_goes_piece_by_piece(
+    place: Place, monkeypatch: pytest.MonkeyPatch, count: int, length: int
+) -> None:
+    monkeypatch.setattr(group_module, "PIECE", 4096)
+    monkeypatch.setattr(group_module, "PIECE_IN_TURNS", 4096)
+    inputs = [made(torch.float32, length, seed=rank) for rank in range(count)]
+    wanted = summed(inputs)
+    each(place, count, lambda group: group.all_reduce(inputs[group.rank]))
+    assert all(torch.equal(got, wanted) for got in inputs)
+
+
+def test_a_large_tensor_is_reduced_whole(place: Place) -> None:
+    length = PIECE // 4 + 77_777
+    inputs = [made(torch.float32, length, seed=rank) for rank in range(2)]
+    wanted = summed(inputs)
+    each(place, 2, lambda group: group.all_reduce(inputs[group.rank]))
+    assert all(torch.equal(got, wanted) for got in inputs)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda t: t.permute(2, 0, 1),
+        lambda t: t[:, ::2],
+        lambda t: t[1:, 3:, 1],
+        lambda t: t.permute(1, 2, 0)[::3],
+        lambda t: t[0, 0, 0],
+        lambda t: torch.nn.Parameter(t),
+    ],
+    ids=["permuted", "every other", "a corner", "both", "one element", "a parameter"],
+)
+def test_any_dense_tensor_is_changed_in_place_and_nothing_beside_it(
+    place: Place, look: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    wholes = [made(torch.float64, 6, 8, 10, seed=rank) for rank in range(2)]
+    before = [whole.clone() for whole in wholes]
+    wanted = summed([look(whole).detach() for whole in before])
+    each(place, 2, lambda group: group.all_reduce(look(wholes[group.rank])))
+    for whole, old in zip(wholes, before, strict=True):
+        assert torch.equal(look(whole), wanted)
+        look(old).detach().copy_(wanted)
+        assert torch.equal(whole, old), "something beside it was changed"
+
+
+def test_rounds_follow_each_other_without_mixing(place: Place) -> None:
+    rounds, count = 60, 3
+    inputs = [[made(torch.float32, 100 + 7 * n, seed=n * count + rank) for n in range(rounds)] for rank in range(count)]
+    wanted = [summed([own[n] for own in inputs]) for n in range(rounds)]
+    each(place, count, lambda group: [group.all_reduce(tensor) for tensor in inputs[group.rank]])
+    for own in inputs:
+        assert all(torch.equal(got, sums) for got, sums in zip(own, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "op", "words"),
+    [
+        (torch.ones(3), "men", r"expected op to be sum or mean, got 'men'; did you mean|expected op to be sum or mean"),
+        (torch.ones(3, device="meta"), "sum", "on meta"),
+        (torch.ones(3).to_sparse(), "sum", "dense tensors"),
+    ],
+    ids=["a wrong word", "elsewhere", "sparse"],
+)
+def test_what_cannot_be_reduced_is_refused(place: Place, tensor: torch.Tensor, op: str, words: str) -> None:
+    (mesh,) = place.open(0)
+    with pytest.raises(UsageError, match=words):
+        Group(mesh, 1).all_reduce(tensor, op)
+
+
+def test_a_group_meets_at_a_directory_of_its_own() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="pt-") as parent:
+        directory = f"{parent}/here"
+        tensors = [torch.full((5,), float(rank + 1)) for rank in range(2)]
+
+        def member(rank: int) -> None:
+            group = open_group(directory, rank, 2)
+            group.all_reduce(tensors[rank])
+            group.close()
+
+        together([lambda rank=rank: member(rank) for rank in range(2)])
+        assert [tensor.tolist() for tensor in tensors] == [[3.0] * 5] * 2
+        assert Path(directory).stat().st_mode & 0o077 == 0
+        assert list(Path(directory).iterdir()) == []
+        with pytest.raises(UsageError, match="expected a rank between 0 and 1, got 2"):
+            open_group(directory, 2, 2)
+
+
+# Boards.
+
+
+def test_without_room_for_a_board_it_is_said_what_to_do(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(size: int) -> Segment:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(board_module, "make_segment", no_room)
+    (mesh,) = place.open(0)
+    with pytest.raises(PeerError, match=r"2 workers need 16384 bytes .*No space left on device.*use --via ps"):
+        Board(mesh, [0, 1], 0, 4096)
+
+
+def test_without_the_one_who_makes_the_memory_nobody_waits(place: Place) -> None:
+    first, second = place.met(2)
+    opening = Client(lambda: Board(second, [0, 1], 0, 4096))
+    first.close()
+    opening.join(PATIENCE)
+    assert isinstance(opening.error, PeerError)
+    assert "worker 0 is gone, and with it the memory" in str(opening.error)
+
+
+def test_one_who_ends_before_it_has_put_its_tensor_ends_the_sum_for_all(place: Place) -> None:
+    def work(group: Group) -> str:
+        if group.rank == 1:
+            group.close()
+            return ""
+        with pytest.raises(PeerError, match="worker 1 ended in the middle of an all-reduce"):
+            group.all_reduce(torch.ones(100))
+        group.close()
+        return "told"
+
+    assert each(place, 3, work) == ["told", "", "told"]
+
+
+# Deaths while a mean is made in place.
+
+
+class Died(Exception):
+    """The end of a process, for its thread."""
+
+
+class Member:
+    """One who takes part in means, perhaps not to the end."""
+
+    def __init__(self, mesh: Mesh, members: Sequence[int], length: int) -> None:
+        self.mesh, self.length = mesh, length
+        self.board = Board(mesh, members, 0, max(1, 8 * length))
+
+    def die(self, *_: object) -> None:
+        self.mesh.close()
+        raise Died
+
+    def doom(self, point: str) -> None:
+        """Let it end at some point of the next round."""
+        finish, tell, meet = self.board.finish, self.mesh.tell, self.board.meet
+        if point == "before it finished":
+            self.board.finish = self.spoil_and_die  # type: ignore[method-assign]
+        elif point == "before it told":
+            self.board.finish = lambda: (finish(), self.die())  # type: ignore[method-assign]
+        elif point == "after it told one":
+            self.mesh.tell = lambda ranks, *note: (tell(list(ranks)[:1], *note), self.die())  # type: ignore[method-assign]
+        elif point == "after it told all":
+            self.mesh.tell = lambda ranks, *note: (tell(ranks, *note), self.die())  # type: ignore[method-assign]
+        elif point == "while it made up for others":
+            self.board.meet = (  # type: ignore[method-assign]
+                lambda name, members: self.die() if name == "recovered" else meet(name, members)
+            )
+
+    def spoil_and_die(self) -> None:
+        """What it has added up so far is nothing to go by."""
+        own = execute_module.own_part(self.board.members, self.mesh.rank, self.length)
+        self.board.result(torch.float64, self.length)[own.start : own.stop] = float("nan")
+        self.die()
+
+    def mean(self, members: Sequence[int], weights: Sequence[float]) -> bool:
+        """Take part, and use the slot again at once; did it live?"""
+        self.board.round += 1
+        try:
+            mean_in_place(self.board, members, weights, torch.float64, self.length, 0)
+        except Died:
+            return False
+        self.board.slot(self.mesh.rank, torch.float64, self.length).fill_(float("nan"))
+        return True
+
+
+POINTS = ["before it finished", "before it told", "after it told one", "after it told all", "while it made up for others"]
+
+
+def crew(place: Place, count: int, length: int) -> list[Member]:
+    meshes = place.met(count)
+    return [Member(mesh, range(count), length) for mesh in meshes]  # the first hands over, and waits for nobody
+
+
+def fill(members: Sequence[Member], seed: int) -> list[torch.Tensor]:
+    terms = [made(torch.float64, member.length, seed=seed + member.mesh.rank) for member in members]
+    for member, term in zip(members, terms, strict=True):
+        member.board.slot(member.mesh.rank, torch.float64, member.length).copy_(term)
+    return terms
+
+
+def check_round(members: Sequence[Member], weights: Sequence[float], seed: int) -> list[Member]:
+    """One round: whatever happens to some, those who are left have the mean of all; who they are."""
+    terms = fill(members, seed)
+    wanted = torch.empty(members[0].length, dtype=torch.float64)
+    weighted_mean(terms, weights, wanted)
+    ranks = [member.mesh.rank for member in members]
+    lived = together([lambda m=m: m.mean(ranks, weights) for m in members])
+    survivors = [member for member, alive in zip(members, lived, strict=True) if alive]
+    for member in survivors:
+        assert torch.equal(member.board.result(torch.float64, member.length), wanted)
+    return survivors
+
+
+@pytest.mark.parametrize("point", POINTS[:4])
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_survivors_have_the_undisturbed_mean(place: Place, who: int, point: str) -> None:
+    members = crew(place, 3, 1000)
+    assert check_round(members, [1.0, 2.0, 5.0], 0) == members
+    members[who].doom(point)
+    survivors = check_round(members, [3.0, 1.0, 0.5], 10)
+    assert [member.mesh.rank for member in survivors] == [rank for rank in range(3) if rank != who]
+    assert check_round(survivors, [1.0, 4.0], 20) == survivors, "and they go on without it"
+
+
+@given(
+    points=st.lists(st.sampled_from(["lives", *POINTS]), min_size=1, max_size=3),
+    weights=st.lists(st.sampled_from([0.25, 1.0, 3.0]), min_size=4, max_size=4),
+    length=st.sampled_from([1, 31, 64, 129, 1000]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+def test_whoever_dies_wherever_the_mean_is_the_same(points: list[str], weights: list[float], length: int) -> None:
+    place = Place()
+    try:
+        members = crew(place, len(points) + 1, length)
+        for member, point in zip(members[1:], points, strict=True):
+            member.doom(point)
+        survivors = check_round(members, weights[: len(members)], 0)
+        assert members[0] in survivors
+        assert [m.mesh.rank for m in survivors if points[m.mesh.rank - 1] in POINTS[:4] and m.mesh.rank] == []
+        members.clear()
+        survivors.clear()
+    finally:
+        place.close()
+
+
+def test_nobody_writes_to_its_slot_while_another_makes_up_for_the_dead(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = crew(place, 3, 1000)
+    members[1].doom("before it finished")
+    returned, slow = threading.Event(), members[2]
+    original, calls = slow.board.has_finished, list[int]()
+
+    def slowly(rank: int) -> bool:
+        calls.append(rank)
+        assert not returned.wait(0.3), "worker 0 has gone on, and its slot with it"
+        return original(rank)
+
+    monkeypatch.setattr(slow.board, "has_finished", slowly)
+    mean = members[0].mean
+    monkeypatch.setattr(members[0], "mean", lambda *about: (mean(*about), returned.set())[0])
+    assert check_round(members, [1.0, 2.0, 3.0], 0) == [members[0], slow]
+    assert calls == [1]
+    assert returned.is_set()
+
+
+def test_one_who_died_before_the_round_is_made_up_for(place: Place) -> None:
+    """It has pushed, so it is in the round, and its slot is there."""
+    members = crew(place, 3, 500)
+    terms, wanted = fill(members, 7), torch.empty(500, dtype=torch.float64)
+    weighted_mean(terms, [1.0, 1.0, 1.0], wanted)
+    members[2].mesh.close()
+    assert together([lambda m=m: m.mean([0, 1, 2], [1.0, 1.0, 1.0]) for m in members[:2]]) == [True, True]
+    assert torch.equal(members[0].board.result(torch.float64, 500), wanted)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread for thread in threading.enumerate() if isinstance(thread, Client)] == []

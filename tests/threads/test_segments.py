@@ -1,0 +1,330 @@
+"""Memory that processes share: who holds it, when it is free again, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy
+import pytest
+import torch
+from sharing import SIZE, Pair, descriptors, mapped, nothing_is_left, pair, shared
+from wires import filled, hear, same
+
+from polytempo.parameter_server.state import as_tensor
+from polytempo.transport import segments
+from polytempo.transport.channel import Bytes
+from polytempo.transport.connect import LIMIT
+from polytempo.transport.framing import SEGMENT_COUNT_LIMIT, Writer
+from polytempo.transport.pool import KEEP_FROM, Pool
+from polytempo.transport.segments import SHARE_FROM, Borrowed, Shelf, address_of, make_segment
+from polytempo.transport.stream import StreamChannel
+
+__all__ = ["nothing_is_left", "pair"]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+# A shelf.
+
+
+@pytest.mark.parametrize(("size", "is_shared"), [(0, False), (1, False), (SHARE_FROM - 1, False), (SHARE_FROM, True)])
+def test_memory_is_zeroed_and_shared_if_it_is_large_enough(size: int, is_shared: bool) -> None:
+    shelf = Shelf()
+    memory = shelf.allocate(size)
+    assert (memory.nbytes, int(memory.sum()), memory.dtype) == (size, 0, numpy.uint8)
+    assert (shelf.find(memory) is not None) == is_shared
+
+
+def test_a_buffer_is_found_where_it_lies() -> None:
+    shelf = Shelf()
+    memories = [shelf.allocate(SIZE + 4096 * number) for number in range(4)]
+    for memory in memories:
+        found = shelf.find(memory[100 : 100 + SHARE_FROM])
+        assert found is not None
+        segment, offset = found
+        assert (segment.address + offset, offset) == (address_of(memory) + 100, 100)
+        assert segment.size == memory.nbytes
+
+
+def test_what_is_not_ours_or_too_small_is_not_found() -> None:
+    shelf, other = Shelf(), Shelf()
+    memory = shelf.allocate(SIZE)
+    assert shelf.find(numpy.zeros(SIZE, dtype=numpy.uint8)) is None
+    assert shelf.find(other.allocate(SIZE)) is None
+    assert shelf.find(memory[: SHARE_FROM - 1]) is None
+    assert shelf.find(memory.view(Borrowed)) is None, "what another process lent us is not ours to share"
+
+
+def test_memory_ends_with_its_last_view_and_not_before() -> None:
+    gc.collect()  # of other tests
+    shelf, before, open_before = Shelf(), mapped(), descriptors()
+    memory = shelf.allocate(SIZE)
+    tensor = as_tensor(memory, "uint8")[8:]
+    assert mapped() == before + 1
+    del memory
+    tensor.fill_(3)
+    assert mapped() == before + 1
+    del tensor
+    assert (mapped(), descriptors()) == (before, open_before)
+
+
+def test_a_segment_cannot_be_shrunk_nor_inherited() -> None:
+    segment = make_segment(SIZE)
+    assert not os.get_inheritable(segment.descriptor)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.descriptor, 0)
+
+
+# Loans.
+
+
+def test_a_loan_is_done_when_its_word_is_cleared_and_somebody_looks() -> None:
+    shelf, done = Shelf(), list[str]()
+    first, second = (shelf.lend(lambda name=name: done.append(name)) for name in ("first", "second"))
+    assert first is not None
+    assert second is not None
+    shelf.collect()
+    assert done == []
+    second[0].view(second[1], 1)[0] = 0
+    assert done == []
+    shelf.collect()
+    shelf.collect()
+    assert done == ["second"]
+    shelf.write_off(first[1])
+    shelf.write_off(first[1])
+    assert done == ["second", "first"]
+
+
+def test_words_that_came_back_are_used_again_and_those_written_off_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who borrowed what was written off may still live, and clear it later."""
+    monkeypatch.setattr(segments, "LOANS", 2)
+    shelf, done = Shelf(), list[int]()
+    one, two = shelf.lend(lambda: done.append(1)), shelf.lend(lambda: done.append(2))
+    assert one is not None
+    assert two is not None
+    assert shelf.lend(lambda: done.append(3)) is None, "there are two only"
+    shelf.write_off(one[1])
+    assert shelf.lend(lambda: done.append(4)) is None
+    two[0].view(two[1], 1)[0] = 0
+    again = shelf.lend(lambda: done.append(5))
+    assert again is not None
+    assert (again[1], done) == (two[1], [1, 2])
+
+
+# Messages.
+
+
+def test_what_is_lent_arrives_in_place_and_is_done_after_the_last_view(pair: Pair) -> None:
+    channel, peer = pair.join()
+    values = shared(pair.shelf)
+    back = pair.lent(peer, values)
+    header, (view,) = hear(channel)
+    assert header == b"values"
+    assert isinstance(view, Borrowed)
+    assert same([view], [values])
+    values[7] ^= 255
+    assert view[7] == values[7], "it is the same memory"
+    pair.shelf.collect()
+    assert back == []
+    del view
+    assert back == [], "nobody has looked"
+    pair.shelf.collect()
+    assert back == [1]
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda view: view[8:16], lambda view: as_tensor(view, "float32"), lambda view: as_tensor(view, "uint8")[3:].view(-1)],
+    ids=["a slice", "a tensor", "a part of a tensor"],
+)
+def test_whatever_is_made_of_a_view_keeps_the_loan(pair: Pair, keep: Callable[[Bytes], object]) -> None:
+    channel, peer = pair.join()
+    back = pair.lent(peer, shared(pair.shelf))
+    kept = keep(hear(channel)[1][0])
+    gc.collect()
+    pair.shelf.collect()
+    assert back == []
+    del kept
+    pair.shelf.collect()
+    assert back == [1]
+
+
+def test_a_loan_of_several_buffers_is_back_with_the_last_of_them(pair: Pair) -> None:
+    channel, peer = pair.join()
+    sent = [shared(pair.shelf, SIZE, 1), filled(100, 2), shared(pair.shelf, SHARE_FROM, 3), filled(SIZE, 4), filled(0)]
+    back = pair.lent(peer, *sent)
+    views = hear(channel)[1]
+    assert same(views, sent)
+    assert [isinstance(view, Borrowed) for view in views] == [True, False, True, False, False]
+    while len(views) > 1:
+        del views[-1]
+        pair.shelf.collect()
+        assert back == []
+    del views[0]
+    pair.shelf.collect()
+    assert back == [1]
+
+
+def test_a_closed_connection_returns_its_loans_and_views_stay_readable(pair: Pair) -> None:
+    channel, peer = pair.join()
+    values = shared(pair.shelf)
+    back = pair.lent(peer, values)
+    _, (view,) = hear(channel)
+    pair.channels.remove(channel)
+    channel.close()
+    assert pair.serve(lambda: pair.closed)
+    assert back == [1]
+    assert same([view], [values])
+    del view
+    pair.shelf.collect()
+    assert back == [1]
+
+
+def test_a_closed_connection_returns_no_loans_of_others(pair: Pair) -> None:
+    """The word of a loan that came back may be another's by now."""
+    early, first = pair.join()
+    late, second = pair.join()
+    values = shared(pair.shelf)
+    assert pair.lent(first, values) == []
+    hear(early)  # and forget it
+    pair.shelf.collect()
+    back = pair.lent(second, values)
+    _, (view,) = hear(late)
+    pair.channels.remove(early)
+    early.close()
+    assert pair.serve(lambda: pair.closed)
+    assert back == [], "it was said to be free while somebody reads it"
+    assert same([view], [values])
+    del view
+    pair.shelf.collect()
+    assert back == [1]
+
+
+def test_a_push_is_read_where_its_sender_has_it(pair: Pair) -> None:
+    channel, _ = pair.join()
+    worker = Shelf()
+    sender = StreamChannel(pair.path, Pool(worker), LIMIT)
+    pair.channels.append(sender)
+    bucket = shared(worker, 4 * SIZE)
+    for part in (bucket[:SIZE], bucket[SIZE : 3 * SIZE]):
+        sender.send(b"push", [part])
+    assert pair.serve(lambda: len(pair.received) == 2)
+    got = [received.buffers[0] for received in pair.received]
+    assert same(got, [bucket[:SIZE], bucket[SIZE : 3 * SIZE]])
+    bucket[SIZE] ^= 255
+    assert got[1][0] == bucket[SIZE]
+    assert all(isinstance(buffer, Borrowed) for buffer in got)
+    channel.send(b"plain", [filled(SIZE)])
+    assert pair.serve(lambda: len(pair.received) == 3)
+    assert not isinstance(pair.received[2].buffers[0], Borrowed)
+
+
+@pytest.mark.parametrize(("size", "is_shared"), [(SHARE_FROM - 1, False), (SHARE_FROM, True)])
+def test_small_parts_of_shared_memory_travel_as_bytes(pair: Pair, size: int, is_shared: bool) -> None:
+    channel, peer = pair.join()
+    values = shared(pair.shelf)[8 : 8 + size]
+    back = pair.lent(peer, values)
+    _, (view,) = hear(channel)
+    assert same([view], [values])
+    assert isinstance(view, Borrowed) == is_shared
+    assert back == ([] if is_shared else [1]), "what was sent as bytes is free once it is sent"
+
+
+def test_what_was_borrowed_is_passed_on_as_bytes(pair: Pair) -> None:
+    channel, peer = pair.join()
+    back = pair.lent(peer, shared(pair.shelf))
+    channel.send(b"echo", hear(channel)[1])
+    assert pair.serve(lambda: pair.received)
+    assert same(pair.received[0].buffers, [filled(SIZE)])
+    assert not isinstance(pair.received[0].buffers[0], Borrowed)
+    pair.shelf.collect()
+    assert back == [1]
+
+
+def test_a_segment_is_handed_over_once() -> None:
+    shelf = Shelf()
+    writer, values, other = Writer(Pool(shelf)), shelf.allocate(SIZE), shelf.allocate(SIZE)
+    counts = [len(writer.write(b"", buffers, None)[0][0][1]) for buffers in ([values], [values], [other, values], [other])]
+    assert counts == [1, 0, 1, 0]
+
+
+def test_borrowed_buffers_are_not_kept_for_later() -> None:
+    pool = Pool(Shelf())
+    memory = numpy.zeros(KEEP_FROM, dtype=numpy.uint8)
+    pool.give(memory.view(Borrowed))
+    assert address_of(pool.take(KEEP_FROM)) != address_of(memory)
+    pool.give(memory)
+    assert pool.take(KEEP_FROM) is memory
+
+
+def test_a_tensor_of_borrowed_memory_is_not_a_copy(pair: Pair) -> None:
+    channel, peer = pair.join()
+    values = shared(pair.shelf)
+    pair.lent(peer, values)
+    tensor = as_tensor(hear(channel)[1][0], "uint8")
+    values.fill(9)
+    assert torch.equal(tensor, torch.full((SIZE,), 9, dtype=torch.uint8))
+
+
+# When there is no room.
+
+
+def test_more_loans_than_there_are_words_for_carry_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "LOANS", 2)
+    with closing(Pair()) as pair:
+        channel, peer = pair.join()
+        values = shared(pair.shelf)
+        loans = [pair.lent(peer, values) for _ in range(3)]
+        views = [hear(channel)[1][0] for _ in loans]
+        assert [isinstance(view, Borrowed) for view in views] == [True, True, False]
+        assert all(same([view], [values]) for view in views)
+        assert loans == [[], [], [1]]
+        del views[0]
+        loans.append(pair.lent(peer, values))
+        assert isinstance(hear(channel)[1][0], Borrowed), "a word is free again"
+
+
+def test_without_memory_for_the_words_of_loans_bytes_are_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, peer = pair.join()
+    values = shared(pair.shelf)
+
+    def no_room(size: int) -> segments.Segment:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segments, "make_segment", no_room)
+    back = pair.lent(peer, values)
+    assert same(hear(channel)[1], [values])
+    assert back == [1]
+
+
+def test_more_new_segments_than_fit_one_message_arrive_all_the_same(pair: Pair) -> None:
+    channel, peer = pair.join()
+    sent = [shared(pair.shelf, SHARE_FROM, number) for number in range(SEGMENT_COUNT_LIMIT + 1)]
+    pair.lent(peer, *sent)
+    assert same(hear(channel)[1], sent)
+
+
+POOR = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+import numpy
+from polytempo.transport.segments import Shelf
+shelf = Shelf()
+for size in (1 << 20, 1 << 21, 1 << 15):
+    memory = shelf.allocate(size)
+    assert memory.nbytes == size and not memory.any() and shelf.find(memory) is None
+    memory[-1] = 1
+print("done")
+"""
+
+
+def test_too_little_memory_is_said_once_and_bytes_are_sent_instead() -> None:
+    done = subprocess.run([sys.executable, "-c", POOR], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "cannot share 1048576 bytes of memory (File too large)" in line
+    assert "sockets instead" in line
