@@ -64,7 +64,7 @@ def sleeper() -> Iterator[Sleeper]:
 def test_inside_both_are_on_one_core_and_afterwards_this_thread_is_free(sleeper: Sleeper, own_mask: set[int]) -> None:
     companion = Companion(sleeper.number)
     for _ in range(3):
-        with companion.here():
+        with companion:
             mine = os.sched_getaffinity(0)
             assert len(mine) == 1
             assert mine <= own_mask
@@ -78,17 +78,17 @@ def test_the_companion_follows_to_another_core(sleeper: Sleeper, own_mask: set[i
     companion = Companion(sleeper.number)
     for core in (min(own_mask), max(own_mask), min(own_mask)):
         os.sched_setaffinity(0, {core})
-        with companion.here():
+        with companion:
             assert os.sched_getaffinity(sleeper.number) == {core}
         assert os.sched_getaffinity(0) == {core}
 
 
 def test_an_exception_that_passes_leaves_this_thread_free(sleeper: Sleeper, own_mask: set[int]) -> None:
     companion = Companion(sleeper.number)
-    with pytest.raises(KeyError, match="passes"), companion.here():
+    with pytest.raises(KeyError, match="passes"), companion:
         raise KeyError("passes")
     assert os.sched_getaffinity(0) == own_mask
-    with companion.here():  # and it works again
+    with companion:  # and it works again
         assert len(os.sched_getaffinity(0)) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_companion_that_is_gone_is_done_without(own_mask: set[int]) -> None:
     thread.end()
     companion = Companion(thread.number)
     for _ in range(2):
-        with companion.here():
+        with companion:
             assert os.sched_getaffinity(0) == own_mask
         assert os.sched_getaffinity(0) == own_mask
 
@@ -113,7 +113,7 @@ def test_who_may_not_bind_threads_does_without_and_asks_once(error: Exception, m
     monkeypatch.setattr(cores.os, "sched_setaffinity", refuse)
     companion, entered = Companion(12345), 0
     for _ in range(3):
-        with companion.here():
+        with companion:
             entered += 1
     assert (entered, asked) == (3, [12345])
     monkeypatch.undo()
@@ -123,7 +123,7 @@ def test_without_a_way_to_know_the_core_nothing_is_bound(
     sleeper: Sleeper, own_mask: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores.ctypes, "CDLL", lambda name: object())
-    with Companion(sleeper.number).here():
+    with Companion(sleeper.number):
         assert os.sched_getaffinity(0) == own_mask
     assert os.sched_getaffinity(sleeper.number) == own_mask
 
@@ -183,8 +183,8 @@ def test_who_computes_with_several_threads_is_not_called_over(monkeypatch: pytes
 
 def test_a_worker_that_computes_with_several_threads_does_not_call(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Companion] = []
-    plain = Companion.here
-    monkeypatch.setattr(Companion, "here", lambda self: entered.append(self) or plain(self))
+    plain = Companion.__enter__
+    monkeypatch.setattr(Companion, "__enter__", lambda self: entered.append(self) or plain(self))
     start = made_params([(4,)])
 
     def work(session: Session) -> tuple[int, int]:

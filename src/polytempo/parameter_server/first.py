@@ -222,12 +222,14 @@ class First:
         if len(self._servers) < self._shards - 1:
             self._early += entries
             return
-        self._to_servers(Entries(entries=tuple(entries)))
+        if self._servers:
+            self._to_servers(Entries(entries=tuple(entries)))
         self.desk.carry_out(entries)
 
     def _to_servers(self, message: AnyMessage) -> None:
+        header = encode(message)
         for peer in self._servers.values():
-            peer.send(encode(message))
+            peer.send(header)
 
     def _say(self, text: str, fatal: bool = False) -> None:
         if self._launcher is not None:

@@ -211,19 +211,19 @@ class Server:
         """Hand entries of the log to the store, with what they need."""
         for entry in entries:
             if isinstance(entry, Update):
-                wanted = [part.id for part in entry.parts]
+                self.keeper.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
+            elif isinstance(entry, Reply):
+                self.keeper.put(entry, {})
+                if self._arrived:  # what a repeat brought once more
+                    self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
             elif isinstance(entry, Seed | LoadState):
-                wanted = [entry.id]
-            else:
-                wanted = []
-            if isinstance(entry, Drop):
+                self.keeper.put(entry, {entry.id: self._arrived.pop(entry.id)})
+            elif isinstance(entry, Drop):
                 self._arrived.pop(entry.id, None)
             elif isinstance(entry, ForgetWorker):
                 self._forget(entry)
             else:
-                self.keeper.put(entry, {identity: self._arrived.pop(identity) for identity in wanted})
-            if isinstance(entry, Reply):  # what a repeat brought once more
-                self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
+                self.keeper.put(entry, {})
 
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""

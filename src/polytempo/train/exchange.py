@@ -110,7 +110,7 @@ class Exchange:
         )
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
         companion = self.client.companion if torch.get_num_threads() == 1 else None
-        with self.session.lock, companion.here() if companion else nullcontext():
+        with self.session.lock, companion or nullcontext():
             if skip and self._ahead is not None:
                 self._ahead.drop()
             self.client.push(push, parts, None if skip else self._ahead)

@@ -15,6 +15,7 @@ Alone, without a launcher, the wrapped optimizer simply runs.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -86,6 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _join(self, via: str | None) -> Exchange | PeerExchange:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
         if self._goes_via_peers(via):
+            importlib.import_module("torch._dynamo")  # torch would in the first step, when others wait (1.4 s)
             return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:

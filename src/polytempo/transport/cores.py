@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Companion:
-    """A thread of another process that works only while this one waits."""
+    """A thread of another process that works only while this one waits: `with companion:` around the wait."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._core = -1
+        self._own: set[int] | None = None  # the cores this thread may use, while it uses one
         self._which_core = getattr(ctypes.CDLL(None), "sched_getcpu", None)
         self._possible = self._which_core is not None and hasattr(os, "sched_setaffinity")
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Inside, both are on this core."""
-        own = self._call_over() if self._possible else None
-        try:
-            yield
-        finally:
-            if own is not None:
-                os.sched_setaffinity(0, own)
+    def __enter__(self) -> None:
+        """From now on both are on this core."""
+        self._own = self._call_over() if self._possible else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._own is not None:
+            os.sched_setaffinity(0, self._own)
 
     def _call_over(self) -> set[int] | None:
         core = self._which_core() if self._which_core is not None else -1
