@@ -128,7 +128,6 @@ def in_shared_memory() -> set[str]:
         (1, 0, "before a step"),
         (0, 3, "before a step"),
         *((1, 2, where) for where in IN_A_ROUND),
-        (0, 0, "before it finished"),
         (0, STEPS - 1, "before it told"),
     ],
     ids=str,
@@ -164,7 +163,6 @@ def test_without_leave_to_go_on_the_job_ends_with_the_cause(bench: Bench, who: i
     [
         (1, "before it registered", 0),
         (2, "before it was met", 0),
-        (1, "while all begin", 0),
         (0, "before the memory", 1),  # with it all that was to be shared is lost
         (0, "while all begin", 1),  # and so are the values from which all start
     ],

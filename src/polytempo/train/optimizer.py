@@ -15,14 +15,12 @@ Alone, without a launcher, the wrapped optimizer simply runs.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import check_optimizer
@@ -34,6 +32,7 @@ from polytempo.train.flat import Flat, describe
 from polytempo.train.peers import PeerExchange
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
+from polytempo.train.wrappers import is_watched, step_plainly
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -87,7 +86,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _join(self, via: str | None) -> Exchange | PeerExchange:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
         if self._goes_via_peers(via):
-            importlib.import_module("torch._dynamo")  # torch would in the first step, when others wait (1.4 s)
             return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
@@ -135,9 +133,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         """Push, wait as the mode says, pull. `samples` weighs this worker's gradient."""
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        watched = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch.autograd._profiler_enabled()
-        return (_watched_step if watched else DistributedOptimizer._step)(self, closure, samples=samples)
+        step = _watched_step if is_watched(self) else DistributedOptimizer._step
+        return step(self, closure, samples=samples)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler, which costs 40 us a step
 
@@ -181,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         with nullcontext() if self._agreed else exchange.reading_mean(in_place):
             if self._clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
-            self.inner.step()
+            step_plainly(self.inner)
 
     def _step_together(
         self, exchange: Exchange | PeerExchange, closure: Callable[[], Any] | None, samples: float | None
