@@ -34,6 +34,12 @@ def own_mask() -> Iterator[set[int]]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise, exchanges count as far apart."""
+    monkeypatch.setattr(cores, "BRIEF", 0.0)
+
+
 class Sleeper(threading.Thread):
     """A thread that waits to be ended; its number is known."""
 
@@ -90,6 +96,33 @@ def test_an_exception_that_passes_leaves_this_thread_free(sleeper: Sleeper, own_
     assert os.sched_getaffinity(0) == own_mask
     with companion:  # and it works again
         assert len(os.sched_getaffinity(0)) == 1
+
+
+def test_while_exchanges_follow_each_other_closely_nothing_is_asked_twice(
+    sleeper: Sleeper, own_mask: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "BRIEF", 1e9)
+    asked: list[int] = []
+    plain = os.sched_setaffinity
+    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda thread, mask: asked.append(thread) or plain(thread, mask))
+    companion = Companion(sleeper.number)
+    for _ in range(5):
+        with companion:
+            assert len(os.sched_getaffinity(0)) == 1
+    assert asked == [sleeper.number, 0]
+    companion.release()
+    assert os.sched_getaffinity(0) == own_mask
+
+
+def test_after_a_long_time_of_computing_this_thread_is_free_again(
+    sleeper: Sleeper, own_mask: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    companion = Companion(sleeper.number)
+    for brief, free in ((1e9, False), (1e9, False), (0.0, True)):
+        monkeypatch.setattr(cores, "BRIEF", brief)
+        with companion:
+            pass
+        assert (os.sched_getaffinity(0) == own_mask) == (free or len(own_mask) == 1)
 
 
 def test_a_companion_that_is_gone_is_done_without(own_mask: set[int]) -> None:

@@ -193,6 +193,8 @@ class Client:
 
     def close(self) -> None:
         """Close all connections."""
+        if self.companion is not None:
+            self.companion.release()
         for channel in self._channels:
             channel.close()
         self._channels = []

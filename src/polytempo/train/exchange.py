@@ -125,6 +125,8 @@ class Exchange:
 
     def read_values(self) -> None:
         """The servers' newest values into the parameters."""
+        if self.client.companion is not None:
+            self.client.companion.release()  # who reads is about to do something else for a while
         with self.session.lock:
             self.client.settle(self.name)
             answers = self.client.read(self.name, "params")

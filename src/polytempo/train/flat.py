@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -161,7 +162,7 @@ class Copier:
         flat = self._staging
         if self._staged:
             flat.changed_all()
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for shard, buffers in parts.items():
                 for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
                     if len(targets) == 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 
 from polytempo.errors import PeerError
@@ -33,6 +34,8 @@ FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT  # who asks for a message does not wai
 SCRATCH = 32 << 10
 #: Buffers as small as this are copied behind their header and sent with it.
 JOIN_UP_TO = 64 << 10
+#: Buffers of a connection that are known by heart.
+REMEMBERED = 64
 
 #: Bytes to send, and segments to hand over with them.
 Piece = tuple[memoryview, list[Segment]]
@@ -52,11 +55,12 @@ class Writer:
         self._shelf = pool.shelf
         self._numbers: dict[int, int] = {}  # a segment's own number -> its number on this connection
         self._words: set[int] = set()  # loans that are out
+        self._places: dict[int, tuple[weakref.ref[Bytes], tuple[Segment, int] | None]] = {}  # of buffers sent before
 
     def write(self, header: bytes, buffers: Sequence[Bytes], done: Done | None) -> tuple[list[Piece], Done | None]:
         """The pieces to send, and what is to be called when they were sent; of a loan, `done` is called when it is back."""
         new: list[Segment] = []
-        found = [self._shelf.find(buffer) if self._shelf is not None else None for buffer in buffers]
+        found = [self._place(self._shelf, buffer) if self._shelf is not None else None for buffer in buffers]
         loan = None
         if len([place for place in found if place]) >= SEGMENT_COUNT_LIMIT:
             found = [None] * len(buffers)  # more could be new than can be handed over at once
@@ -75,6 +79,17 @@ class Writer:
         first = b"".join((prefix, *entries, header, *(written if small else ())))
         pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
         return pieces, None if loan else done
+
+    def _place(self, shelf: Shelf, buffer: Bytes) -> tuple[Segment, int] | None:
+        """Where a buffer lies. The same few are sent again and again."""
+        known = self._places.get(id(buffer))
+        if known is not None and known[0]() is buffer:
+            return known[1]
+        place = shelf.find(buffer)
+        if len(self._places) >= REMEMBERED:
+            self._places.clear()
+        self._places[id(buffer)] = weakref.ref(buffer), place
+        return place
 
     def _lend(self, shelf: Shelf, done: Done) -> tuple[Segment, int] | None:
         word = -1
@@ -113,6 +128,7 @@ class Reader:
         self._pool = pool
         self._segments: list[Segment] = []
         self._descriptors: list[int] = []
+        self._views: dict[tuple[int, int, int], Bytes] = {}  # the same few are referred to again and again
         self._messages = self._read()
         self._want: memoryview = next(self._messages)
         self._at_start = True
@@ -200,8 +216,18 @@ class Reader:
                 continue
             if number >= len(self._segments) or offset + length > self._segments[number].size:
                 raise PeerError("a message refers to memory that is not there")
-            result.append(self._segments[number].view(offset, length, back).view(Borrowed))
+            result.append(self._view(number, offset, length, back))
         return result
+
+    def _view(self, number: int, offset: int, length: int, back: Done | None) -> Bytes:
+        if back is not None:  # it matters when this one is gone
+            return self._segments[number].view(offset, length, back).view(Borrowed)
+        key = number, offset, length
+        if key not in self._views:
+            if len(self._views) >= REMEMBERED:
+                self._views.clear()
+            self._views[key] = self._segments[number].view(offset, length).view(Borrowed)
+        return self._views[key]
 
     def _loan(self, number: int, word: int, views: int) -> Done:
         """Clears a loan's word when so many views are gone."""
@@ -222,6 +248,7 @@ class Reader:
             os.close(descriptor)
         self._descriptors.clear()
         self._segments.clear()
+        self._views.clear()
 
 
 def _to_fill(buffers: Sequence[Bytes]) -> Iterator[memoryview]:
