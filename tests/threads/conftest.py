@@ -1,7 +1,7 @@
 """Jobs in threads share one process: torch itself uses one thread, so that sums have one order.
 
 Modules marked `both_wires` run twice: bytes through queues, buckets sent ahead, and through Unix sockets with all buffers in
-shared memory, however small.
+shared memory, however small. `make check` runs them the second way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from polytempo.transport import segments
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("both_wires"):
         metafunc.fixturenames.append("wire")
-        metafunc.parametrize("wire", ["memory", "ipc"], indirect=True)
+        queues = pytest.param("memory", marks=pytest.mark.long, id="memory")
+        metafunc.parametrize("wire", [queues, "ipc"], indirect=True)
 
 
 @pytest.fixture
