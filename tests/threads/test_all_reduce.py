@@ -361,6 +361,27 @@ def test_one_who_died_before_the_round_is_made_up_for(place: Place) -> None:
     assert torch.equal(members[0].board.result(torch.float64, 500), wanted)
 
 
+def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stops in the middle of the dead one's part until the other is there, too."""
+    members, both_in_the_middle = crew(place, 3, 500), threading.Barrier(2, timeout=PATIENCE)
+    dead = execute_module.own_part([0, 1, 2], 2, 500)
+
+    def in_two_steps(terms: list[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
+        out.copy_(terms[0] + terms[1])
+        if torch.equal(terms[0], first[dead.start : dead.stop]):
+            both_in_the_middle.wait()
+        out.add_(terms[2]).mul_(1 / 3)
+
+    monkeypatch.setattr(execute_module, "weighted_mean", in_two_steps)
+    first, *_ = terms = fill(members, 3)
+    wanted = (terms[0] + terms[1]).add_(terms[2]).mul_(1 / 3)
+    members[2].mesh.close()
+    assert together([lambda m=m: m.mean([0, 1, 2], [1.0, 1.0, 1.0]) for m in members[:2]]) == [True, True]
+    assert torch.equal(members[0].board.result(torch.float64, 500), wanted)
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield

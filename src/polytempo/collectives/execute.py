@@ -1,7 +1,8 @@
 """Carries out a plan on a board, and finishes what a process that died has left undone.
 
 A process that dies leaves its slot readable. Where its part of the result was not finished (its "done" number, which is set
-before anybody is told, says so to all survivors alike), each survivor adds that part up itself: they write the same bytes.
+before anybody is told, says so to all survivors alike), each survivor adds that part up itself, in memory of its own, and
+writes the sum once: they write the same bytes. (Adding up in the result itself would add to what another is adding to.)
 They then meet once more, so that nobody writes to its slot while another still reads it.
 """
 
@@ -42,19 +43,19 @@ def execute(board: Board, steps: Sequence[Step], operands: Operands) -> None:
             if lost:
                 _make_up_for(board, step, operands, lost)
         elif isinstance(step, Reduce):
-            _reduce(board, step.span, step.members, operands)
+            _reduce(board, step, operands, _cut(operands.result, step.span))
             board.finish()
         elif isinstance(step, Take):
             assert operands.own is not None
             _cut(operands.own, step.span).copy_(_cut(operands.result, step.span))
 
 
-def _reduce(board: Board, span: Span, members: Sequence[int], operands: Operands) -> None:
+def _reduce(board: Board, step: Reduce, operands: Operands, out: torch.Tensor) -> None:
     mine = {board.mesh.rank: operands.own} if operands.own is not None else {}
-    terms = [_cut(mine.get(member, operands.slots[member]), span) for member in members]
-    operands.combine(terms, _cut(operands.result, span))
+    terms = [_cut(mine.get(member, operands.slots[member]), step.span) for member in step.members]
+    operands.combine(terms, out)
     if operands.own is not None:
-        _cut(operands.own, span).copy_(_cut(operands.result, span))
+        _cut(operands.own, step.span).copy_(out)
 
 
 def _make_up_for(board: Board, step: Meet, operands: Operands, lost: Sequence[int]) -> None:
@@ -62,7 +63,10 @@ def _make_up_for(board: Board, step: Meet, operands: Operands, lost: Sequence[in
         raise PeerError(f"worker {lost[0]} ended in the middle of an all-reduce, and what it had to give with it")
     unfinished = [member for member in lost if not board.has_finished(member)]
     for member in unfinished:
-        _reduce(board, own_part(step.members, member, operands.result.numel()), step.members, operands)
+        span = own_part(step.members, member, operands.result.numel())
+        alone = torch.empty_like(_cut(operands.result, span))
+        _reduce(board, Reduce(span, step.members), operands, alone)
+        _cut(operands.result, span).copy_(alone)
     if unfinished:
         board.meet("recovered", [member for member in step.members if member not in lost])
 

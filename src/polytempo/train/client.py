@@ -48,14 +48,12 @@ from polytempo.protocol.messages import (
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cores import Companion
+from polytempo.transport.mesh import SAY_AFTER
 from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 if TYPE_CHECKING:
     from polytempo.train.ahead import SendAhead
-
-#: Who waits longer than this says for whom; then after twice as long, and so on.
-SAY_AFTER = 10.0
 
 
 #: The optimizer's state, described, and for each shard its buffers.
