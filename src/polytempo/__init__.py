@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.sync.spec import parse_spec as parse_spec
+    from polytempo.train.communicate import all_gather as all_gather
+    from polytempo.train.communicate import all_reduce as all_reduce
+    from polytempo.train.communicate import all_to_all as all_to_all
+    from polytempo.train.communicate import barrier as barrier
+    from polytempo.train.communicate import broadcast as broadcast
+    from polytempo.train.communicate import broadcast_parameters as broadcast_parameters
+    from polytempo.train.communicate import explain as explain
+    from polytempo.train.communicate import gather as gather
+    from polytempo.train.communicate import irecv as irecv
+    from polytempo.train.communicate import isend as isend
+    from polytempo.train.communicate import new_group as new_group
+    from polytempo.train.communicate import recv as recv
+    from polytempo.train.communicate import reduce as reduce
+    from polytempo.train.communicate import reduce_scatter as reduce_scatter
+    from polytempo.train.communicate import reform as reform
+    from polytempo.train.communicate import scatter as scatter
+    from polytempo.train.communicate import send as send
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
     from polytempo.train.session import init as init
@@ -49,6 +66,28 @@ _WHERE = {
         ("init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop", "shutdown", "size"),
         "polytempo.train.session",
     ),
+    **dict.fromkeys(
+        (
+            "all_gather",
+            "all_reduce",
+            "all_to_all",
+            "barrier",
+            "broadcast",
+            "broadcast_parameters",
+            "explain",
+            "gather",
+            "irecv",
+            "isend",
+            "new_group",
+            "recv",
+            "reduce",
+            "reduce_scatter",
+            "reform",
+            "scatter",
+            "send",
+        ),
+        "polytempo.train.communicate",
+    ),
 }
 
 __all__ = [
@@ -59,14 +98,31 @@ __all__ = [
     "PolytempoError",
     "UsageError",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_parameters",
     "cluster_from",
+    "explain",
+    "gather",
     "init",
+    "irecv",
     "is_initialized",
+    "isend",
     "local_rank",
     "local_size",
     "log",
+    "new_group",
     "parse_spec",
     "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reform",
+    "scatter",
+    "send",
     "should_stop",
     "shutdown",
     "simulate_job",

@@ -24,14 +24,31 @@ def test_public_names() -> None:
         "PolytempoError",
         "UsageError",
         "__version__",
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "broadcast_parameters",
         "cluster_from",
+        "explain",
+        "gather",
         "init",
+        "irecv",
         "is_initialized",
+        "isend",
         "local_rank",
         "local_size",
         "log",
+        "new_group",
         "parse_spec",
         "rank",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reform",
+        "scatter",
+        "send",
         "should_stop",
         "shutdown",
         "simulate_job",
@@ -130,7 +147,7 @@ def test_modes() -> None:
 
 
 def test_what_is_read_from_the_environment() -> None:
-    """A worker's job and rank; how many threads; the user's word on malloc; what children inherit. Arguments win."""
+    """A worker's job, rank, address and key; how many threads; the user's word on malloc; what children inherit."""
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
@@ -138,5 +155,6 @@ def test_what_is_read_from_the_environment() -> None:
     assert found["children.py"] == ["os.environ, **environment},"]
     assert found["local.py"][1:] == ["os.environ):"]  # has the user set MALLOC_ anything?
     assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], found["local.py"][0]])
-    assert all(re.search(r"(JOB|RANK)_VARIABLE", use) for use in found["job.py"])
+    ours = r"(JOB|RANK|ADDRESS|KEY)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
+    assert all(re.search(ours, use) for use in found["job.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

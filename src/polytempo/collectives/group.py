@@ -1,60 +1,358 @@
-"""Processes of one host that all-reduce tensors of their own: `open_group(directory, rank, size).all_reduce(tensor)`.
+"""Ranks that compute something together: every collective, by any algorithm that can do it.
 
-A tensor goes through the board piece by piece: the memory this needs is the same however large the tensor is.
+Each method starts a task and returns its handle; `wait()` gives the result. Tensors are changed in place, and ranks are
+numbered within the group. All ranks of the group must make the same calls in the same order.
 """
 
 from __future__ import annotations
 
-import os
+import threading
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count
 
 import torch
 
-from polytempo.collectives.board import Board
-from polytempo.collectives.execute import all_reduce
-from polytempo.errors import UsageError, nearest
-from polytempo.transport.mesh import Mesh
+from polytempo.collectives.boards import Boards
+from polytempo.collectives.cost import Choice, Speeds, choose
+from polytempo.collectives.cuts import GRAIN
+from polytempo.collectives.engine import Engine
+from polytempo.collectives.measure import measure
+from polytempo.collectives.operations import check_dtype, operation
+from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
+from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
+from polytempo.collectives.steps import Place
+from polytempo.collectives.tasks import Steps, Task
+from polytempo.collectives.tensors import flat, fuse, shape_of, split
+from polytempo.errors import UsageError
+from polytempo.transport.links import CALL, Message
 
-#: Bytes of a piece: it stays in the cache; where processes must take turns on the cores, meeting seldom counts for more.
-PIECE = 4 << 20
-PIECE_IN_TURNS = 16 << 20
-OPERATIONS = ("sum", "mean")
+#: Bytes of a message in a pipelined plan, and how many of them a part is cut into at most.
+MESSAGE = 512 << 10
+PIECES = 64
+#: What needs no shared memory, for each collective: the choice where there is nothing to choose.
+PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "tree", "reduce": "tree"}
+PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
+ON_BOARDS = ("shared-memory", "hierarchical")
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Group:
-    """All processes that were opened with one directory."""
+    """Some ranks of a world, this process among them."""
 
-    def __init__(self, mesh: Mesh, size: int, number: int = 0) -> None:
-        self._mesh = mesh
-        self.rank, self.size = mesh.rank, size
-        mesh.meet(range(size))
-        self._piece = PIECE if size <= (os.cpu_count() or 1) else PIECE_IN_TURNS
-        self._board = Board(mesh, range(size), number, self._piece)
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        hosts: Sequence[Sequence[int]],
+        context: int,
+        timeout: float | None = None,
+    ) -> None:
+        self.engine, self.ranks, self.timeout = engine, tuple(ranks), timeout
+        self.rank, self.size = self.ranks.index(engine.rank), len(self.ranks)
+        local = [tuple(self.ranks.index(rank) for rank in host if rank in self.ranks) for host in hosts]
+        self.place = Place(self.rank, tuple(host for host in local if host))
+        self.context = 2 * context  #: of collectives; the next number is that of single messages
+        self.lane = engine.open_lane(self.context, self.ranks)
+        self.boards = Boards(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
+        self.speeds: Speeds | None = None
+        self.last_choice: Choice | None = None  #: what `auto` chose last, and why
+        self._calls = 0
+        self._lock = threading.Lock()
+        self._meetings = count(1)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Make the tensor, in place, the sum or the mean over all processes. All must call it, with the same shape."""
-        if op not in OPERATIONS:
-            raise UsageError(f"expected op to be {' or '.join(OPERATIONS)}, got {op!r}{nearest(op, OPERATIONS)}")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise UsageError(f"all_reduce takes dense tensors on the CPU so far; this one is on {tensor.device}")
-        if op == "mean" and not tensor.is_floating_point():
-            raise UsageError(f"expected floating point numbers for a mean, got {tensor.dtype}; use op='sum'")
-        whole = tensor.detach()
-        flat = whole.view(-1) if whole.is_contiguous() else whole.reshape(-1)
-        step = self._piece // flat.element_size()
-        factor = 1 / self.size if op == "mean" else 1.0
-        for start in range(0, flat.numel(), step):
-            all_reduce(self._board, flat[start : start + step], factor)
-        if not whole.is_contiguous():
-            whole.copy_(flat.view(whole.shape))
+    # The collectives.
 
-    def close(self) -> None:
-        """Leave."""
-        self._mesh.close()
+    def all_reduce(self, tensors: Tensors, op: object = "sum", algorithm: str = "auto", background: bool = False) -> Task:
+        """Make each tensor the sum (or another combination) over all ranks."""
+        name = self._check("all_reduce", tensors, algorithm, op)
+
+        def steps(stage: Stage) -> Steps:
+            for fused in fuse(tensors):
+                yield from self._reduce(stage, "all_reduce", algorithm, fused.whole)
+                self._divide(name, fused.whole)
+                fused.scatter()
+
+        about = f"{name}, {', '.join(map(shape_of, tensors[:4]))}{', ...' if len(tensors) > 4 else ''}"
+        return self._start("all_reduce", about, algorithm, steps, background, name)
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "auto", background: bool = False
+    ) -> Task:
+        """Make the root's tensor the sum over all ranks. Other ranks' tensors stay as they are."""
+        name = self._check("reduce", [tensor], algorithm, op, root)
+
+        def steps(stage: Stage) -> Steps:
+            mine, back = flat(tensor)
+            work = mine if self.rank == root else mine.clone()
+            yield from self._reduce(stage, "reduce", algorithm, work, root)
+            if self.rank == root:
+                self._divide(name, work)
+                if back is not None:
+                    back()
+
+        return self._start("reduce", f"{name}, {shape_of(tensor)}, to {root}", algorithm, steps, background, name)
+
+    def broadcast(self, tensors: Tensors, root: int, algorithm: str = "auto", background: bool = False) -> Task:
+        """Make each tensor the root's."""
+        self._check("broadcast", tensors, algorithm, root=root)
+
+        def steps(stage: Stage) -> Steps:
+            for fused in fuse(tensors):
+                yield from self._reduce(stage, "broadcast", algorithm, fused.whole, root)
+                if self.rank != root:
+                    fused.scatter()
+
+        about = f"{', '.join(map(shape_of, tensors[:4]))}, from {root}"
+        return self._start("broadcast", about, algorithm, steps, background)
+
+    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "auto", background: bool = False) -> Task:
+        """Make `outputs[q]` the tensor of rank q. Sizes may differ, if all ranks know them."""
+        self._check("all_gather", [*outputs, tensor], algorithm)
+        self._check_list("all_gather", outputs, tensor)
+        even = len({output.numel() for output in outputs}) == 1
+        wanted = algorithm if even or algorithm != "auto" else "ring"
+
+        def steps(stage: Stage) -> Steps:
+            parts = [flat(output) for output in outputs]
+            parts[self.rank][0].copy_(flat(tensor)[0])
+            yield from self._move(stage, "all_gather", wanted, [part for part, _ in parts])
+            for _, back in parts:
+                if back is not None:
+                    back()
+
+        about = shape_of(tensor) if even else str(tensor.dtype).removeprefix("torch.")
+        return self._start("all_gather", about, wanted, steps, background)
+
+    def gather(
+        self, outputs: Tensors | None, tensor: torch.Tensor, root: int, algorithm: str = "auto", background: bool = False
+    ) -> Task:
+        """Make the root's `outputs[q]` the tensor of rank q."""
+        self._check("gather", [*(outputs or ()), tensor], algorithm, root=root)
+        if self.rank == root:
+            self._check_list("gather", outputs or (), tensor)
+
+        def steps(stage: Stage) -> Steps:
+            mine, chunks = flat(tensor)[0], [NOTHING] * self.size
+            parts = [flat(output) for output in outputs or ()] if self.rank == root else []
+            if parts:
+                chunks = [part for part, _ in parts]
+                chunks[root].copy_(mine)
+            else:
+                chunks[self.rank] = mine
+            yield from self._move(stage, "gather", algorithm, chunks, root)
+            for _, back in parts:
+                if back is not None:
+                    back()
+
+        return self._start("gather", f"{shape_of(tensor)}, to {root}", algorithm, steps, background)
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Tensors | None, root: int, algorithm: str = "auto", background: bool = False
+    ) -> Task:
+        """Make `output` the root's `inputs[own rank]`."""
+        self._check("scatter", [*(inputs or ()), output], algorithm, root=root)
+        if self.rank == root:
+            self._check_list("scatter", inputs or (), output)
+
+        def steps(stage: Stage) -> Steps:
+            mine, back = flat(output)
+            chunks = [NOTHING] * self.size
+            if self.rank == root:
+                chunks = [flat(piece)[0] for piece in inputs or ()]
+                mine.copy_(chunks[root])
+            else:
+                chunks[self.rank] = mine
+            yield from self._move(stage, "scatter", algorithm, chunks, root, beside=True)
+            if back is not None:
+                back()
+
+        return self._start("scatter", f"{shape_of(output)}, from {root}", algorithm, steps, background)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Tensors, op: object = "sum", algorithm: str = "auto", background: bool = False
+    ) -> Task:
+        """Make `output` the sum over all ranks of their `inputs[own rank]`. Inputs stay as they are."""
+        name = self._check("reduce_scatter", [output, *inputs], algorithm, op)
+        self._check_list("reduce_scatter", inputs, output)
+        even = len({piece.numel() for piece in inputs}) == 1
+        wanted = algorithm if even or algorithm != "auto" else "ring"
+
+        def steps(stage: Stage) -> Steps:
+            mine, back = flat(output)
+            chunks = [flat(piece)[0] for piece in inputs]
+            if self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) not in ON_BOARDS:
+                chunks = [piece.clone() for piece in chunks]  # they are added to
+            mine.copy_(chunks[self.rank])
+            chunks[self.rank] = mine
+            yield from self._move(stage, "reduce_scatter", wanted, chunks, beside=True)
+            self._divide(name, mine)
+            if back is not None:
+                back()
+
+        about = shape_of(output) if even else str(output.dtype).removeprefix("torch.")
+        return self._start("reduce_scatter", f"{name}, {about}", wanted, steps, background, name)
+
+    def all_to_all(
+        self, outputs: Tensors, inputs: Tensors, algorithm: str = "auto", background: bool = False, even: bool = False
+    ) -> Task:
+        """Make `outputs[q]` what rank q has in `inputs[own rank]`. `even`: all are of one size, on all ranks."""
+        self._check("all_to_all", [*outputs, *inputs], algorithm)
+        if len(outputs) != self.size or len(inputs) != self.size:
+            raise UsageError(f"all_to_all needs {self.size} tensors on each side, got {len(outputs)} and {len(inputs)}")
+        wanted = algorithm if even or algorithm != "auto" else "linear"
+
+        def steps(stage: Stage) -> Steps:
+            parts = [flat(output) for output in outputs]
+            chunks = [*(flat(piece)[0] for piece in inputs), *(part for part, _ in parts)]
+            yield from self._move(stage, "all_to_all", wanted, chunks, beside=True)
+            for _, back in parts:
+                if back is not None:
+                    back()
+
+        about = shape_of(inputs[0]) if even else str(inputs[0].dtype).removeprefix("torch.")
+        return self._start("all_to_all", about, wanted, steps, background)
+
+    def barrier(self, background: bool = False) -> Task:
+        """Wait until all ranks are here."""
+
+        def steps(stage: Stage) -> Steps:
+            yield from self._move(stage, "barrier", "auto", [torch.empty(0, dtype=torch.uint8)] * self.size)
+
+        return self._start("barrier", "", "auto", steps, background)
+
+    def choice(self, collective: str, size: int) -> Choice:
+        """What `auto` takes for so many bytes, and why."""
+        return choose(collective, size, self.place.hosts, self.speeds or Speeds())
+
+    # From a call to a task.
+
+    def _start(
+        self,
+        collective: str,
+        about: str,
+        algorithm: str,
+        steps: Callable[[Stage], Steps],
+        background: bool,
+        op: str = "sum",
+    ) -> Task:
+        by = f", by {algorithm}" if algorithm != "auto" else ""
+        call = f"{collective}({about}{by})"
+        with self._lock:
+            self._calls += 1
+            number = self._calls
+            return self.engine.start(self.lane, call, self._run(number, call, op, steps), background, self.timeout)
+
+    def _run(self, number: int, call: str, op: str, steps: Callable[[Stage], Steps]) -> Steps:
+        self.engine.declare(self.lane, number, call)
+        if len(self.place.hosts) > 1 and self.speeds is None:
+            self.speeds = yield from measure(self.engine, self.context, number, self.ranks, self.place.hosts)
+        meta = f"{number} {call}".encode()
+        yield from steps(Stage(self.engine, self.context, number, self.ranks, meta, op, meetings=self._meetings))
+
+    def _resolve(self, collective: str, size: int, algorithm: str) -> str:
+        if algorithm != "auto":
+            return algorithm
+        if self.size == 1:
+            return PLAIN[collective]
+        if len(self.place.hosts) == 1:
+            return "shared-memory"
+        assert self.speeds is not None
+        self.last_choice = choose(collective, size, self.place.hosts, self.speeds)
+        return self.last_choice.algorithm
+
+    # Carrying out.
+
+    def _reduce(self, stage: Stage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
+        """One flat tensor, which plans may cut as they like."""
+        algorithm = self._resolve(collective, nbytes(whole), algorithm)
+        if algorithm not in ON_BOARDS:
+            yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
+            return
+        stage.board = self.boards.of(nbytes(whole))
+        step = stage.board.capacity // whole.element_size()
+        for start in range(0, max(1, whole.numel()), step):
+            piece = whole[start : start + step]
+            parts = len(self.place.hosts) if algorithm == "hierarchical" else self.size
+            pieces = _pieces(nbytes(piece) // parts) if algorithm == "hierarchical" else 1
+            grain = GRAIN if algorithm == "shared-memory" else 1
+            count, plan = plan_for(collective, algorithm, self.place, pieces, root)
+            chunks = [cut for part in split(piece, count // pieces, grain) for cut in split(part, pieces)]
+            stage.offsets = list(accumulate((nbytes(chunk) for chunk in chunks[:-1]), initial=0))
+            yield from stage.board.open()
+            yield from perform(stage, plan, chunks)
+
+    def _move(
+        self,
+        stage: Stage,
+        collective: str,
+        algorithm: str,
+        chunks: Tensors,
+        root: int = 0,
+        beside: bool = False,
+    ) -> Steps:
+        """A tensor for each rank, which plans do not cut. `beside`: they lie side by side in a slot, and not one alone."""
+        own = max(nbytes(chunk) for chunk in chunks)
+        algorithm = self._resolve(collective, own * self.size, algorithm)
+        if algorithm not in ON_BOARDS:
+            yield from self._plain(stage, collective, algorithm, root, lambda _: chunks, own * self.size)
+            return
+        share = self.size if beside else 1
+        stage.board = self.boards.of(own * share)
+        _, plan = plan_for(collective, algorithm, self.place, 1, root)
+        length, item = max(chunk.numel() for chunk in chunks), chunks[self.rank].element_size()
+        step = stage.board.capacity // share // item // GRAIN * GRAIN
+        for start in range(0, max(1, length), step):
+            pieces = [chunk[start : start + step] for chunk in chunks]
+            apart = min(step, length - start) * item if beside else 0
+            stage.offsets = [index * apart for index in range(len(chunks))]
+            yield from stage.board.open()
+            yield from perform(stage, plan, pieces)
+
+    def _plain(
+        self, stage: Stage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
+    ) -> Steps:
+        """By messages alone."""
+        if self.size > 1:
+            self.engine.send(self._next(), Message(CALL, self.context, stage.tag, stage.meta))
+        chunk_count = find_plan(collective, algorithm).chunk_count
+        outer = chunk_count(self.place, 1)
+        pieces = _pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
+        chunks = [cut for part in parts(outer) for cut in split(part, pieces)]
+        yield from perform(stage, plan_for(collective, algorithm, self.place, pieces, root)[1], chunks)
+
+    def _next(self) -> int:
+        return self.ranks[(self.rank + 1) % self.size]
+
+    def _divide(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "mean":
+            tensor.div_(self.size)
+
+    # Mistakes, before anything starts.
+
+    def _check(self, collective: str, tensors: Tensors, algorithm: str, op: object = "sum", root: int | None = None) -> str:
+        name = operation(op)
+        known = algorithms_for(collective)
+        if algorithm != "auto" and algorithm not in known:
+            raise UsageError(f"{collective} can go by {', '.join(known)} or auto, not by {algorithm!r}")
+        if algorithm == "shared-memory" and len(self.place.hosts) > 1:
+            raise UsageError("ranks of several hosts have no memory in common; use algorithm='hierarchical' or 'auto'")
+        if root is not None and not 0 <= root < self.size:
+            raise UsageError(f"expected a rank from 0 to {self.size - 1}, got {root}")
+        if not tensors:
+            raise UsageError(f"{collective} needs at least one tensor, got none")
+        for tensor in tensors:
+            check_dtype(name, tensor)
+        return name
+
+    def _check_list(self, collective: str, tensors: Tensors, own: torch.Tensor) -> None:
+        """Of a list with a tensor for each rank."""
+        if len(tensors) != self.size:
+            raise UsageError(f"{collective} needs a list of {self.size} tensors, one for each rank, got {len(tensors)}")
+        mine = tensors[self.rank]
+        if mine.numel() != own.numel() or any(tensor.dtype != own.dtype for tensor in tensors):
+            raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {shape_of(mine)}")
 
 
-def open_group(directory: str, rank: int, size: int) -> Group:
-    """Meet the others at a directory that only this user can enter."""
-    if not 0 <= rank < size:
-        raise UsageError(f"expected a rank between 0 and {size - 1}, got {rank}")
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    return Group(Mesh(directory, rank), size)
+def _pieces(size: int) -> int:
+    return max(1, min(PIECES, -(-size // MESSAGE)))

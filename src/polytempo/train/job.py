@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.errors import UsageError
+from polytempo.train.placement import Placement, placement_of
+from polytempo.transport.keys import WorkerKeys, read_key_file
 
 #: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
 JOB_VARIABLE = "POLYTEMPO_JOB"
 RANK_VARIABLE = "POLYTEMPO_RANK"
+#: Where ranks on several hosts meet, and the file with their keys, or the word "insecure". Arguments win over these, too.
+ADDRESS_VARIABLE = "POLYTEMPO_ADDRESS"
+KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,39 @@ def read_job(path: str | Path) -> JobFacts:
         return job_from(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"the job file {path} cannot be read: {error}; start the script with polytempo run") from None
+
+
+def placement_of_environment() -> Placement | None:
+    """How another launcher (torchrun, mpirun, srun) started this process; None when none did."""
+    parent = f"{os.getppid()}-{_started(os.getppid())}"
+    return placement_of(os.environ, parent)  # of another launcher's variables: placement.py says which
+
+
+def _started(process: int) -> str:
+    """When a process was started, so that its number means this one for good."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks on several hosts reach each other."""
+
+    address: str = ""
+    keys: WorkerKeys | None = None
+    insecure: bool = False
+    agent: bool = False  #: the launcher keeps the store
+
+
+def way_of(address: str | None, key_file: str | None) -> Way:
+    """From arguments and, where they say nothing, variables."""
+    found = address or os.environ.get(ADDRESS_VARIABLE, "")
+    file = key_file or os.environ.get(KEY_VARIABLE, "")
+    agent = not found and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keys = read_key_file(file) if file not in ("", "insecure") else None
+    return Way(found, keys, file == "insecure", agent)
 
 
 def job_of_environment() -> tuple[JobFacts, int] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from polytempo.collectives.board import Board
-from polytempo.collectives.execute import mean_in_place
+from polytempo.collectives.in_place import mean_in_place
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.messages import Push

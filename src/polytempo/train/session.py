@@ -10,14 +10,17 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.errors import JobEnded, UsageError
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
-from polytempo.train.job import JobFacts, job_of_environment, read_job
+from polytempo.train.job import JobFacts, Way, job_of_environment, placement_of_environment, read_job, way_of
+from polytempo.train.store import store_at
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import WorkerKeys
@@ -27,6 +30,8 @@ from polytempo.transport.segments import Shelf
 
 #: Servers that are still starting are given so many seconds.
 PATIENCE = 60.0
+#: Workers that another launcher started are given so many to meet.
+MEETING = 120.0
 
 
 class Session:
@@ -43,6 +48,8 @@ class Session:
         self._returned = self._excluded = 0.0
         self._mesh: Mesh | None = None
         self._boards = 0
+        self._world: World | None = None
+        self.way = Way()
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
 
     def computing_from(self, now: float) -> None:
@@ -75,6 +82,21 @@ class Session:
                 self.client.on_departed = self._mesh.forget
         return self._mesh
 
+    def world(self) -> World:
+        """The links to all other workers, made on first use."""
+        if self._world is None:
+            with self.lock:
+                self._world = self._world or self._open_world()
+        return self._world
+
+    def _open_world(self) -> World:
+        if self.size == 1:
+            return open_in_threads(1)[0]
+        if self.job.meeting:
+            return open_by_name(self.job.meeting, self.rank, self.size)
+        store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING)
+        return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
+
     def next_board(self) -> int:
         """The number of the next board: workers make them in the same order."""
         self._boards += 1
@@ -82,11 +104,20 @@ class Session:
 
     def close(self, reason: str = "finished") -> None:
         """Leave the job."""
+        if self._world is not None:
+            self._world.close(politely=reason == "finished")
         if self._mesh is not None:
             self._mesh.close()
         if self.client is not None:
             client, self.client = self.client, None
             client.leave(reason)
+
+    def abandon(self) -> None:
+        """End without a word: others see that this worker has failed."""
+        if self._world is not None:
+            self._world.close(politely=False)
+        if self.client is not None:
+            self.client.close()
 
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
@@ -102,11 +133,19 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
 _session: Session | None = None
 
 
-def init(job: str | None = None, rank: int | None = None, sync: str | None = None) -> None:
-    """Join the job of the launcher; without one, be a job of one.
+def init(
+    job: str | None = None,
+    rank: int | None = None,
+    sync: str | None = None,
+    *,
+    address: str | None = None,
+    key_file: str | None = None,
+) -> None:
+    """Join the job of the launcher (polytempo run, torchrun, mpirun, srun); without one, be a job of one.
 
-    `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode of a job of
-    one, where it changes nothing but is checked.
+    `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode where no
+    launcher of ours says it. `address` (host:port, on the host of rank 0) and `key_file` are for ranks that another launcher
+    started on several hosts; the key file may be "insecure" on a network that nobody else can reach.
     """
     global _session
     if _session is not None:
@@ -114,12 +153,36 @@ def init(job: str | None = None, rank: int | None = None, sync: str | None = Non
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
-        _session = Session(None, JobFacts(1, (), sync or "bsp"), 0)
+        _session = _without_servers(sync or "bsp", way_of(address, key_file))
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
     atexit.register(_leave)
     sys.excepthook = _Ending(sys.excepthook)
+
+
+def _without_servers(sync: str, way: Way) -> Session:
+    """A job of one, or of those whom another launcher started."""
+    placement = placement_of_environment()
+    if placement is None or placement.size == 1:
+        return Session(None, JobFacts(1, (), sync), 0)
+    if parse_spec(sync).mode.name != "bsp":
+        raise UsageError(f"sync={sync!r} needs servers, which {placement.launcher} does not start; use polytempo run")
+    here = placement.local_size == placement.size
+    way = way if way.address or here else replace(way, address=placement.address)
+    if not here and not way.address:
+        raise UsageError(
+            f"{placement.launcher} started ranks on several hosts and says no address where they could meet; "
+            "call init(address='HOST:PORT', key_file=...) with a port on the host of rank 0"
+        )
+    first = placement.rank - placement.local_rank
+    facts = JobFacts(
+        placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
+    )
+    session = Session(None, facts, placement.rank)
+    session.way = way
+    session.world()
+    return session
 
 
 class _Ending:
@@ -141,10 +204,10 @@ def _leave() -> None:
     """At the end of the process. After an error nothing is said: the launcher sees it in the exit status."""
     global _session
     session, _session = _session, None
-    if session is None or session.client is None:
+    if session is None:
         return
     if isinstance(sys.excepthook, _Ending) and sys.excepthook.failed:
-        session.client.close()
+        session.abandon()
     else:
         session.close()
 

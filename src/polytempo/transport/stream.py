@@ -120,7 +120,7 @@ class StreamEndpoint(Endpoint):
                 sock.close()
                 continue
             sock.setblocking(False)
-            _widen(sock)
+            widen(sock)
             peer = StreamPeer(self, sock, self._limit, self._pool)
             self._peers[peer.fileno] = peer
             self.watch(peer, False)
@@ -177,7 +177,7 @@ class StreamChannel(Channel):
 
     def __init__(self, path: str, pool: Pool, limit: int, patience: float = 0.0) -> None:
         self._sock = _connected(path, patience)
-        _widen(self._sock)
+        widen(self._sock)
         self._reader = Reader(pool, limit)
         self._reader.ahead = True
         self._writer = Writer(pool)
@@ -235,6 +235,7 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _widen(sock: socket.socket) -> None:
+def widen(sock: socket.socket) -> None:
+    """Room for much that is under way."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)

@@ -1,11 +1,9 @@
-"""All-reduce in shared memory: everybody has the same bits, and a mean does not depend on who lived to the end."""
+"""Means in shared memory: they do not depend on who lived to the end."""
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,21 +13,16 @@ from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
 from polytempo.collectives import board as board_module
-from polytempo.collectives import execute as execute_module
-from polytempo.collectives import group as group_module
+from polytempo.collectives import in_place as in_place_module
 from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.collectives.board import Board
-from polytempo.collectives.execute import mean_in_place
-from polytempo.collectives.group import PIECE, Group, open_group
-from polytempo.errors import PeerError, UsageError
+from polytempo.collectives.in_place import mean_in_place
+from polytempo.errors import PeerError
 from polytempo.transport.mesh import Mesh
 from polytempo.transport.segments import Segment
 
 __all__ = ["nothing_is_left", "place"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
-SIZES = [0, 1, 31, 32, 33, 1000, 4099]
 
 
 def made(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,151 +30,6 @@ def made(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     if dtype.is_floating_point:
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
     return torch.randint(0, 1000, shape, generator=generator).to(dtype)
-
-
-def summed(tensors: Sequence[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
-    """In the order of ranks, one after another."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total * factor if factor != 1.0 else total
-
-
-def each(place: Place, count: int, work: Callable[[Group], object]) -> list[object]:
-    """Everybody does this with the group; who fails leaves it, as a process would."""
-
-    def member(mesh: Mesh) -> object:
-        try:
-            return work(Group(mesh, count))
-        except BaseException:
-            mesh.close()
-            raise
-
-    meshes = place.open(*range(count))
-    return together([lambda m=m: member(m) for m in meshes])
-
-
-# Sums and means.
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_have_the_sum_in_the_order_of_ranks(place: Place, dtype: torch.dtype, count: int) -> None:
-    inputs = [[made(dtype, size, seed=10 * size + rank) for size in SIZES] for rank in range(count)]
-    wanted = [summed([own[index] for own in inputs]) for index in range(len(SIZES))]
-    each(place, count, lambda group: [group.all_reduce(tensor) for tensor in inputs[group.rank]])
-    for own in inputs:
-        assert all(torch.equal(got, sums) for got, sums in zip(own, wanted, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_mean_is_the_sum_divided(place: Place, dtype: torch.dtype, count: int) -> None:
-    inputs = [made(dtype, 1001, seed=rank) for rank in range(count)]
-    wanted = summed(inputs, 1 / count)
-    each(place, count, lambda group: group.all_reduce(inputs[group.rank], "mean"))
-    assert all(torch.equal(got, wanted) for got in inputs)
-
-
-def test_a_mean_of_integers_is_refused_by_everybody(place: Place) -> None:
-    """Nobody may fail alone, in the middle: the others would wait."""
-    refused: list[int] = []
-
-    def ask(group: Group) -> None:
-        with pytest.raises(UsageError, match="mean"):
-            group.all_reduce(torch.ones(1, dtype=torch.int64), "mean")
-        refused.append(group.rank)
-
-    each(place, 2, ask)
-    assert sorted(refused) == [0, 1]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("length", [1023, 1024, 1025, 3000])
-def test_a_tensor_larger_than_a_piece_goes_piece_by_piece(
-    place: Place, monkeypatch: pytest.MonkeyPatch, count: int, length: int
-) -> None:
-    monkeypatch.setattr(group_module, "PIECE", 4096)
-    monkeypatch.setattr(group_module, "PIECE_IN_TURNS", 4096)
-    inputs = [made(torch.float32, length, seed=rank) for rank in range(count)]
-    wanted = summed(inputs)
-    each(place, count, lambda group: group.all_reduce(inputs[group.rank]))
-    assert all(torch.equal(got, wanted) for got in inputs)
-
-
-def test_a_large_tensor_is_reduced_whole(place: Place) -> None:
-    length = PIECE // 4 + 77_777
-    inputs = [made(torch.float32, length, seed=rank) for rank in range(2)]
-    wanted = summed(inputs)
-    each(place, 2, lambda group: group.all_reduce(inputs[group.rank]))
-    assert all(torch.equal(got, wanted) for got in inputs)
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda t: t.permute(2, 0, 1),
-        lambda t: t[:, ::2],
-        lambda t: t[1:, 3:, 1],
-        lambda t: t.permute(1, 2, 0)[::3],
-        lambda t: t[0, 0, 0],
-        lambda t: torch.nn.Parameter(t),
-    ],
-    ids=["permuted", "every other", "a corner", "both", "one element", "a parameter"],
-)
-def test_any_dense_tensor_is_changed_in_place_and_nothing_beside_it(
-    place: Place, look: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    wholes = [made(torch.float64, 6, 8, 10, seed=rank) for rank in range(2)]
-    before = [whole.clone() for whole in wholes]
-    wanted = summed([look(whole).detach() for whole in before])
-    each(place, 2, lambda group: group.all_reduce(look(wholes[group.rank])))
-    for whole, old in zip(wholes, before, strict=True):
-        assert torch.equal(look(whole), wanted)
-        look(old).detach().copy_(wanted)
-        assert torch.equal(whole, old), "something beside it was changed"
-
-
-def test_rounds_follow_each_other_without_mixing(place: Place) -> None:
-    rounds, count = 60, 3
-    inputs = [[made(torch.float32, 100 + 7 * n, seed=n * count + rank) for n in range(rounds)] for rank in range(count)]
-    wanted = [summed([own[n] for own in inputs]) for n in range(rounds)]
-    each(place, count, lambda group: [group.all_reduce(tensor) for tensor in inputs[group.rank]])
-    for own in inputs:
-        assert all(torch.equal(got, sums) for got, sums in zip(own, wanted, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "op", "words"),
-    [
-        (torch.ones(3), "men", r"expected op to be sum or mean, got 'men'; did you mean|expected op to be sum or mean"),
-        (torch.ones(3, device="meta"), "sum", "on meta"),
-        (torch.ones(3).to_sparse(), "sum", "dense tensors"),
-    ],
-    ids=["a wrong word", "elsewhere", "sparse"],
-)
-def test_what_cannot_be_reduced_is_refused(place: Place, tensor: torch.Tensor, op: str, words: str) -> None:
-    (mesh,) = place.open(0)
-    with pytest.raises(UsageError, match=words):
-        Group(mesh, 1).all_reduce(tensor, op)
-
-
-def test_a_group_meets_at_a_directory_of_its_own() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="pt-") as parent:
-        directory = f"{parent}/here"
-        tensors = [torch.full((5,), float(rank + 1)) for rank in range(2)]
-
-        def member(rank: int) -> None:
-            group = open_group(directory, rank, 2)
-            group.all_reduce(tensors[rank])
-            group.close()
-
-        together([lambda rank=rank: member(rank) for rank in range(2)])
-        assert [tensor.tolist() for tensor in tensors] == [[3.0] * 5] * 2
-        assert Path(directory).stat().st_mode & 0o077 == 0
-        assert list(Path(directory).iterdir()) == []
-        with pytest.raises(UsageError, match="expected a rank between 0 and 1, got 2"):
-            open_group(directory, 2, 2)
 
 
 # Boards.
@@ -204,19 +52,6 @@ def test_without_the_one_who_makes_the_memory_nobody_waits(place: Place) -> None
     opening.join(PATIENCE)
     assert isinstance(opening.error, PeerError)
     assert "worker 0 is gone, and with it the memory" in str(opening.error)
-
-
-def test_one_who_ends_before_it_has_put_its_tensor_ends_the_sum_for_all(place: Place) -> None:
-    def work(group: Group) -> str:
-        if group.rank == 1:
-            group.close()
-            return ""
-        with pytest.raises(PeerError, match="worker 1 ended in the middle of an all-reduce"):
-            group.all_reduce(torch.ones(100))
-        group.close()
-        return "told"
-
-    assert each(place, 3, work) == ["told", "", "told"]
 
 
 # Deaths while a mean is made in place.
@@ -255,7 +90,7 @@ class Member:
 
     def spoil_and_die(self) -> None:
         """What it has added up so far is nothing to go by."""
-        own = execute_module.own_part(self.board.members, self.mesh.rank, self.length)
+        own = in_place_module.own_part(self.board.members, self.mesh.rank, self.length)
         self.board.result(torch.float64, self.length)[own.start : own.stop] = float("nan")
         self.die()
 
@@ -366,7 +201,7 @@ def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
 ) -> None:
     """Each stops in the middle of the dead one's part until the other is there, too."""
     members, both_in_the_middle = crew(place, 3, 500), threading.Barrier(2, timeout=PATIENCE)
-    dead = execute_module.own_part([0, 1, 2], 2, 500)
+    dead = in_place_module.own_part([0, 1, 2], 2, 500)
 
     def in_two_steps(terms: list[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
         out.copy_(terms[0] + terms[1])
@@ -374,7 +209,7 @@ def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
             both_in_the_middle.wait()
         out.add_(terms[2]).mul_(1 / 3)
 
-    monkeypatch.setattr(execute_module, "weighted_mean", in_two_steps)
+    monkeypatch.setattr(in_place_module, "weighted_mean", in_two_steps)
     first, *_ = terms = fill(members, 3)
     wanted = (terms[0] + terms[1]).add_(terms[2]).mul_(1 / 3)
     members[2].mesh.close()

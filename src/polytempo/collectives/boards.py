@@ -1,0 +1,83 @@
+"""Memory in which the ranks of a host hand things to each other: two slots for each, used in turns.
+
+A slot may be written again two plans later: whoever gets there has met all others in the plan between, and they came to
+that meeting after they had read. So a plan needs no meeting at its end.
+
+Boards come in a few sizes, made when they are first needed, by the first of the ranks, and handed over to the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from polytempo.collectives.engine import Engine
+from polytempo.collectives.tasks import Lane, Steps, Wait
+from polytempo.errors import PeerError
+from polytempo.transport.links import SEGMENT, Message
+from polytempo.transport.segments import Segment, make_segment
+
+#: Bytes of a slot. The largest fits the cache, unless ranks take turns on the cores: then meeting seldom counts for more.
+SIZES = (64 << 10, 1 << 20, 4 << 20)
+LARGEST_IN_TURNS = 16 << 20
+
+
+class SharedBoard:
+    """One size of board of one group, as a rank sees it."""
+
+    def __init__(self, engine: Engine, lane: Lane, members: Sequence[int], capacity: int) -> None:
+        self._engine, self._lane, self.members, self.capacity = engine, lane, tuple(members), capacity
+        self._segment: Segment | None = None
+        self._turn = 0
+
+    def open(self) -> Steps:
+        """Make it or wait for it, once; and use the other half from now on."""
+        self._turn ^= 1
+        if self._segment is not None:
+            return
+        first, key = self.members[0], (self.members[0], self._lane.context, self.capacity)
+        if self._engine.rank == first:
+            self._segment = self._make()
+            for rank in self.members[1:]:
+                self._engine.send(rank, Message(SEGMENT, self._lane.context, self.capacity, segment=self._segment))
+        else:
+            yield Wait(lambda: key in self._engine.segments, lambda: [first])
+            self._segment = self._engine.segments.pop(key)
+
+    def _make(self) -> Segment:
+        size = 2 * len(self.members) * self.capacity
+        try:
+            return make_segment(size)
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise PeerError(
+                f"{len(self.members)} ranks need {size} bytes of shared memory, and there is no room ({why}); "
+                "use algorithm='ring', or fewer ranks on this host"
+            ) from None
+
+    def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """As much of a member's slot as a tensor has, from so many bytes on."""
+        assert self._segment is not None
+        start = (2 * self.members.index(member) + self._turn) * self.capacity + offset
+        if not like.numel():
+            return torch.empty_like(like)
+        return torch.frombuffer(self._segment.map, dtype=like.dtype, count=like.numel(), offset=start)
+
+
+class Boards:
+    """All boards of a group on this host."""
+
+    def __init__(self, engine: Engine, lane: Lane, members: Sequence[int]) -> None:
+        self._engine, self._lane, self._members = engine, lane, members
+        crowded = len(members) > (os.cpu_count() or 1)
+        self._sizes = (*SIZES[:-1], LARGEST_IN_TURNS) if crowded else SIZES
+        self._boards: dict[int, SharedBoard] = {}
+
+    def of(self, nbytes: int) -> SharedBoard:
+        """The smallest board on which so many bytes have room in a slot, or the largest there is."""
+        capacity = next((size for size in self._sizes if size >= nbytes), self._sizes[-1])
+        if capacity not in self._boards:
+            self._boards[capacity] = SharedBoard(self._engine, self._lane, self._members, capacity)
+        return self._boards[capacity]

@@ -1,0 +1,326 @@
+"""What drives all links and tasks of a process: one thread at a time.
+
+A blocking call drives by itself: nothing is handed to anybody. From the first task that nobody waits for at once, a thread
+of its own drives for good; calls then reach it through a queue, and who waits, waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from polytempo.collectives.post import Post, Receipt
+from polytempo.collectives.tasks import Lane, Steps, Task, Wait
+from polytempo.errors import PeerError
+from polytempo.transport.channel import Bytes
+from polytempo.transport.links import BYE, DATA, FAILED, NOTE, SEGMENT, Link, Message
+from polytempo.transport.memory import Bell
+from polytempo.transport.mesh import SAY_AFTER
+from polytempo.transport.poller import Poller
+from polytempo.transport.pool import Pool
+from polytempo.transport.segments import Segment
+
+#: Calls of a group whose descriptions are remembered, to compare them with those of ranks that are behind.
+REMEMBERED = 256
+LOOK_EVERY = 0.5
+
+
+class Engine:
+    """The links and tasks of one process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.links: dict[int, Link] = {}
+        self.left: dict[int, str] = {}  #: who is gone, and why
+        self.pool = Pool()
+        self.post = Post(self.pool)
+        self.heard: dict[tuple[int, int], int] = {}  #: (source, context) -> the highest note
+        self.segments: dict[tuple[int, int, int], Segment] = {}  #: (source, context, tag)
+        self._lanes: dict[int, Lane] = {}  # by context
+        self._free: list[Task] = []  # tasks of no lane
+        self._calls: dict[int, dict[int, str]] = {}  # of mine, by context and number
+        self._others: dict[int, dict[int, list[tuple[int, str]]]] = {}  # of others who are ahead
+        self._polite: set[int] = set()  # who has said goodbye
+        self._submitted: deque[Task] = deque()
+        self._poller = Poller()
+        self._bell = Bell()
+        self._poller.register(self._bell.fileno, 1)
+        self._driving = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._looks_at = 0.0
+        _close_after_fork(self)
+
+    def attach(self, links: Iterable[Link]) -> None:
+        """Use these links from now on."""
+        for link in links:
+            self.links[link.rank] = link
+            link.attach(self._poller)
+
+    # What tasks use.
+
+    def send(
+        self, to: int, message: Message, payload: Bytes | None = None, sent: Callable[[], object] | None = None
+    ) -> None:
+        """Send to a rank; `PeerError` when it is gone."""
+        if to in self.left:
+            raise self._loss([to])
+        self.links[to].send(message, payload, sent)
+
+    def expect(self, context: int, tag: int, sender: int | None, length: int, buffer: Bytes | None = None) -> Receipt:
+        """Post a receive; wait for it with `until`."""
+        return self.post.expect(context, tag, sender, length, buffer)
+
+    def until(self, receipt: Receipt, among: Iterable[int] = ()) -> Wait:
+        """Until a receipt is done; `among`: whoever it may come from."""
+        return Wait(lambda: receipt.done, lambda: [receipt.sender] if receipt.sender is not None else list(among))
+
+    def tell(self, ranks: Iterable[int], context: int, number: int, meta: bytes = b"") -> None:
+        """Send a note: I am so far."""
+        for rank in ranks:
+            self.send(rank, Message(NOTE, context, number, meta))
+
+    def until_heard(self, ranks: Iterable[int], context: int, number: int) -> Wait:
+        """Until all of these are so far."""
+        others, heard = [(rank, context) for rank in ranks], self.heard
+
+        def missing() -> list[int]:
+            return [key[0] for key in others if heard.get(key, -1) < number]
+
+        return Wait(lambda: not missing(), missing)
+
+    def declare(self, lane: Lane, number: int, call: str) -> None:
+        """This rank now makes call `number` of a group: this one."""
+        calls = self._calls.setdefault(lane.context, {})
+        calls[number] = call
+        calls.pop(number - REMEMBERED, None)
+        for source, theirs in self._others.get(lane.context, {}).pop(number, ()):
+            self._compare(lane, number, source, theirs)
+        if lane.failed is not None:
+            raise lane.failed
+
+    def _compare(self, lane: Lane, number: int, source: int, theirs: str) -> None:
+        mine = self._calls[lane.context].get(number)
+        if mine is not None and mine != theirs and lane.failed is None:
+            both = f"rank {self.rank} calls {mine} where rank {source} calls {theirs}"
+            where = f"call {number} of group {_listed(lane.ranks)}"
+            self.fail(lane, PeerError(f"{both} ({where}); all ranks must make the same calls in the same order"))
+
+    def fail(self, lane: Lane, error: Exception, tell: bool = True) -> None:
+        """Nothing of this lane can go on."""
+        if lane.failed is not None:
+            return
+        lane.failed = error
+        if tell:
+            text = str(error).encode()[:60_000]
+            for rank in lane.ranks:
+                if rank != self.rank and rank not in self.left:
+                    self.links[rank].send(Message(FAILED, lane.context, 0, text))
+        self.post.drop(lane.context)
+        while lane.queue:
+            lane.queue.popleft().finish(None, error)
+
+    # What callers use.
+
+    def open_lane(self, context: int, ranks: tuple[int, ...]) -> Lane:
+        """A lane for calls of these ranks."""
+        lane = self._lanes[context] = Lane(context, ranks)
+        return lane
+
+    def start(self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None) -> Task:
+        """Put a task in its lane's queue; with `background`, it goes on whether or not anybody waits."""
+        task = Task(self, lane, name, steps, timeout)
+        self._submitted.append(task)
+        if background and self._thread is None:
+            self._thread = threading.Thread(target=self._drive_on, name="polytempo-progress", daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._bell.ring()
+        return task
+
+    def wait_for(self, task: Task, timeout: float | None) -> None:
+        """Until the task has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not task.done:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if self._thread is not None:
+                task.wait_quietly(left)
+            else:
+                with self._driving:
+                    self._drive(lambda: task.done or self._thread is not None, deadline)
+            if not task.done and deadline is not None and time.monotonic() >= deadline:
+                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._for_whom(task)}")
+
+    def look(self) -> None:
+        """Move on what can move now."""
+        if self._thread is None and self._driving.acquire(blocking=False):
+            try:
+                self._turn(0)
+            finally:
+                self._driving.release()
+
+    def close(self, politely: bool = True) -> None:
+        """End all links. What is under way fails."""
+        if self._closing:
+            return
+        self._closing = True
+        self._bell.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._driving:
+            for link in list(self.links.values()):
+                if politely:
+                    link.send(Message(BYE, 0, 0))
+                link.close()
+            for lane in self._lanes.values():
+                self.fail(lane, PeerError("the group was closed"), tell=False)
+            for task in [*self._free, *self._submitted]:
+                task.finish(None, PeerError("the group was closed"))
+            self._free.clear()
+            self._submitted.clear()
+            self.segments.clear()
+            self._poller.unregister(self._bell.fileno)
+            self._bell.close()
+
+    # Driving.
+
+    def _drive_on(self) -> None:
+        with self._driving:
+            self._drive(lambda: self._closing, None)
+
+    def _drive(self, over: Callable[[], bool], deadline: float | None) -> None:
+        while not over():
+            patience = LOOK_EVERY if deadline is None else min(LOOK_EVERY, deadline - time.monotonic())
+            if patience <= 0:
+                return
+            self._turn(patience, over)
+
+    def _turn(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
+        if self._advance() or over():
+            return
+        ready = self._poller.poll(int(seconds * 1000))
+        if time.monotonic() >= self._looks_at:
+            self._look_at_the_clock(time.monotonic())
+        if self._bell.fileno in ready:
+            self._bell.silence()
+        for link in list(self.links.values()):
+            link.handle(ready)
+
+    def _advance(self) -> bool:
+        while self._submitted:
+            task = self._submitted.popleft()
+            (self._free if task.lane.context < 0 else task.lane.queue).append(task)
+        moved = False
+        for lane in list(self._lanes.values()):
+            while lane.queue and (lane.queue[0].done or self._move(lane.queue[0])):
+                moved = True
+                if not (lane.queue and lane.queue[0].done):
+                    break
+                self._retire(lane)
+        for task in list(self._free):
+            moved |= self._move(task)
+            if task.done:
+                self._free.remove(task)
+        return moved
+
+    def _retire(self, lane: Lane) -> None:
+        task = lane.queue.popleft()
+        if isinstance(task.error, PeerError):
+            self.fail(lane, task.error)
+
+    def _move(self, task: Task) -> bool:
+        if task.lane.failed is not None and not task.done:
+            task.finish(None, task.lane.failed)
+            return True
+        moved = task.advance()
+        if not task.done and task.waits is not None:
+            lost = [rank for rank in task.waits.missing() if rank in self.left]
+            if lost and (task.lane.context >= 0 or len(lost) == len(task.waits.missing())):
+                task.finish(None, self._loss(lost, task))
+                return True
+        return moved
+
+    def _loss(self, ranks: list[int], task: Task | None = None) -> PeerError:
+        name = f" in {task.name}" if task is not None else ""
+        reasons = "; ".join(f"rank {rank} {self.left[rank]}" for rank in ranks)
+        return PeerError(f"{reasons}: rank {self.rank} needs it{name}")
+
+    def _look_at_the_clock(self, now: float) -> None:
+        """Who waits for too long says so, or gives up."""
+        self._looks_at = now + LOOK_EVERY
+        heads = [lane.queue[0] for lane in self._lanes.values() if lane.queue]
+        for task in [*heads, *self._free]:
+            waited = now - task.began
+            line = f"rank {self.rank} has waited {waited:.0f} s in {task.name}{self._for_whom(task)}"
+            if task.timeout is not None and waited > task.timeout:
+                task.finish(None, PeerError(line))
+            elif now - task.said >= SAY_AFTER and waited >= 2 * (task.said - task.began):
+                task.said = now
+                sys.stderr.write(f"polytempo: {line}\n")
+                sys.stderr.flush()
+
+    def _for_whom(self, task: Task) -> str:
+        missing = task.waits.missing() if task.waits is not None else []
+        return f", for rank{'s' if len(missing) > 1 else ''} {_listed(missing)}" if missing else ""
+
+    # What links call.
+
+    def room(self, source: int, message: Message, length: int) -> Bytes:
+        """Memory for what is about to arrive."""
+        if message.kind != DATA:
+            return self.pool.take(length)
+        return self.post.room(source, message.context, message.tag, length)
+
+    def arrived(self, source: int, message: Message, payload: Bytes | None) -> None:
+        """A whole message."""
+        kind, context, tag = message.kind, message.context, message.tag
+        if message.meta and kind != FAILED:
+            self._hear_call(source, message)
+        if kind == DATA:
+            self.post.arrived(source, context, tag, payload)
+        elif kind == NOTE:
+            self.heard[source, context] = max(tag, self.heard.get((source, context), -1))
+        elif kind == SEGMENT and message.segment is not None:
+            self.segments[source, context, tag] = message.segment
+        elif kind == FAILED:
+            lane = self._lanes.setdefault(context, Lane(context, ()))
+            self.fail(lane, PeerError(message.meta.decode(errors="replace")), tell=False)
+        elif kind == BYE:
+            self._polite.add(source)
+
+    def _hear_call(self, source: int, message: Message) -> None:
+        """Meta: the number of a call, and the call."""
+        number, _, call = message.meta.decode(errors="replace").partition(" ")
+        lane, count = self._lanes.get(message.context), int(number)
+        if lane is not None and count in self._calls.get(message.context, {}):
+            self._compare(lane, count, source, call)
+        elif lane is None or count > max(self._calls.get(message.context, {}), default=-1):
+            self._others.setdefault(message.context, {}).setdefault(count, []).append((source, call))
+
+    def gone(self, source: int, reason: str) -> None:
+        """A link has ended."""
+        self.left[source] = "has left the job" if source in self._polite else f"is gone ({reason})"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
+
+
+def _close_after_fork(engine: Engine) -> None:
+    """A forked child, such as a data loader's, must not keep its parent's links open: nobody would see the parent die."""
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        forked = reference()
+        if forked is not None:
+            for link in forked.links.values():
+                link.abandon()
+            forked.links.clear()
+
+    os.register_at_fork(after_in_child=close)

@@ -1,0 +1,109 @@
+"""Which algorithms there are for each collective, and the plan of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from polytempo.collectives import double_tree, halving_doubling, hierarchical, linear, ring, shared, tree
+from polytempo.collectives.steps import Place, Step
+from polytempo.errors import UsageError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An algorithm: the steps of a rank, and into how many chunks the caller divides its tensor."""
+
+    steps: Callable[[Place, int, int], list[Step]]
+    chunk_count: Callable[[Place, int], int]
+
+
+def _one(place: Place, pieces: int) -> int:
+    return 1
+
+
+def _pieces(place: Place, pieces: int) -> int:
+    return pieces
+
+
+def _two_halves(place: Place, pieces: int) -> int:
+    return 2 * pieces
+
+
+def _ranks(place: Place, pieces: int) -> int:
+    return place.size
+
+
+def _in_and_out(place: Place, pieces: int) -> int:
+    return 2 * place.size
+
+
+def _parts(place: Place, pieces: int) -> int:
+    return place.size * pieces
+
+
+def _core_parts(place: Place, pieces: int) -> int:
+    return halving_doubling.core_size(place.size) * pieces
+
+
+def _host_parts(place: Place, pieces: int) -> int:
+    return len(place.hosts) * pieces
+
+
+#: (collective, algorithm): the plan.
+PLANS: dict[tuple[str, str], Plan] = {
+    ("broadcast", "ring"): Plan(ring.broadcast, _pieces),
+    ("broadcast", "tree"): Plan(tree.broadcast, _pieces),
+    ("broadcast", "shared-memory"): Plan(shared.broadcast, _pieces),
+    ("reduce", "tree"): Plan(tree.reduce, _pieces),
+    ("reduce", "shared-memory"): Plan(shared.reduce, _one),
+    ("all_reduce", "ring"): Plan(ring.all_reduce, _parts),
+    ("all_reduce", "halving-doubling"): Plan(halving_doubling.all_reduce, _core_parts),
+    ("all_reduce", "tree"): Plan(tree.all_reduce, _pieces),
+    ("all_reduce", "double-tree"): Plan(double_tree.all_reduce, _two_halves),
+    ("all_reduce", "hierarchical"): Plan(hierarchical.all_reduce, _host_parts),
+    ("all_reduce", "shared-memory"): Plan(shared.all_reduce, _ranks),
+    ("gather", "linear"): Plan(linear.gather, _ranks),
+    ("gather", "shared-memory"): Plan(shared.gather, _ranks),
+    ("all_gather", "ring"): Plan(ring.all_gather, _parts),
+    ("all_gather", "shared-memory"): Plan(shared.all_gather, _ranks),
+    ("scatter", "linear"): Plan(linear.scatter, _ranks),
+    ("scatter", "shared-memory"): Plan(shared.scatter, _ranks),
+    ("reduce_scatter", "ring"): Plan(ring.reduce_scatter, _parts),
+    ("reduce_scatter", "shared-memory"): Plan(shared.reduce_scatter, _ranks),
+    ("all_to_all", "linear"): Plan(linear.all_to_all, _in_and_out),
+    ("all_to_all", "shared-memory"): Plan(shared.all_to_all, _in_and_out),
+    ("barrier", "tree"): Plan(tree.barrier, _one),
+    ("barrier", "shared-memory"): Plan(shared.barrier, _one),
+}
+
+COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in PLANS))
+
+
+def algorithms_for(collective: str) -> tuple[str, ...]:
+    """The algorithms that there are for a collective."""
+    if collective not in COLLECTIVES:
+        hint = nearest(collective, COLLECTIVES)
+        raise UsageError(f"there is no collective {collective!r}; there are: {', '.join(COLLECTIVES)}{hint}")
+    return tuple(algorithm for known, algorithm in PLANS if known == collective)
+
+
+def find_plan(collective: str, algorithm: str) -> Plan:
+    """The plan by its names; says which there are when there is no such one."""
+    known = algorithms_for(collective)
+    if algorithm not in known:
+        hint = nearest(algorithm, known)
+        raise UsageError(f"there is no algorithm {algorithm!r} for {collective}; there are: {', '.join(known)}{hint}")
+    return PLANS[collective, algorithm]
+
+
+@lru_cache(maxsize=256)
+def plan_for(collective: str, algorithm: str, place: Place, pieces: int, root: int = 0) -> tuple[int, tuple[Step, ...]]:
+    """The number of chunks, and the steps of this rank on them; kept, since a job repeats the same calls."""
+    plan = find_plan(collective, algorithm)
+    if pieces < 1:
+        raise UsageError(f"pieces must be 1 or more, not {pieces}")
+    if not 0 <= root < place.size:
+        raise UsageError(f"root must be a rank from 0 to {place.size - 1}, not {root}")
+    return plan.chunk_count(place, pieces), tuple(plan.steps(place, pieces, root))

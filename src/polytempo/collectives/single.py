@@ -1,0 +1,60 @@
+"""Single messages between two ranks of a group: `send` and `recv`, with tags, in any order of posting, from anybody."""
+
+from __future__ import annotations
+
+import torch
+
+from polytempo.collectives.group import Group
+from polytempo.collectives.perform import bytes_of, nbytes
+from polytempo.collectives.tasks import Lane, Steps, Task, Wait
+from polytempo.collectives.tensors import flat, shape_of
+from polytempo.errors import PeerError, UsageError
+from polytempo.transport.links import DATA, Message
+
+
+def send(group: Group, tensor: torch.Tensor, to: int, tag: int = 0, background: bool = False) -> Task:
+    """Send a tensor. Done when it may be changed again: the receiver need not be there yet."""
+    _check_peer(group, to)
+    peer = group.ranks[to]
+
+    def steps() -> Steps:
+        copy, left = flat(tensor)[0], [1]
+        group.engine.send(peer, Message(DATA, group.context + 1, tag), bytes_of(copy), left.clear)
+        if left:
+            yield Wait(lambda: not left, lambda: [peer])
+
+    return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", steps(), background)
+
+
+def receive(group: Group, tensor: torch.Tensor, source: int | None, tag: int = 0, background: bool = False) -> Task:
+    """Receive into a tensor, from one rank or from any; the result is the rank it came from."""
+    if source is not None:
+        _check_peer(group, source)
+    sender = None if source is None else group.ranks[source]
+    others = [rank for rank in group.ranks if rank != group.engine.rank]
+
+    def steps() -> Steps:
+        target, back = flat(tensor)
+        receipt = group.engine.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
+        if not receipt.done:
+            yield group.engine.until(receipt, others)
+        if receipt.problem:
+            raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
+        if back is not None:
+            back()
+        return group.ranks.index(receipt.source)
+
+    whom = f"from {source}" if source is not None else "from any"
+    return _start(group, f"recv({shape_of(tensor)}, {whom}, tag {tag})", steps(), background)
+
+
+def _check_peer(group: Group, rank: int) -> None:
+    if not 0 <= rank < group.size:
+        raise UsageError(f"expected a rank from 0 to {group.size - 1}, got {rank}")
+    if rank == group.rank:
+        raise UsageError(f"rank {rank} cannot send to itself; copy the tensor")
+
+
+def _start(group: Group, name: str, steps: Steps, background: bool) -> Task:
+    """In no lane: single messages do not wait for collectives."""
+    return group.engine.start(Lane(-1, group.ranks), name, steps, background, group.timeout)

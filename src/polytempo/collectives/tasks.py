@@ -1,0 +1,117 @@
+"""Something under way: a generator that yields what it waits for, and a handle on its end.
+
+    yield Wait(ready, missing)     go on when `ready()`; until then, `missing()` says for whom it waits
+
+Tasks of one *lane* run one after another (the calls of a group); lanes do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polytempo.collectives.engine import Engine
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a task waits for. `missing` lists ranks."""
+
+    ready: Callable[[], bool]
+    missing: Callable[[], list[int]]
+
+
+Steps = Generator[Wait, None, Any]
+
+
+class Lane:
+    """Calls in their order. `failed`: why nothing of it can go on, and what to raise."""
+
+    def __init__(self, context: int, ranks: tuple[int, ...]) -> None:
+        self.context = context
+        self.ranks = ranks  #: who takes part
+        self.failed: Exception | None = None
+        self.queue: deque[Task] = deque()
+
+
+class Task:
+    """The handle of something under way; what torch calls a work."""
+
+    def __init__(self, engine: Engine, lane: Lane, name: str, steps: Steps, timeout: float | None = None) -> None:
+        self._engine, self.lane, self.name, self._steps = engine, lane, name, steps
+        self.timeout = timeout  #: seconds from its start, after which it fails
+        self.began = 0.0
+        self.said = 0.0
+        self.waits: Wait | None = None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Task], object]] = []
+        self._lock = threading.Lock()
+
+    # What users call.
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the end; the result. The error, if it failed. `timeout` in seconds gives up waiting, not the task."""
+        if not self._done.is_set():
+            self._engine.wait_for(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def is_completed(self) -> bool:
+        """Has it ended, well or not?"""
+        if not self._done.is_set():
+            self._engine.look()
+        return self._done.is_set()
+
+    def when_done(self, callback: Callable[[Task], object]) -> None:
+        """Call this at the end, in the thread that ends it; now, if it has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    # What the engine calls.
+
+    @property
+    def done(self) -> bool:
+        """Has it ended?"""
+        return self._done.is_set()
+
+    def wait_quietly(self, timeout: float | None) -> bool:
+        """Wait while another thread drives."""
+        return self._done.wait(timeout)
+
+    def advance(self) -> bool:
+        """Go on as far as possible; was that anything at all?"""
+        moved = False
+        while not self.done and (self.waits is None or self.waits.ready()):
+            moved = True
+            if not self.began:
+                self.began = self.said = time.monotonic()
+            try:
+                self.waits = next(self._steps)
+            except StopIteration as end:
+                self.finish(end.value, None)
+            except Exception as error:  # noqa: BLE001  whatever it is belongs to who waits
+                self.finish(None, error)
+        return moved
+
+    def finish(self, result: Any, error: Exception | None) -> None:
+        """The end."""
+        if self.done:
+            return
+        self._steps.close()
+        self.result, self.error, self.waits = result, error, None
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)

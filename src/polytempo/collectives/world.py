@@ -1,0 +1,135 @@
+"""All ranks of a job, as one of them sees them: links to everybody, an engine, and groups.
+
+A group whose member has died can be formed again without it: the ranks that are left first agree on who that is, by telling
+each other whom they miss until all miss the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy
+
+from polytempo.collectives.engine import Engine
+from polytempo.collectives.group import Group
+from polytempo.collectives.post import Receipt
+from polytempo.collectives.tasks import Lane, Steps, Wait
+from polytempo.errors import UsageError
+from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.links import DATA, Message
+from polytempo.transport.meeting import Met, Store, meet_by_name, meet_by_store
+from polytempo.transport.memory_link import MemoryLink
+
+PATIENCE = 60.0
+#: Contexts from here on belong to groups that were formed again.
+AGAIN = 1 << 20
+
+
+class World:
+    """This process among all."""
+
+    def __init__(self, engine: Engine, size: int, met: Met, timeout: float | None = None) -> None:
+        self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
+        self.timeout = timeout
+        self.generation = 0
+        self._met = met
+        engine.attach(met.links)
+        self._groups = 0
+        self.everybody = self._group(range(size), 0)
+
+    def _group(self, ranks: Sequence[int], context: int) -> Group:
+        return Group(self.engine, ranks, self.hosts, context, self.timeout)
+
+    def new_group(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some ranks; None for who is not in it. All ranks must ask for the same groups in the same order."""
+        chosen = sorted(set(ranks))
+        if len(chosen) != len(ranks) or not chosen or not 0 <= chosen[0] <= chosen[-1] < self.size:
+            raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
+        self._groups += 1
+        return self._group(chosen, self._groups) if self.rank in chosen else None
+
+    def reform(self) -> Group:
+        """Everybody who is left, under a new generation. All of them must call this."""
+        self.generation += 1
+        lane = Lane(-1, tuple(range(self.size)))
+        context = AGAIN + self.generation
+        task = self.engine.start(
+            lane, f"forming generation {self.generation}", self._agree(2 * context + 1), False, self.timeout
+        )
+        return self._group(task.wait(), context)
+
+    def _agree(self, context: int) -> Steps:
+        while True:
+            missing = sorted(self.engine.left)
+            alive = [rank for rank in range(self.size) if rank not in missing]
+            others = [rank for rank in alive if rank != self.rank]
+            view = numpy.zeros(self.size, dtype=numpy.uint8)
+            view[missing] = 1
+            receipts = [self.engine.expect(context, len(missing), rank, self.size) for rank in others]
+            for rank in others:
+                self.engine.send(rank, Message(DATA, context, len(missing)), view)
+            outdated = partial(self._knows_more_than, len(missing))
+            yield Wait(partial(_any, partial(_all_done, receipts), outdated), list)
+            if outdated():
+                continue
+            if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
+                return alive
+            yield Wait(outdated, list)  # whom others miss is soon missed here, too
+
+    def _knows_more_than(self, missing: int) -> bool:
+        return len(self.engine.left) > missing
+
+    def close(self, politely: bool = True) -> None:
+        """Leave."""
+        self.engine.close(politely)
+        if self._met.wires is not None:
+            self._met.wires.close()
+
+
+def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, timeout: float | None = None) -> World:
+    """Ranks of one host that all know a name nobody else uses."""
+    _check(rank, size)
+    engine = Engine(rank)
+    return World(engine, size, meet_by_name(name, rank, size, engine, patience), timeout)
+
+
+def open_by_store(
+    store: Store,
+    rank: int,
+    size: int,
+    route: str,
+    keys: WorkerKeys | None = None,
+    insecure: bool = False,
+    patience: float = PATIENCE,
+    timeout: float | None = None,
+) -> World:
+    """Ranks that see one store, on any hosts."""
+    _check(rank, size)
+    engine = Engine(rank)
+    return World(engine, size, meet_by_store(store, rank, size, engine, patience, keys, insecure, route), timeout)
+
+
+def open_in_threads(size: int, timeout: float | None = None) -> list[World]:
+    """As many ranks in this process, one for each of its threads."""
+    engines = [Engine(rank) for rank in range(size)]
+    mets = [Met((tuple(range(size)),)) for _ in range(size)]
+    for high in range(size):
+        for low in range(high):
+            one, two = MemoryLink.pair((low, engines[low]), (high, engines[high]))
+            mets[low].links.append(one)
+            mets[high].links.append(two)
+    return [World(engine, size, met, timeout) for engine, met in zip(engines, mets, strict=True)]
+
+
+def _all_done(receipts: Sequence[Receipt]) -> bool:
+    return all(receipt.done for receipt in receipts)
+
+
+def _any(*conditions: Callable[[], bool]) -> bool:
+    return any(condition() for condition in conditions)
+
+
+def _check(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise UsageError(f"expected a rank between 0 and {size - 1}, got {rank}")

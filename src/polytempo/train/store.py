@@ -1,0 +1,53 @@
+"""torch's key-value store, for ranks on several hosts to find each other. It carries addresses and nothing else.
+
+Whoever reaches its port can read and write it. All that this can do is keep ranks from finding each other: with the keys of
+the key file they prove to each other who they are.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from polytempo.errors import PeerError
+from polytempo.transport.meeting import Store
+
+
+class TorchStore(Store):
+    """Any store of torch."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, patience: float) -> str:
+        try:
+            self._store.wait([key], timedelta(seconds=patience))
+            return str(self._store.get(key).decode())
+        except (RuntimeError, UnicodeDecodeError):
+            raise PeerError(f"waited {patience:g} s for {key!r} in the store; was every rank started?") from None
+
+
+def store_at(address: str, rank: int, size: int, agent: bool, patience: float) -> TorchStore:
+    """The store at host:port: rank 0 keeps it, or, with `agent`, the launcher."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PeerError(f"expected host:port of a store that all hosts reach, got {address!r}")
+    try:
+        store = torch.distributed.TCPStore(
+            host.strip("[]"),
+            int(port),
+            size,
+            is_master=rank == 0 and not agent,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:200]
+        raise PeerError(f"rank {rank} cannot reach the store at {address}: {why}; is rank 0 on that host?") from None
+    return TorchStore(torch.distributed.PrefixStore("polytempo", store))

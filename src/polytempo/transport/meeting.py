@@ -1,0 +1,189 @@
+"""How ranks find each other: by a name they all know, or through a store of keys and values.
+
+On one host: everybody listens at an abstract Unix address made from the name (nothing is left in any directory, however a
+process ends) and connects to all lower ranks. The kernel says whose process is at the other end: another user's is refused.
+
+With a store, each rank first says which host it is on (machine and network namespace). Pairs on one host meet as above;
+others by ZeroMQ, at addresses that go through the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polytempo.errors import PeerError, UsageError
+from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.links import Link, Receiver
+from polytempo.transport.stream import peer_uid
+from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.zmq_link import ZmqLink, ZmqWires
+
+RANK = struct.Struct("<II")  # rank, size
+TRY_EVERY = 0.01
+
+
+class Store(ABC):
+    """Keys and values that all ranks see."""
+
+    @abstractmethod
+    def put(self, key: str, value: str) -> None:
+        """Set it, for good."""
+
+    @abstractmethod
+    def get(self, key: str, patience: float) -> str:
+        """Wait for it; `PeerError` after so many seconds."""
+
+
+@dataclass
+class Met:
+    """All links of a rank, and which ranks are on which host."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    links: list[Link] = field(default_factory=list)
+    wires: ZmqWires | None = None
+
+
+def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, patience: float) -> Met:
+    """All ranks are on this host and know this name."""
+    met = Met((tuple(range(size)),))
+    met.links += _meet_here(_digest(name), rank, range(size), size, receiver, patience)
+    return met
+
+
+def meet_by_store(
+    store: Store,
+    rank: int,
+    size: int,
+    receiver: Receiver,
+    patience: float,
+    keys: WorkerKeys | None,
+    insecure: bool,
+    route: str,
+) -> Met:
+    """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at."""
+    if rank == 0:
+        store.put("token", secrets.token_hex(16))
+    store.put(f"host-{rank}", _host())
+    by_host: dict[str, list[int]] = {}
+    for other in range(size):
+        by_host.setdefault(store.get(f"host-{other}", patience), []).append(other)
+    met = Met(tuple(tuple(ranks) for ranks in by_host.values()))
+    here = next(ranks for ranks in met.hosts if rank in ranks)
+    met.links += _meet_here(_digest(store.get("token", patience)), rank, here, size, receiver, patience)
+    away = [other for other in range(size) if other not in here]
+    if away:
+        if keys is None and not insecure:
+            raise UsageError(
+                f"ranks {', '.join(map(str, away[:8]))} are on other hosts: give all ranks the same key file "
+                "(made by `polytempo key FILE`), or say insecure to go without"
+            )
+        met.wires = ZmqWires(keys)
+        met.links += _meet_away(store, rank, away, receiver, met.wires, patience, route)
+    return met
+
+
+# On this host.
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: float) -> list[Link]:
+    deadline = time.monotonic() + patience
+    others = [other for other in ranks if other != rank]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        if others:
+            _bind(listener, f"\0polytempo-{name}-{rank}", rank)
+        found = {other: _connect(name, rank, other, size, deadline) for other in others if other < rank}
+        while missing := [other for other in others if other not in found]:
+            _accept(listener, found, size, deadline, missing)
+        links: list[Link] = [StreamLink(other, receiver, sock) for other, sock in found.items()]
+        return links
+
+
+def _bind(listener: socket.socket, address: str, rank: int) -> None:
+    try:
+        listener.bind(address)
+    except OSError:
+        raise PeerError(f"another process is rank {rank} of this job already; are two jobs using one name?") from None
+    listener.listen(1024)
+
+
+def _connect(name: str, rank: int, other: int, size: int, deadline: float) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(f"\0polytempo-{name}-{other}")
+            if peer_uid(sock) != os.getuid():
+                raise UsageError(f"rank {other} belongs to another user; it was not talked to")
+            sock.sendall(RANK.pack(rank, size))
+            return sock
+        except OSError as error:  # it is starting, and there is nothing to wait on
+            sock.close()
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
+        time.sleep(TRY_EVERY)
+
+
+def _accept(
+    listener: socket.socket, found: dict[int, socket.socket], size: int, deadline: float, missing: list[int]
+) -> None:
+    if not select.select([listener], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
+    sock, _ = listener.accept()
+    sock.settimeout(5.0)
+    try:
+        name = sock.recv(RANK.size, socket.MSG_WAITALL) if peer_uid(sock) == os.getuid() else b""
+    except OSError:
+        name = b""
+    if len(name) < RANK.size:
+        sock.close()
+        return
+    rank, their_size = RANK.unpack(name)
+    if their_size != size:
+        raise UsageError(f"rank {rank} says there are {their_size} ranks, and this one says {size}")
+    found[rank] = sock
+
+
+# Between hosts.
+
+
+def _host() -> str:
+    """This machine and network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def own_address(route: str) -> str:
+    """The address of this host on the way to another."""
+    host = route.rpartition(":")[0] or route
+    family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def _meet_away(
+    store: Store, rank: int, away: list[int], receiver: Receiver, wires: ZmqWires, patience: float, route: str
+) -> list[Link]:
+    """The lower rank of a pair listens, and says where."""
+    host = own_address(route)
+    links = [ZmqLink(other, receiver, wires, serves=rank < other) for other in away]
+    for link in links:
+        if rank < link.rank:
+            store.put(f"link-{rank}-{link.rank}", link.bind(f"[{host}]" if ":" in host else host))
+    for link in links:
+        if link.rank < rank:
+            link.connect(store.get(f"link-{link.rank}-{rank}", patience))
+    return list[Link](links)

@@ -1,0 +1,145 @@
+"""A link between two hosts: a pair of ZeroMQ sockets with CURVE keys.
+
+All ranks of a job prove to each other that they have the workers' secret of the key file. Heartbeats come from ZeroMQ's own
+thread, which a busy interpreter does not starve; its monitor says when the connection has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from polytempo.errors import PeerError
+from polytempo.transport.channel import Bytes
+from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.links import HEAD, KINDS, PAYLOAD_LIMIT, Link, Message, Receiver, Sent
+from polytempo.transport.poller import Poller
+from polytempo.transport.segments import Segment
+from polytempo.transport.zeromq import OnlyWorkers, set_options
+
+#: A host that is silent for so long is gone.
+BEAT_MS, SILENCE_MS = 400, 1500
+#: A payload goes in frames of this size: the first travels while the next is enciphered.
+FRAME = 256 << 10
+ENDS = {
+    zmq.EVENT_DISCONNECTED: "its connection has closed, or it was silent for too long",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have the same key file",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not use the same keys",
+}
+
+
+class ZmqWires:
+    """What the links of one process share: a context, and the guard at its door."""
+
+    def __init__(self, keys: WorkerKeys | None) -> None:
+        self.context = zmq.Context()
+        self.keys = keys
+        self._guard: ThreadAuthenticator | None = None
+        if keys is not None:
+            self._guard = ThreadAuthenticator(self.context)
+            self._guard.start()
+            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.worker_public))
+
+    def socket(self, serves: bool) -> zmq.Socket[bytes]:
+        """One end, not connected yet."""
+        socket = self.context.socket(zmq.PAIR)
+        set_options(socket)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        if self.keys is not None:
+            socket.curve_server = serves
+            if not serves:
+                socket.curve_serverkey = self.keys.worker_public.encode()
+            socket.curve_publickey = self.keys.worker_public.encode()
+            socket.curve_secretkey = self.keys.worker_secret.encode()
+        return socket
+
+    def close(self) -> None:
+        """After all links."""
+        if self._guard is not None:
+            self._guard.stop()
+        self.context.term()
+
+
+class ZmqLink(Link):
+    """One end."""
+
+    def __init__(self, rank: int, receiver: Receiver, wires: ZmqWires, serves: bool) -> None:
+        super().__init__(rank, receiver)
+        self._socket = wires.socket(serves)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(ENDS))
+        self._poller: Poller | None = None
+
+    def bind(self, host: str) -> str:
+        """Listen on any port; the address."""
+        self._socket.bind(f"tcp://{host}:*")
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, address: str) -> None:
+        """Reach the other end, which listens already."""
+        self._socket.connect(address)
+
+    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
+        assert segment is None, "memory is shared on one host only"
+        view = memoryview(payload.data).cast("B") if payload is not None else memoryview(b"")
+        frames: list[bytes | memoryview] = [head]
+        frames += [view[start : start + FRAME] for start in range(0, len(view), FRAME)]
+        self._socket.send_multipart(frames, copy=True)
+        if sent:
+            sent()
+
+    def attach(self, poller: Poller) -> None:
+        self._poller = poller
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def handle(self, ready: dict[Any, int]) -> None:
+        if self._socket in ready:
+            self._take_all()
+        if self.open and self._monitor in ready:
+            self._hear()
+
+    def _take_all(self) -> None:
+        try:
+            while self.open:
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            pass
+        except PeerError as error:
+            self._lost(str(error))
+
+    def _hear(self) -> None:
+        event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
+        if event in ENDS:
+            self._take_all()  # what it said before counts
+            self._lost(ENDS[event])
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        if len(frames[0]) < HEAD.size:
+            raise PeerError("it sent something that is no message")
+        kind, meta_length, context, tag, length = HEAD.unpack_from(frames[0].buffer)
+        fits = len(frames[0]) == HEAD.size + meta_length and length == sum(map(len, frames[1:]))
+        if kind >= KINDS or length > PAYLOAD_LIMIT or not fits:
+            raise PeerError("it sent something that is no message")
+        message = Message(kind, context, tag, frames[0].bytes[HEAD.size :])
+        payload = self.receiver.room(self.rank, message, length) if length else None
+        start = 0
+        for frame in frames[1:]:
+            assert payload is not None
+            payload[start : start + len(frame)] = memoryview(frame.buffer)
+            start += len(frame)
+        self.receiver.arrived(self.rank, message, payload)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            if self._poller is not None:
+                self._poller.unregister(self._socket)
+                self._poller.unregister(self._monitor)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=1000)
