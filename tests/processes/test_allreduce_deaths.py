@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import polytempo as pt
 from polytempo.collectives.board import Board
-from polytempo.collectives.execute import mean_in_place
+from polytempo.collectives.in_place import mean_in_place
 from polytempo.parameter_server.optimizers import spare_dynamo
 from polytempo.transport.mesh import Mesh
 

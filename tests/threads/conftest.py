@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from polytempo.testing.threads import ThreadJob
-from polytempo.train import ahead
+from polytempo.testing.threads import GroupJob, ThreadJob
+from polytempo.train import ahead, rounds
 from polytempo.transport import segments
 
 
@@ -26,8 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(ThreadJob, "wire", request.param)
+    monkeypatch.setattr(GroupJob, "wire", request.param)
     monkeypatch.setattr(segments, "SHARE_FROM", 1)
     monkeypatch.setattr(ahead, "LIMIT", 100)  # small models, too, have several buckets
+    monkeypatch.setattr(rounds, "BUCKET", 100)
     return str(request.param)
 
 

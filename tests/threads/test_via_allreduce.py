@@ -29,14 +29,30 @@ from helpers import (
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from polytempo.testing.threads import ThreadJob
+from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.peers import READERS, PeerExchange
+from polytempo.train.means import READERS, MeanExchange
 from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 
 STEPS = 12
+
+
+class Way:
+    """How the jobs of this file average: with a sequencer, or among themselves alone."""
+
+    sequencer = True
+
+
+@pytest.fixture(params=[True, False], ids=["sequencer", "alone"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Way, "sequencer", request.param)
+
+
+def job_of(workers: int) -> ThreadJob | GroupJob:
+    return ThreadJob(workers, via="allreduce") if Way.sequencer else GroupJob(workers)
+
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
@@ -112,7 +128,7 @@ def one_worker(case: Case, model: nn.Module, data: list[list[Batch]], session: S
     model = copy.deepcopy(model)
     inner = OPTIMIZERS[case.optimizer](list(model.parameters()))
     optimizer = DistributedOptimizer(inner, session=session, clip_norm=None if case.synchronize else case.clip)
-    assert isinstance(optimizer._exchange, PeerExchange)
+    assert isinstance(optimizer._exchange, MeanExchange) or (session.size == 1 and not Way.sequencer)
     scheduler = SCHEDULERS[case.scheduler](optimizer)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -137,7 +153,7 @@ def test_workers_that_average_are_one_process_on_the_joint_batch(case: Case) -> 
     model = small_model()
     data = small_batches(STEPS * case.accumulate, case.sizes or (4,) * case.workers)
     wanted = one_process(case, model, data)
-    with ThreadJob(case.workers, via="allreduce") as job:
+    with job_of(case.workers) as job:
         results = job.run(lambda session: one_worker(case, model, data, session))
     for result in results:
         assert_close(result, wanted, rtol=1e-9)
@@ -163,7 +179,7 @@ def stepping(
             optimizer.step()
         return [param.detach().clone() for param in params], optimizer.state_dict()
 
-    with ThreadJob(len(workers), via="allreduce") as job:
+    with job_of(len(workers)) as job:
         return job.run(work)
 
 
@@ -228,7 +244,7 @@ def test_after_a_step_grad_is_the_workers_own(way: str) -> None:
             optimizer.step()
             assert_equal([param.grad for param in mine.parameters()], before)
 
-    with ThreadJob(2, via="allreduce") as job:
+    with job_of(2) as job:
         job.run(work)
 
 
@@ -278,7 +294,7 @@ def test_a_step_that_one_workers_scaler_skips_is_skipped_by_all() -> None:
             scaler.update()
         return weights(mine), optimizer.stats["step"], scaler.get_scale()
 
-    with ThreadJob(2, via="allreduce") as job:
+    with job_of(2) as job:
         results = job.run(work)
     wanted = trained_alone(model, OPTIMIZERS["momentum"], data[:2] + data[3:])
     assert [result[1:] for result in results] == [(5, 1024.0), (5, 512.0)]
@@ -302,7 +318,7 @@ def test_buffers_are_averaged_by_consolidate() -> None:
         optimizer.consolidate()
         return before, mine[1].running_mean.clone()
 
-    with ThreadJob(2, via="allreduce") as job:
+    with job_of(2) as job:
         (one, one_after), (other, other_after) = job.run(work)
     assert not torch.allclose(one, other)
     assert_close([one_after, other_after], [(one + other) / 2] * 2, rtol=1e-9)
@@ -319,5 +335,5 @@ def test_numbers_that_are_none_are_counted_where_they_are() -> None:
             optimizer.step()
         return int(optimizer.stats["nonfinite"])
 
-    with ThreadJob(2, via="allreduce") as job:
+    with job_of(2) as job:
         assert job.run(work) == [0, 1]

@@ -36,6 +36,7 @@ class Engine:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.links: dict[int, Link] = {}
+        self.payload_received = 0
         self.left: dict[int, str] = {}  #: who is gone, and why
         self.pool = Pool()
         self.post = Post(self.pool)
@@ -282,6 +283,7 @@ class Engine:
         if message.meta and kind != FAILED:
             self._hear_call(source, message)
         if kind == DATA:
+            self.payload_received += payload.nbytes if payload is not None else 0
             self.post.arrived(source, context, tag, payload)
         elif kind == NOTE:
             self.heard[source, context] = max(tag, self.heard.get((source, context), -1))

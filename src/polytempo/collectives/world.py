@@ -24,6 +24,7 @@ from polytempo.transport.memory_link import MemoryLink
 PATIENCE = 60.0
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
+GENERATIONS = 1 << 12
 
 
 class World:
@@ -32,7 +33,7 @@ class World:
     def __init__(self, engine: Engine, size: int, met: Met, timeout: float | None = None) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
         self.timeout = timeout
-        self.generation = 0
+        self._generations: dict[int, int] = {}
         self._met = met
         engine.attach(met.links)
         self._groups = 0
@@ -49,13 +50,13 @@ class World:
         self._groups += 1
         return self._group(chosen, self._groups) if self.rank in chosen else None
 
-    def reform(self) -> Group:
-        """Everybody who is left, under a new generation. All of them must call this."""
-        self.generation += 1
+    def reform(self, number: int = 0) -> Group:
+        """Everybody who is left, under a new generation of the group of this number. All of them must call this."""
+        generation = self._generations[number] = self._generations.get(number, 0) + 1
         lane = Lane(-1, tuple(range(self.size)))
-        context = AGAIN + self.generation
+        context = AGAIN + number * GENERATIONS + generation
         task = self.engine.start(
-            lane, f"forming generation {self.generation}", self._agree(2 * context + 1), False, self.timeout
+            lane, f"forming generation {generation}", self._agree(2 * context + 1), False, self.timeout
         )
         return self._group(task.wait(), context)
 
@@ -70,12 +71,12 @@ class World:
             for rank in others:
                 self.engine.send(rank, Message(DATA, context, len(missing)), view)
             outdated = partial(self._knows_more_than, len(missing))
-            yield Wait(partial(_any, partial(_all_done, receipts), outdated), list)
+            yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
             if outdated():
                 continue
             if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
                 return alive
-            yield Wait(outdated, list)  # whom others miss is soon missed here, too
+            yield Wait(outdated, partial(_senders, receipts))  # whom others miss is soon missed here, too
 
     def _knows_more_than(self, missing: int) -> bool:
         return len(self.engine.left) > missing
@@ -124,6 +125,11 @@ def open_in_threads(size: int, timeout: float | None = None) -> list[World]:
 
 def _all_done(receipts: Sequence[Receipt]) -> bool:
     return all(receipt.done for receipt in receipts)
+
+
+def _senders(receipts: Sequence[Receipt]) -> list[int]:
+    """Whom we wait for."""
+    return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
 
 
 def _any(*conditions: Callable[[], bool]) -> bool:

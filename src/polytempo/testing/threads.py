@@ -6,15 +6,18 @@ with ThreadJob(workers=3, servers=2, sync="ssp:2") as job:
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
@@ -173,3 +176,50 @@ class ThreadJob:
         if isinstance(message, Finished):
             self.summary = message.summary
         return isinstance(message, Finished)
+
+
+class GroupJob:
+    """A job without servers in threads: what torchrun or mpirun start, in one process."""
+
+    #: As for `ThreadJob`.
+    wire = "memory"
+
+    def __init__(self, workers: int, least: int | None = None) -> None:
+        self.sessions = [
+            Session(None, JobFacts(workers, (), local_size=workers, via="allreduce"), r) for r in range(workers)
+        ]
+        for session, world in zip(self.sessions, self._worlds(workers), strict=True):
+            session.use(world)
+            session.least = least or workers
+
+    def _worlds(self, workers: int) -> list[World]:
+        if self.wire == "memory":
+            return open_in_threads(workers)
+        name = os.urandom(16).hex()
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda rank: open_by_name(name, rank, workers), range(workers)))
+
+    def __enter__(self) -> GroupJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for session in self.sessions:
+            session.abandon()
+
+    def run(self, work: Callable[[Session], T]) -> list[T]:
+        """Call this in a thread for each worker, which then leaves the job; the first error, if there was one."""
+        with ThreadPoolExecutor(len(self.sessions)) as pool:
+            futures = [pool.submit(self._work, session, work) for session in self.sessions]
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+            if errors:
+                raise errors[0]
+            return [future.result() for future in futures]
+
+    def _work(self, session: Session, work: Callable[[Session], T]) -> T:
+        try:
+            result = work(session)
+        except BaseException:
+            session.abandon()
+            raise
+        session.close()
+        return result

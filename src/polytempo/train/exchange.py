@@ -150,6 +150,10 @@ class Exchange:
             self.client.push(Push(id=identity, kind="state", state=state), [buffers for _ in range(self.client.shards)])
             self.client.settle(self.name)
 
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far, all exchanges of this worker together."""
+        return self.client.bytes_sent, self.client.bytes_received
+
     def check_same(self, params: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that were added or replaced after the start."""
         self.copier.check_same(params)

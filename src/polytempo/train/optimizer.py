@@ -26,9 +26,12 @@ from polytempo.errors import UsageError
 from polytempo.parameter_server.optimizers import check_optimizer
 from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
+from polytempo.train.buffers import average_buffers
+from polytempo.train.by_group import GroupExchange
 from polytempo.train.choices import Hyper, check_choices, names_of
 from polytempo.train.exchange import Exchange
 from polytempo.train.flat import Flat, describe
+from polytempo.train.means import MeanExchange
 from polytempo.train.peers import PeerExchange
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
@@ -65,7 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-        here = apply == "delta" or (self._session.client is not None and self._goes_via_peers(via))
+        together = self._session.client is not None or self._session.size > 1
+        here = apply == "delta" or (together and self._goes_via_peers(via))
         if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
             raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
         self._name = self._session.next_track()
@@ -79,14 +83,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._nonfinite_seen = 0
         self._alone_steps = 0
         self._syncing = True
-        self._exchange = self._join(via) if self._session.client else None
+        self._exchange = self._join(via) if together else None
         self._mean: Exchange | PeerExchange | None = None
         self._session.computing_from(time.perf_counter())
 
-    def _join(self, via: str | None) -> Exchange | PeerExchange:
+    def _join(self, via: str | None) -> Exchange | MeanExchange:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
         if self._goes_via_peers(via):
-            return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
+            if self._session.client is not None and self._session.job.meeting:
+                return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
+            self._session.joining.append(self.join)
+            return GroupExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
             runs = runs_of(self.inner.state_dict()["state"], proposal.tensors)
@@ -95,12 +102,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _goes_via_peers(self, via: str | None) -> bool:
         wanted = via or "auto"
-        possible = self._spec.mode.name == "bsp" and bool(self._session.job.meeting)
+        possible, servers = self._spec.mode.name == "bsp", self._session.client is not None
         if wanted == "allreduce" and not possible:
+            raise UsageError(f"via='allreduce' needs sync='bsp', this is {self._spec.text}; use via='ps'")
+        if not servers and (wanted == "ps" or not possible):
             raise UsageError(
-                f"via='allreduce' needs sync='bsp' and all workers on one host, this is {self._spec.text}; use via='ps'"
+                "there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'"
             )
-        return possible and (self._session.job.via if wanted == "auto" else wanted) == "allreduce"
+        return possible and (not servers or (self._session.job.via if wanted == "auto" else wanted) == "allreduce")
 
     # It shares everything with the optimizer it wraps.
 
@@ -166,12 +175,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         result = self.inner.step(closure)
         return loss if closure is None else result
 
-    def _step_with_peers(self, exchange: PeerExchange, skip: bool, samples: float, **about: Any) -> None:
+    def _step_with_peers(self, exchange: MeanExchange, skip: bool, samples: float, **about: Any) -> None:
         flat: Flat | None = None
         if not skip:
             flat, absent = exchange.gradients()
             about |= {"absent": absent, "nonfinite": self._look_at(flat)}
         exchange.push(flat, self._hyper.of(self.param_groups), average=not self._agreed, samples=samples, **about)
+        self._apply_mean(exchange)
+
+    def _apply_mean(self, exchange: MeanExchange) -> None:
         if exchange.line.skipped:
             return
         in_place = self._clip_norm is None and exchange.may_read_in_place(self.inner)
@@ -181,14 +193,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             step_plainly(self.inner)
 
     def _step_together(
-        self, exchange: Exchange | PeerExchange, closure: Callable[[], Any] | None, samples: float | None
+        self, exchange: Exchange | MeanExchange, closure: Callable[[], Any] | None, samples: float | None
     ) -> Any:
         exchange.check_same([param for group in self.param_groups for param in group["params"]])
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
         weight = 1.0 if samples is None else samples
-        if isinstance(exchange, PeerExchange):
+        if isinstance(exchange, MeanExchange):
             return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
@@ -270,6 +282,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _agree(self, samples: float, skip: bool) -> bool:
         """Average the gradients in the side clock; was the round skipped?"""
         assert self._exchange is not None
+        if isinstance(self._exchange, GroupExchange):
+            absent = () if skip else self._exchange.gradients()[1]
+            self._exchange.agree(skip, self._hyper.of(self.param_groups), samples, absent)
+            if not self._exchange.line.skipped:
+                self._exchange.take_mean()
+            return self._exchange.line.skipped
         if self._mean is None and isinstance(self._exchange, PeerExchange):
             name = f"{self._name}/mean"
             self._mean = PeerExchange(self._session, name, self._proposal(peers=True), self._params, self._exchange)
@@ -287,6 +305,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._mean.take_mean()
         return self._mean.line.skipped
 
+    def join(self) -> None:
+        """This worker has no more data for now: take part with weight zero until all others have none either.
+
+        For the end of an epoch where workers have different numbers of batches, without a sequencer (torchrun, mpirun);
+        leaving the job does it by itself. Under `polytempo run` on one host nobody needs it: who ends is left out.
+        """
+        exchange = self._exchange
+        if isinstance(exchange, GroupExchange):
+            with torch.no_grad():
+                while not exchange.join():
+                    self._apply_mean(exchange)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients of several batches: nothing is sent inside."""
@@ -300,7 +330,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _send_ahead(self, sending: bool) -> None:
         for exchange in (self._exchange, self._mean):
-            if isinstance(exchange, Exchange):
+            if isinstance(exchange, Exchange | GroupExchange):
                 exchange.sending = sending
 
     # What the job holds.
@@ -315,22 +345,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         began = time.perf_counter()
         with torch.no_grad():
             self._exchange.read_values()
-            if self._buffers == "mean":
-                self._average_buffers()
+            if self._buffers == "mean" and self._model is not None:
+                average_buffers(self._session, self._model)
         self._session.not_computing(time.perf_counter() - began)
-
-    def _average_buffers(self) -> None:
-        assert self._model is not None
-        floating = [(n, b) for n, b in self._model.named_buffers() if b.is_floating_point()]
-        if not floating:
-            return
-        tensors = [buffer for _, buffer in floating]
-        infos = describe(tensors, [name for name, _ in floating], [0] * len(floating))
-        proposal = Proposal(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},))
-        side = Exchange(self._session, f"{self._session.next_track()}/mean", proposal, tensors)
-        side.line.take = side.copier.scatter
-        flat, _ = side.flat_of(lambda buffer: buffer)
-        side.push(flat, ())
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
@@ -354,9 +371,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if exchange is None:
             step, waited, stale, sent, received = self._alone_steps, 0.0, 0, 0, 0
         else:
-            client = exchange.client
             step, waited, stale = exchange.step, exchange.line.waited, exchange.line.staleness
-            sent, received = client.bytes_sent, client.bytes_received
+            sent, received = exchange.traffic()
         return {
             "step": step,
             "waited_s": waited,

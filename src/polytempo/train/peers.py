@@ -9,8 +9,7 @@ replicas stay the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.train.client import Client, Line
 from polytempo.train.flat import Copier, Flat
+from polytempo.train.means import MeanExchange
 from polytempo.train.session import Session
 from polytempo.train.staging import Staging
 from polytempo.transport.channel import Bytes
 
-#: These only read gradients, so all workers may run them on one shared result; not their foreach forms.
-READERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
 #: Flat buffers of different dtypes start at multiples of this in a slot.
 ALIGNED = 64
 
@@ -54,8 +52,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-class PeerExchange:
-    """A track as its worker sees it, where values stay with the workers."""
+class PeerExchange(MeanExchange):
+    """The workers of one host, with a sequencer."""
 
     def __init__(
         self,
@@ -65,13 +63,13 @@ class PeerExchange:
         params: Sequence[torch.Tensor],
         main: PeerExchange | None = None,
     ) -> None:
+        super().__init__()
         assert session.client is not None
         self.name, self.session, self.proposal = name, session, proposal
         self.client: Client = session.client
         self.layout: Layout = lay_out(proposal.tensors, 1)
         self.line = Line(name)
         self.waited = 0.0
-        self._copies: dict[int, torch.Tensor] = {}
         session.mesh()  # it listens before anybody is told of this worker
         with session.lock:
             self.client.register(name, proposal, lambda: (b"", self._nothing()), self.line)
@@ -113,16 +111,7 @@ class PeerExchange:
 
     # A step.
 
-    def gradients(self) -> tuple[Flat, tuple[int, ...]]:
-        """The bucket, with the gradients as they are now, and the parameters that have none."""
-        flat = self.copier.next_flat()
-        absent = self.copier.gather(flat, lambda param: param.grad)
-        if self._staging is not None:
-            self._staging.adopt()
-        return flat, absent
-
     def push(self, flat: Flat | None, hyper: tuple[dict[str, Any], ...], average: bool = True, **about: Any) -> None:
-        """Say that this worker's gradients are there, wait for the round, and add up this worker's part of the mean."""
         began = time.perf_counter()
         push = Push(
             id=PushId(self.name, self.client.rank, self.client.incarnation, self.step),
@@ -156,51 +145,9 @@ class PeerExchange:
             offset += aligned(nbytes)
 
     @property
-    def absent(self) -> tuple[int, ...]:
+    def absent(self) -> tuple[int, ...]:  # type: ignore[override]
         """Parameters for which nobody had a gradient in the last round."""
         return self.line.answer.absent
 
-    def take_mean(self) -> None:
-        """Make `.grad` of every parameter the mean, to be looked at and changed."""
-        for index, param in enumerate(self.copier.params):
-            if index not in self.absent:
-                if param.grad is None:
-                    param.grad = torch.empty_like(param)
-                param.grad.copy_(self._mean.views[index])
-
-    @contextmanager
-    def reading_mean(self, in_place: bool) -> Iterator[None]:
-        """Inside, `.grad` of every parameter is the mean: where it lies, to be read only, or a copy that may be changed."""
-        params = self.copier.params
-        own = [param.grad for param in params]
-        for index, param in enumerate(params):
-            mean = self._mean.views[index] if in_place else self._copy_of_mean(index)
-            param.grad = None if index in self.absent else mean
-        try:
-            yield
-        finally:
-            for param, grad in zip(params, own, strict=True):
-                param.grad = grad
-
-    def _copy_of_mean(self, index: int) -> torch.Tensor:
-        if index not in self._copies:
-            self._copies[index] = torch.empty_like(self.copier.params[index])
-        return self._copies[index].copy_(self._mean.views[index])
-
-    def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Will this optimizer leave the gradients as they are?"""
-        plain = not any(group.get("foreach") for group in optimizer.param_groups)
-        usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self.copier.params)
-        return plain and usual and type(optimizer) in READERS
-
-    # What the job holds: every worker holds it.
-
-    def settle(self) -> None:
-        """Nothing is ever under way between steps."""
-
-    def read_values(self) -> None:
-        """All replicas are the same."""
-
-    def check_same(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that were added or replaced after the start."""
-        self.copier.check_same(params)
+    def traffic(self) -> tuple[int, int]:
+        return self.client.bytes_sent, self.client.bytes_received

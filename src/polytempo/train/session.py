@@ -10,12 +10,13 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
-from polytempo.errors import JobEnded, UsageError
+from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
@@ -50,6 +51,8 @@ class Session:
         self._boards = 0
         self._world: World | None = None
         self.way = Way()
+        self.least = job.size  #: with fewer workers left, one without a sequencer gives up
+        self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
 
     def computing_from(self, now: float) -> None:
@@ -89,6 +92,10 @@ class Session:
                 self._world = self._world or self._open_world()
         return self._world
 
+    def use(self, world: World) -> None:
+        """Use links that somebody else has made."""
+        self._world = world
+
     def _open_world(self) -> World:
         if self.size == 1:
             return open_in_threads(1)[0]
@@ -103,14 +110,19 @@ class Session:
         return self._boards - 1
 
     def close(self, reason: str = "finished") -> None:
-        """Leave the job."""
-        if self._world is not None:
-            self._world.close(politely=reason == "finished")
+        """Leave the job; first help others to end what they do, if this worker has no part in it any more."""
+        client, self.client = self.client, None
         if self._mesh is not None:
             self._mesh.close()
-        if self.client is not None:
-            client, self.client = self.client, None
+        if client is not None:
             client.leave(reason)
+        try:
+            with ThreadPoolExecutor(max(1, len(self.joining))) as helpers:  # at once: others may take turns
+                for helped in [helpers.submit(join) for join in self.joining]:
+                    helped.result()
+        finally:
+            if self._world is not None:
+                self._world.close(politely=reason == "finished")
 
     def abandon(self) -> None:
         """End without a word: others see that this worker has failed."""
@@ -140,12 +152,14 @@ def init(
     *,
     address: str | None = None,
     key_file: str | None = None,
+    min_workers: int | None = None,
 ) -> None:
     """Join the job of the launcher (polytempo run, torchrun, mpirun, srun); without one, be a job of one.
 
     `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode where no
     launcher of ours says it. `address` (host:port, on the host of rank 0) and `key_file` are for ranks that another launcher
-    started on several hosts; the key file may be "insecure" on a network that nobody else can reach.
+    started on several hosts; the key file may be "insecure" on a network that nobody else can reach. `min_workers`: with so
+    many left, they go on without those who are lost (all are needed by default); `polytempo run` has an option for it.
     """
     global _session
     if _session is not None:
@@ -153,7 +167,7 @@ def init(
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file))
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers)
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
@@ -161,7 +175,7 @@ def init(
     sys.excepthook = _Ending(sys.excepthook)
 
 
-def _without_servers(sync: str, way: Way) -> Session:
+def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     """A job of one, or of those whom another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
@@ -180,7 +194,7 @@ def _without_servers(sync: str, way: Way) -> Session:
         placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
     )
     session = Session(None, facts, placement.rank)
-    session.way = way
+    session.way, session.least = way, least or placement.size
     session.world()
     return session
 
@@ -208,8 +222,11 @@ def _leave() -> None:
         return
     if isinstance(sys.excepthook, _Ending) and sys.excepthook.failed:
         session.abandon()
-    else:
+        return
+    try:
         session.close()
+    except PeerError as error:  # the script has ended well; others have not
+        sys.stderr.write(f"polytempo: worker {session.rank} is done, but {error}\n")
 
 
 def shutdown() -> None:

@@ -1,0 +1,81 @@
+"""What each rank says at the end of a step that no sequencer decides, and what follows: the same for everybody.
+
+A rank that has run out of data goes on with weight zero. A bucket that somebody has changed since it was sent (clipping,
+another weight than was thought) is done again by all. If one skips the step, all skip it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HEAD = struct.Struct("<dBQ")
+RAN_OUT, SKIPS = 1, 2
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters."""
+
+    weight: float
+    ran_out: bool = False
+    skips: bool = False
+    digest: int = 0
+    changed: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+
+    def pack(self, buckets: int, params: int) -> bytes:
+        """As long on every rank."""
+        flags = RAN_OUT * self.ran_out | SKIPS * self.skips
+        return HEAD.pack(self.weight, flags, self.digest) + _bits(self.changed, buckets) + _bits(self.absent, params)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ."""
+
+    total: float
+    over: bool
+    skipped: bool
+    again: tuple[int, ...]
+    absent: tuple[int, ...]
+    unlike: tuple[int, int] | None
+
+
+def size_of(buckets: int, params: int) -> int:
+    """Bytes of a ballot."""
+    return HEAD.size + -(-buckets // 8) + -(-params // 8)
+
+
+def unpack(data: bytes, buckets: int, params: int) -> Ballot:
+    """What `pack` wrote."""
+    weight, flags, digest = HEAD.unpack_from(data)
+    middle = HEAD.size + -(-buckets // 8)
+    changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
+    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent)
+
+
+def outcome(ballots: Sequence[Ballot]) -> Outcome:
+    """What follows."""
+    active = [index for index, ballot in enumerate(ballots) if not ballot.ran_out]
+    unlike = next(((active[0], other) for other in active if ballots[other].digest != ballots[active[0]].digest), None)
+    skipped = any(ballots[index].skips for index in active)
+    again = frozenset[int]() if skipped else frozenset().union(*(ballots[index].changed for index in active))
+    return Outcome(
+        total=sum(ballots[index].weight for index in active),
+        over=not active,
+        skipped=skipped,
+        again=tuple(sorted(again)),
+        absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in active)))) if active else (),
+        unlike=unlike,
+    )
+
+
+def _bits(numbers: frozenset[int], count: int) -> bytes:
+    return sum(1 << number for number in numbers).to_bytes(-(-count // 8), "little")
+
+
+def _numbers(data: bytes) -> frozenset[int]:
+    bits = int.from_bytes(data, "little")
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)

@@ -1,0 +1,97 @@
+"""Exchanges whose outcome is a mean that every worker has, and on which each runs the wrapped optimizer itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from polytempo.protocol.layout import Layout
+from polytempo.protocol.values import Proposal
+from polytempo.train.client import Line
+from polytempo.train.flat import Copier, Flat
+from polytempo.train.staging import Staging
+
+#: These only read gradients, so the mean may be handed to them where it lies; not to their foreach forms.
+READERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
+
+
+class MeanExchange(ABC):
+    """A track as its worker sees it, where values stay with the workers."""
+
+    name: str
+    proposal: Proposal
+    layout: Layout
+    line: Line
+    copier: Copier
+    step: int
+    absent: tuple[int, ...]  #: parameters for which nobody had a gradient in the last round
+    _mean: Flat
+    _staging: Staging | None
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+
+    @abstractmethod
+    def push(self, flat: Flat | None, hyper: tuple[dict[str, Any], ...], average: bool = True, **about: Any) -> None:
+        """Take part in a round with what lies in the bucket; without one, in a step that changes nothing."""
+
+    @abstractmethod
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+
+    def gradients(self) -> tuple[Flat, tuple[int, ...]]:
+        """The bucket, with the gradients as they are now, and the parameters that have none."""
+        flat = self.copier.next_flat()
+        absent = self.copier.gather(flat, lambda param: param.grad)
+        if self._staging is not None:
+            self._staging.adopt()
+        return flat, absent
+
+    def take_mean(self) -> None:
+        """Make `.grad` of every parameter the mean, to be looked at and changed."""
+        for index, param in enumerate(self.copier.params):
+            if index not in self.absent:
+                if param.grad is None:
+                    param.grad = torch.empty_like(param)
+                param.grad.copy_(self._mean.views[index])
+
+    @contextmanager
+    def reading_mean(self, in_place: bool) -> Iterator[None]:
+        """Inside, `.grad` of every parameter is the mean: where it lies, to be read only, or a copy that may be changed."""
+        params = self.copier.params
+        own = [param.grad for param in params]
+        for index, param in enumerate(params):
+            mean = self._mean.views[index] if in_place else self._copy_of_mean(index)
+            param.grad = None if index in self.absent else mean
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
+
+    def _copy_of_mean(self, index: int) -> torch.Tensor:
+        if index not in self._copies:
+            self._copies[index] = torch.empty_like(self.copier.params[index])
+        return self._copies[index].copy_(self._mean.views[index])
+
+    def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Will this optimizer leave the gradients as they are?"""
+        plain = not any(group.get("foreach") for group in optimizer.param_groups)
+        usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self.copier.params)
+        return plain and usual and type(optimizer) in READERS
+
+    # What the job holds: every worker holds it.
+
+    def settle(self) -> None:
+        """Nothing is ever under way between steps."""
+
+    def read_values(self) -> None:
+        """All replicas are the same."""
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        self.copier.check_same(params)

@@ -1,0 +1,202 @@
+"""Means over a group without anybody who decides: buckets go while backward runs, and a vote ends the step.
+
+Buckets are sent in the same order everywhere, multiplied by this rank's weight; the gradients themselves stay as they are.
+A rank that votes has all sums of its step, for calls end in their order. So a vote that one rank has seen to its end is the
+end of the step for all, even if somebody dies before the others have: they learn the ballots from who has them. If nobody
+has, the step is made again from the gradients, without the dead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from polytempo.collectives.group import Group
+from polytempo.collectives.tasks import Task
+from polytempo.collectives.world import World
+from polytempo.errors import PeerError, UsageError
+from polytempo.parameter_server.state import as_bytes, as_tensor
+from polytempo.protocol.ballot import Ballot, Outcome, outcome, size_of, unpack
+from polytempo.protocol.buckets import Bucket, plan_buckets
+from polytempo.protocol.layout import Layout
+from polytempo.train.flat import Flat
+
+#: Bytes of a bucket.
+BUCKET = 8 << 20
+#: Of a text in which ranks differ, so much is compared.
+TEXT = 64 << 10
+
+
+class Rounds:
+    """The rounds of one optimizer. `number` is its own in the job; with fewer than `least` ranks left it gives up."""
+
+    def __init__(self, world: World, number: int, layout: Layout, flat: Flat, mean: Flat, least: int) -> None:
+        group = world.new_group(range(world.size))
+        assert group is not None
+        self.world, self.group, self._number, self._least = world, group, number, least
+        self._flat, self._mean, self._count = flat, mean, len(layout.places)
+        order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
+        self._buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.params}
+        self._parts = [self._slices(layout, bucket) for bucket in self._buckets]
+        self.weight = 1.0  #: what this rank's gradients are expected to weigh
+        self._votes = 0
+        self._ballots: list[bytes] = []  # of the last vote
+        self._begin()
+
+    def _slices(self, layout: Layout, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where a bucket lies in the gradients and in the mean."""
+        stretches = layout.shards[0]
+        return [
+            (
+                as_tensor(self._flat.parts[0][piece.buffer][piece.start : piece.stop], stretches[piece.buffer].dtype),
+                as_tensor(self._mean.parts[0][piece.buffer][piece.start : piece.stop], stretches[piece.buffer].dtype),
+            )
+            for piece in bucket.pieces[0]
+        ]
+
+    def _begin(self) -> None:
+        self._tasks: list[Task] = []  # of buckets that are under way, from the first on
+        self._ready: set[int] = set()
+        self._versions: dict[int, int] = {}
+
+    # While backward runs.
+
+    def complete(self, index: int) -> None:
+        """A gradient is in the bucket. The last bucket is left for `finish`: there is nothing behind it to hide."""
+        self._ready.add(index)
+        while len(self._tasks) < len(self._buckets) - 1 and self._ready.issuperset(self._buckets[len(self._tasks)].params):
+            self._launch(len(self._tasks), self.weight, background=True)
+
+    def _launch(self, number: int, weight: float, background: bool) -> None:
+        self._fill(number, weight)
+        self._tasks.append(self._reduce(number, background))
+
+    def _fill(self, number: int, weight: float) -> None:
+        for index in self._buckets[number].params:
+            self._versions[index] = self._flat.views[index]._version
+        for source, target in self._parts[number]:
+            if weight:
+                torch.mul(source, weight, out=target)
+            else:
+                target.zero_()
+
+    def _reduce(self, number: int, background: bool) -> Task:
+        return self.group.all_reduce([target for _, target in self._parts[number]], "sum", background=background)
+
+    # At the end of a step.
+
+    def finish(
+        self, weight: float, hyper: str, absent: Sequence[int] = (), skips: bool = False, ran_out: bool = False
+    ) -> Outcome:
+        """The mean lies in its place, unless the step was skipped, or everybody has run out."""
+        ballot = Ballot(weight, ran_out, skips, digest_of(hyper), absent=frozenset(absent))
+        changed = self._changed(weight)
+        self.weight = weight or self.weight
+        while True:
+            try:
+                found = self._step(ballot, changed, hyper)
+                break
+            except PeerError as error:
+                if self._was_decided(error):
+                    found = self._result()
+                    break
+                self._begin()
+                changed = frozenset()
+        self._begin()
+        if found.total and not found.skipped:
+            for parts in self._parts:
+                for _, target in parts:
+                    target.div_(found.total)
+        return found
+
+    def _changed(self, weight: float) -> frozenset[int]:
+        """Buckets under way that are not what they should be."""
+        sent = range(len(self._tasks))
+        if weight != self.weight:
+            return frozenset(sent)
+        moved = (i for i, version in self._versions.items() if self._flat.views[i]._version != version)
+        return frozenset(self._bucket_of[index] for index in moved) & frozenset(sent)
+
+    def _step(self, ballot: Ballot, changed: frozenset[int], hyper: str) -> Outcome:
+        active = not (ballot.skips or ballot.ran_out)
+        weight = ballot.weight if active else 0.0
+        while len(self._tasks) < len(self._buckets):
+            self._launch(len(self._tasks), weight, background=False)
+            self._tasks[-1].wait()
+        for task in self._tasks:
+            task.wait()
+        found = self._vote(ballot, changed)
+        if found.unlike is not None:
+            say_where_they_differ(self.group, hyper)
+        if found.again:
+            for number in found.again:
+                self._fill(number, weight)
+                self._reduce(number, False).wait()
+            return self._vote(ballot, frozenset())
+        return found
+
+    def _vote(self, ballot: Ballot, changed: frozenset[int]) -> Outcome:
+        mine = Ballot(ballot.weight, ballot.ran_out, ballot.skips, ballot.digest, changed, ballot.absent)
+        data = mine.pack(len(self._buckets), self._count)
+        self._ballots = gather_bytes(self.group, data)
+        self._votes += 1
+        return self._result()
+
+    def _result(self) -> Outcome:
+        return outcome([unpack(data, len(self._buckets), self._count) for data in self._ballots])
+
+    # When somebody is gone.
+
+    def _was_decided(self, error: PeerError) -> bool:
+        """Form the group again; was the vote that this rank did not see to its end seen by another?"""
+        alive = self.world.size - len(self.world.engine.left)
+        if alive < self._least or not self.world.engine.left:
+            raise error
+        before, earlier = self._votes, self._ballots
+        self.group = self.world.reform(self._number)
+        counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
+        self._votes = max(counts)
+        if min(counts) == max(counts):
+            return False
+        knows = counts.index(max(counts))
+        size = torch.tensor([len(earlier)])
+        self.group.broadcast([size], knows).wait()
+        each = size_of(len(self._buckets), self._count)
+        data = torch.zeros(int(size) * each, dtype=torch.uint8)
+        if before == max(counts):
+            data.copy_(torch.frombuffer(bytearray(b"".join(earlier)), dtype=torch.uint8))
+        self.group.broadcast([data], knows).wait()
+        if before == max(counts):
+            return False
+        whole = data.numpy().tobytes()
+        self._ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
+        return not self._result().again
+
+
+def gather_bytes(group: Group, data: bytes) -> list[bytes]:
+    """What every rank has, which is as long everywhere."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    outputs = [torch.empty_like(mine) for _ in range(group.size)]
+    group.all_gather(outputs, mine).wait()
+    return [as_bytes(output).tobytes() for output in outputs]
+
+
+def digest_of(text: str) -> int:
+    """A number that differs where texts do."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def say_where_they_differ(group: Group, text: str) -> None:
+    """Ranks have different texts: raise, on all of them, with the first line that differs."""
+    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
+    texts = [data.rstrip(b"\0").decode(errors="replace").splitlines() for data in gather_bytes(group, padded)]
+    for rank, lines in enumerate(texts):
+        for number in range(max(len(lines), len(texts[0]))):
+            one, other = (part[number] if number < len(part) else "nothing" for part in (texts[0], lines))
+            if one != other:
+                ranks = group.ranks[0], group.ranks[rank]
+                raise UsageError(f"rank {ranks[0]} has {one} where rank {ranks[1]} has {other}; all ranks must be alike")
+    raise UsageError("ranks differ in what they optimize; all must be alike")
