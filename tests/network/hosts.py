@@ -38,7 +38,8 @@ def why_not() -> str:
 
 
 @contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(rate: str = "") -> Iterator[Hosts]:
+    """`rate`: of the cable, each way, such as 100mbit; as fast as can be without."""
     number = os.getpid() % 50_000
     a, b = f"pt-a-{number}", f"pt-b-{number}"
     left, right = f"ptl{number}", f"ptr{number}"
@@ -56,6 +57,9 @@ def two_hosts() -> Iterator[Hosts]:
         f"ip -n {a} link set lo up",
         f"ip -n {b} link set lo up",
     ]
+    if rate:
+        shaped = f"root tbf rate {rate} burst 32kb latency 50ms"
+        commands += [f"ip netns exec {name} tc qdisc add dev {end} {shaped}" for name, end in ((a, left), (b, right))]
     try:
         for command in commands:
             subprocess.run(command.split(), check=True, capture_output=True)

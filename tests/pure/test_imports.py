@@ -31,7 +31,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "sync", "protocol", "transport", "collectives", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
-    "testing": ({"errors", "records", "protocol", "coordinate", "transport", "parameter_server", "train"}, set()),
+    "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
+    "testing": (
+        {"errors", "records", "protocol", "coordinate", "transport", "collectives", "parameter_server", "train"},
+        set(),
+    ),
     "launch": (
         {"errors", "version", "sync", "records", "protocol", "coordinate", "transport", "parameter_server", "train"},
         {"rich", "torch"},
@@ -144,7 +148,7 @@ def fresh(code: str) -> str:
 
 
 #: Rooms that load torch.
-HEAVY_ROOMS = ("virtual", "parameter_server", "train", "testing", "launch")
+HEAVY_ROOMS = ("virtual", "parameter_server", "train", "horovod", "testing", "launch")
 HEAVY = "print(*sorted({'torch', 'zmq', 'numpy', 'matplotlib'} & set(sys.modules)))"
 
 

@@ -67,8 +67,8 @@ def options(command: str) -> list[str]:
 
 
 def test_commands_and_options() -> None:
-    assert sorted(typer.main.get_command(app).commands) == ["check", "compare", "run", "simulate", "worker"]
-    assert options("check") == []
+    assert sorted(typer.main.get_command(app).commands) == ["check", "compare", "key", "run", "simulate", "worker"]
+    assert options("check") == options("key") == []
     assert options("worker") == ["--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
         "--hiccup",

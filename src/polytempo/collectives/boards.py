@@ -75,9 +75,10 @@ class Boards:
         self._sizes = (*SIZES[:-1], LARGEST_IN_TURNS) if crowded else SIZES
         self._boards: dict[int, SharedBoard] = {}
 
-    def of(self, nbytes: int) -> SharedBoard:
-        """The smallest board on which so many bytes have room in a slot, or the largest there is."""
-        capacity = next((size for size in self._sizes if size >= nbytes), self._sizes[-1])
+    def of(self, nbytes: int, seldom: bool = False) -> SharedBoard:
+        """The smallest board on which so many bytes have room in a slot, or the largest. `seldom`: each meeting is dear."""
+        sizes = (*SIZES[:-1], LARGEST_IN_TURNS) if seldom else self._sizes
+        capacity = next((size for size in sizes if size >= nbytes), sizes[-1])
         if capacity not in self._boards:
             self._boards[capacity] = SharedBoard(self._engine, self._lane, self._members, capacity)
         return self._boards[capacity]

@@ -157,6 +157,10 @@ class Engine:
             if not task.done and deadline is not None and time.monotonic() >= deadline:
                 raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._for_whom(task)}")
 
+    def wake(self) -> None:
+        """Something that no link tells of has happened. Any thread may say so."""
+        self._bell.ring()
+
     def look(self) -> None:
         """Move on what can move now."""
         if self._thread is None and self._driving.acquire(blocking=False):
@@ -230,9 +234,11 @@ class Engine:
         return moved
 
     def _retire(self, lane: Lane) -> None:
+        """A call that went wrong after it had begun has left ranks at different places: nothing can follow it."""
         task = lane.queue.popleft()
-        if isinstance(task.error, PeerError):
-            self.fail(lane, task.error)
+        if task.error is not None and task.began:
+            said = PeerError(f"rank {self.rank} failed in {task.name}: {task.error}")
+            self.fail(lane, task.error if isinstance(task.error, PeerError) else said)
 
     def _move(self, task: Task) -> bool:
         if task.lane.failed is not None and not task.done:

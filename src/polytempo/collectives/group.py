@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
+from math import sqrt
 
 import torch
 
@@ -22,13 +23,13 @@ from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.steps import Place
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.collectives.tensors import flat, fuse, shape_of, split
+from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, split
 from polytempo.errors import UsageError
 from polytempo.transport.links import CALL, Message
 
-#: Bytes of a message in a pipelined plan, and how many of them a part is cut into at most.
-MESSAGE = 512 << 10
-PIECES = 64
+#: Messages of a pipelined plan are not smaller than this, and a part is cut into so many at most.
+MESSAGE = 32 << 10
+PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
 PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "tree", "reduce": "tree"}
 PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
@@ -269,12 +270,12 @@ class Group:
         if algorithm not in ON_BOARDS:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
-        stage.board = self.boards.of(nbytes(whole))
+        stage.board = self.boards.of(nbytes(whole), seldom=algorithm == "hierarchical")
         step = stage.board.capacity // whole.element_size()
         for start in range(0, max(1, whole.numel()), step):
             piece = whole[start : start + step]
             parts = len(self.place.hosts) if algorithm == "hierarchical" else self.size
-            pieces = _pieces(nbytes(piece) // parts) if algorithm == "hierarchical" else 1
+            pieces = self._pieces(nbytes(piece) // parts) if algorithm == "hierarchical" else 1
             grain = GRAIN if algorithm == "shared-memory" else 1
             count, plan = plan_for(collective, algorithm, self.place, pieces, root)
             chunks = [cut for part in split(piece, count // pieces, grain) for cut in split(part, pieces)]
@@ -317,9 +318,14 @@ class Group:
             self.engine.send(self._next(), Message(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
-        pieces = _pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
+        pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
         chunks = [cut for part in parts(outer) for cut in split(part, pieces)]
         yield from perform(stage, plan_for(collective, algorithm, self.place, pieces, root)[1], chunks)
+
+    def _pieces(self, size: int) -> int:
+        speeds = self.speeds or Speeds()
+        inside = len(self.place.hosts) == 1
+        return _pieces(size, speeds.alpha_inside if inside else speeds.alpha, speeds.beta_inside if inside else speeds.beta)
 
     def _next(self) -> int:
         return self.ranks[(self.rank + 1) % self.size]
@@ -342,6 +348,7 @@ class Group:
         if not tensors:
             raise UsageError(f"{collective} needs at least one tensor, got none")
         for tensor in tensors:
+            check_dense(tensor)
             check_dtype(name, tensor)
         return name
 
@@ -354,5 +361,7 @@ class Group:
             raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {shape_of(mine)}")
 
 
-def _pieces(size: int) -> int:
-    return max(1, min(PIECES, -(-size // MESSAGE)))
+def _pieces(size: int, alpha: float, beta: float) -> int:
+    """Into how many messages to cut a part: filling the pipeline costs one of them, and each costs its latency."""
+    message = max(MESSAGE, sqrt(size * alpha / beta))
+    return max(1, min(PIECES, round(size / message)))

@@ -42,6 +42,8 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"expected integers for op={name!r}, got {tensor.dtype}")
     if name in ("min", "max") and tensor.dtype.is_complex:
         raise UsageError(f"complex numbers have no order: op={name!r} means nothing for {tensor.dtype}")
+    if name == "prod" and tensor.dtype.is_complex:
+        raise UsageError(f"expected real numbers for op='prod', got {tensor.dtype}: the two parts of a number travel apart")
 
 
 def total(name: str, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:

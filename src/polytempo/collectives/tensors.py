@@ -12,19 +12,28 @@ from polytempo.errors import UsageError
 Back = Callable[[], object]
 
 
-def flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Back | None]:
-    """A flat tensor with the same numbers, in the same memory if possible; else what brings changes back."""
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuse what has no flat form."""
     if tensor.layout != torch.strided:
         raise UsageError(f"expected a dense tensor, got one with layout {tensor.layout}; use .to_dense()")
+
+
+def flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Back | None]:
+    """A flat tensor with the same numbers, in the same memory if possible; else what brings changes back."""
+    check_dense(tensor)
     whole = tensor.detach()
-    if whole.dtype.is_complex:
-        whole = torch.view_as_real(whole.resolve_conj())
-    if whole.device.type == "cpu" and whole.is_contiguous():
-        return whole.view(-1), None
-    copy = whole.to("cpu").contiguous().view(-1)
+    if whole.is_inference() and not torch.is_inference_mode_enabled():
+        whole = torch.from_dlpack(whole)  # the mode is the caller's thread's, and this may be another
+    if whole.device.type == "cpu" and whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
+        return _real(whole), None
+    copy = whole.to("cpu").resolve_conj().resolve_neg().contiguous()
     if copy.data_ptr() == whole.data_ptr():
         copy = copy.clone()
-    return copy, lambda: whole.copy_(copy.view(whole.shape))
+    return _real(copy), lambda: whole.copy_(copy)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor).view(-1)
 
 
 class Fused:

@@ -55,9 +55,7 @@ class World:
         generation = self._generations[number] = self._generations.get(number, 0) + 1
         lane = Lane(-1, tuple(range(self.size)))
         context = AGAIN + number * GENERATIONS + generation
-        task = self.engine.start(
-            lane, f"forming generation {generation}", self._agree(2 * context + 1), False, self.timeout
-        )
+        task = self.engine.start(lane, f"forming generation {generation}", self._agree(2 * context + 1), False, self.timeout)
         return self._group(task.wait(), context)
 
     def _agree(self, context: int) -> Steps:

@@ -108,7 +108,8 @@ class Agent:
         addresses = tuple(address.replace("HOST", self._host) for address in facts.addresses)
         keys = asdict(self.request.keys) if self.request.keys else None
         count = len(assigned.ranks)
-        facts = replace(facts, addresses=addresses, keys=keys, first_rank=assigned.ranks[0], local_size=count)
+        facts = replace(facts, addresses=addresses, keys=keys, route=self.request.join)
+        facts = replace(facts, first_rank=assigned.ranks[0], local_size=count)
         job_file = self._directory / "job.json"
         facts.write(job_file)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}

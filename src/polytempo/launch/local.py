@@ -106,7 +106,8 @@ class LocalJob:
             self._servers[child] = index
             self._crew.add(child)
             self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
-        facts = self._facts(tuple(f"ipc://{path}" for path in paths), None)
+        keys = asdict(self._keys.workers) if self._keys else None
+        facts = self._facts(tuple(f"ipc://{path}" for path in paths), keys)
         job_file = self._directory / "job.json"
         facts.write(job_file)
         for rank in range(self.request.workers):
@@ -129,6 +130,8 @@ class LocalJob:
             keys=keys,
             via=request.way,
             meeting="" if request.expect else str(self._directory),
+            route=request.listen or "",
+            insecure=request.insecure,
         )
 
     def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class RunRequest:
     @property
     def way(self) -> str:
         """How gradients travel: "ps" or "allreduce"."""
-        if self.via == "auto":
-            return "ps" if self._needs_servers() else "allreduce"
+        if self.via == "auto":  # between hosts, servers outlive more
+            return "ps" if self._needs_servers() or self.listen else "allreduce"
         return self.via
 
     def _needs_servers(self) -> str:
@@ -68,7 +68,6 @@ class RunRequest:
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
-            "--listen": self.listen,
             "--checkpoint": self.checkpoint,
             "--resume": self.resume,
         }

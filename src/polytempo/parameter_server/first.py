@@ -12,6 +12,7 @@ from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, W
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError
 from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
     AnyMessage,
@@ -27,10 +28,12 @@ from polytempo.protocol.messages import (
     Gone,
     Hello,
     Leave,
+    Look,
     Metric,
     Norm,
     NormTotal,
     Notice,
+    Post,
     Push,
     Read,
     Register,
@@ -76,6 +79,7 @@ class First:
         self._norms: dict[tuple[str, int], list[float]] = {}
         self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
         self._finish: Finish | None = None
+        self._notices = Notices()
         self._begun = time.time()
         self.checkpoint = ""  # the last that is whole
 
@@ -126,7 +130,7 @@ class First:
     def hear(self, peer: Peer, message: AnyMessage, now: float) -> None:
         """A message that is not a push."""
         role, rank = peer.who.role, peer.who.rank
-        if isinstance(message, Register | Ask | Read | Leave | Metric):
+        if isinstance(message, Register | Ask | Read | Leave | Metric | Post | Look):
             if role != "worker":
                 raise PeerError(f"{type(message).__name__} is a worker's")
             self._hear_worker(rank, peer.who.incarnation, message, now)
@@ -141,8 +145,12 @@ class First:
         else:
             raise PeerError(f"{type(message).__name__} is not for a {role} to send")
 
-    def _hear_worker(self, rank: int, incarnation: int, message: Register | Ask | Read | Leave | Metric, now: float) -> None:
-        if isinstance(message, Register):
+    def _hear_worker(
+        self, rank: int, incarnation: int, message: Register | Ask | Read | Leave | Metric | Post | Look, now: float
+    ) -> None:
+        if isinstance(message, Post | Look):
+            self._hear_notice(rank, message)
+        elif isinstance(message, Register):
             self._do(self.sequencer.register(rank, incarnation, message.track, message.proposal, now))
         elif isinstance(message, Leave):
             self._do(self.sequencer.left(rank, incarnation, message.reason, now))
@@ -155,6 +163,13 @@ class First:
             self._do(self.sequencer.read(message))
         else:
             self._do(self.sequencer.metric(message, now))
+
+    def _hear_notice(self, rank: int, message: Post | Look) -> None:
+        if isinstance(message, Post):
+            for worker in self._notices.post(message.key, message.value):
+                self.desk.tell(worker, Post(key=message.key, value=message.value))
+        elif (value := self._notices.look(message.key, rank)) is not None:
+            self.desk.tell(rank, Post(key=message.key, value=value))
 
     def _hear_launcher(self, peer: Peer, message: AnyMessage, now: float) -> None:
         if isinstance(message, StatusRequest):

@@ -3,12 +3,12 @@
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
 one of these is refused. Buffers are checked against the layout by whoever uses them.
 
-    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric
+    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric, Post, Look
     worker   -> every server   Hello, Push and Staged (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
     server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Departed,
-                               Stopped
+                               Post (what was looked for), Stopped
     launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
 """
@@ -111,6 +111,19 @@ class Metric(Message):
 
 
 # Between servers.
+
+
+class Post(Message):
+    """Where I can be reached, for other workers."""
+
+    key: str
+    value: str
+
+
+class Look(Message):
+    """What has been posted under this key, once it is there?"""
+
+    key: str
 
 
 class Arrived(Message):
@@ -331,6 +344,8 @@ AnyMessage = (
     | Read
     | Leave
     | Metric
+    | Post
+    | Look
     | Arrived
     | Norm
     | NormTotal

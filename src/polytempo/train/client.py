@@ -31,7 +31,9 @@ from polytempo.protocol.messages import (
     Held,
     Hello,
     Leave,
+    Look,
     Metric,
+    Post,
     Push,
     Read,
     ReadAnswer,
@@ -115,6 +117,7 @@ class Client:
         self._lines: dict[str, Line] = {}
         self._reading: Reading | None = None
         self._requests = 0
+        self._found: dict[str, str] = {}
         self._overlapping = False
         self._welcomes: set[int] = set()
         self._poller = Poller()
@@ -180,6 +183,20 @@ class Client:
     def metric(self, values: dict[str, float | int | str]) -> None:
         """A figure for the record."""
         self._tell(0, Metric(worker=self.rank, values=values))
+
+    def put(self, key: str, value: str) -> None:
+        """Post something for other workers."""
+        self._tell(0, Post(key=key, value=value))
+
+    def get(self, key: str, patience: float) -> str:
+        """What a worker has posted, or will soon."""
+        deadline = time.monotonic() + patience
+        self._tell(0, Look(key=key))
+        over = lambda: key in self._found or time.monotonic() > deadline  # noqa: E731
+        self._wait(over, f"{key!r}, which another worker is to say", lambda: self._tell(0, Look(key=key)))
+        if key not in self._found:
+            raise PeerError(f"worker {self.rank} has waited {patience:g} s for {key!r}; was every worker started?")
+        return self._found[key]
 
     def leave(self, reason: str) -> None:
         """Say goodbye and close. Who finishes waits for its last answers first; they may still be under way (`delay`)."""
@@ -331,6 +348,8 @@ class Client:
             self._welcomes.add(shard)
         elif isinstance(message, Refused):
             raise UsageError(f"worker {self.rank}: {message.reason}")
+        elif isinstance(message, Post):
+            self._found[message.key] = message.value
         elif isinstance(message, Departed):
             self.on_departed(message.worker)
         elif isinstance(message, Stopped):

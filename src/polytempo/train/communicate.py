@@ -14,6 +14,7 @@ import torch
 from polytempo.collectives import single
 from polytempo.collectives.cost import Choice
 from polytempo.collectives.group import Group as Inner
+from polytempo.collectives.native import Native
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
 from polytempo.train.session import current
@@ -79,6 +80,11 @@ def _list(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+def _by(inner: Inner, algorithm: str) -> Inner | Native:
+    """Who carries it out."""
+    return current().native(inner) if algorithm == "native" else inner
+
+
 def _end(task: Task, async_op: bool) -> Any:
     return task if async_op else task.wait()
 
@@ -125,7 +131,7 @@ def all_reduce(
 ) -> Any:
     """Make a tensor, or each of a list (fused), the sum over all ranks."""
     inner = _members(group).inner
-    return inner and _end(inner.all_reduce(_list(tensor), op, algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).all_reduce(_list(tensor), op, algorithm, async_op), async_op)
 
 
 def reduce(
@@ -139,14 +145,14 @@ def reduce(
     """Make the tensor of rank `dst` the sum over all ranks."""
     members = _members(group)
     inner = members.inner
-    return inner and _end(inner.reduce(tensor, members.index(dst), op, algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).reduce(tensor, members.index(dst), op, algorithm, async_op), async_op)
 
 
 def broadcast(tensor: Tensors, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto") -> Any:
     """Make a tensor, or each of a list (fused), that of rank `src`."""
     members = _members(group)
     inner = members.inner
-    return inner and _end(inner.broadcast(_list(tensor), members.index(src), algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).broadcast(_list(tensor), members.index(src), algorithm, async_op), async_op)
 
 
 def all_gather(
@@ -158,7 +164,7 @@ def all_gather(
 ) -> Any:
     """Make `tensor_list[q]` the tensor of the group's rank q."""
     inner = _members(group).inner
-    return inner and _end(inner.all_gather(tensor_list, tensor, algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).all_gather(tensor_list, tensor, algorithm, async_op), async_op)
 
 
 def gather(
@@ -172,7 +178,9 @@ def gather(
     """Make `gather_list[q]`, on rank `dst` alone, the tensor of the group's rank q."""
     members = _members(group)
     inner = members.inner
-    return inner and _end(inner.gather(gather_list, tensor, members.index(dst), algorithm, async_op), async_op)
+    return inner and _end(
+        _by(inner, algorithm).gather(gather_list, tensor, members.index(dst), algorithm, async_op), async_op
+    )
 
 
 def scatter(
@@ -186,7 +194,9 @@ def scatter(
     """Make the tensor what rank `src` has for this rank in its list."""
     members = _members(group)
     inner = members.inner
-    return inner and _end(inner.scatter(tensor, scatter_list, members.index(src), algorithm, async_op), async_op)
+    return inner and _end(
+        _by(inner, algorithm).scatter(tensor, scatter_list, members.index(src), algorithm, async_op), async_op
+    )
 
 
 def reduce_scatter(
@@ -199,7 +209,7 @@ def reduce_scatter(
 ) -> Any:
     """Make `output` the sum over all ranks of what they have for this rank in their lists."""
     inner = _members(group).inner
-    return inner and _end(inner.reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
 
 
 def all_to_all(
@@ -211,7 +221,7 @@ def all_to_all(
 ) -> Any:
     """Make `output_list[q]` what rank q has for this rank in its list. Sizes may differ, if both sides agree."""
     inner = _members(group).inner
-    return inner and _end(inner.all_to_all(output_list, input_list, algorithm, async_op), async_op)
+    return inner and _end(_by(inner, algorithm).all_to_all(output_list, input_list, algorithm, async_op), async_op)
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Any:

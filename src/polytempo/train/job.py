@@ -37,6 +37,8 @@ class JobFacts:
     keys: dict[str, str] | None = None
     via: str = "ps"  #: how gradients travel where the mode allows both
     meeting: str = ""  #: the directory where workers of this host meet
+    route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
+    insecure: bool = False
 
     def write(self, path: Path) -> None:
         """For the workers of this host and nobody else: it may hold a key."""

@@ -15,16 +15,19 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from polytempo.collectives.group import Group
+from polytempo.collectives.native import Native
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
 from polytempo.train.job import JobFacts, Way, job_of_environment, placement_of_environment, read_job, way_of
-from polytempo.train.store import store_at
+from polytempo.train.store import JobStore, store_at
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.meeting import Store
 from polytempo.transport.mesh import Mesh
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
@@ -50,6 +53,7 @@ class Session:
         self._mesh: Mesh | None = None
         self._boards = 0
         self._world: World | None = None
+        self._natives: dict[int, Native] = {}
         self.way = Way()
         self.least = job.size  #: with fewer workers left, one without a sequencer gives up
         self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
@@ -92,6 +96,12 @@ class Session:
                 self._world = self._world or self._open_world()
         return self._world
 
+    def native(self, group: Group) -> Native:
+        """torch's own collectives for a group."""
+        if group.context not in self._natives:
+            self._natives[group.context] = Native(group, self.way.insecure)
+        return self._natives[group.context]
+
     def use(self, world: World) -> None:
         """Use links that somebody else has made."""
         self._world = world
@@ -101,7 +111,11 @@ class Session:
             return open_in_threads(1)[0]
         if self.job.meeting:
             return open_by_name(self.job.meeting, self.rank, self.size)
-        store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING)
+        store: Store
+        if self.client is not None:
+            store = JobStore(self.client, self.lock)
+        else:
+            store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING)
         return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
 
     def next_board(self) -> int:
@@ -139,7 +153,10 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}"
     channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
-    return Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
+    session = Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
+    session.least = 1  # how many are needed is the launcher's to say
+    session.way = Way(job.route, keys, job.insecure)
+    return session
 
 
 _session: Session | None = None

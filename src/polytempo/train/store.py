@@ -1,17 +1,19 @@
-"""torch's key-value store, for ranks on several hosts to find each other. It carries addresses and nothing else.
+"""Where ranks on several hosts find each other: the job's first server, or a key-value store of torch's. Only addresses.
 
-Whoever reaches its port can read and write it. All that this can do is keep ranks from finding each other: with the keys of
-the key file they prove to each other who they are.
+Whoever reaches the port of torch's store can read and write it. All that this can do is keep ranks from finding each other:
+with the keys of the key file they prove to each other who they are.
 """
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
 
 from polytempo.errors import PeerError
+from polytempo.train.client import Client
 from polytempo.transport.meeting import Store
 
 
@@ -30,6 +32,21 @@ class TorchStore(Store):
             return str(self._store.get(key).decode())
         except (RuntimeError, UnicodeDecodeError):
             raise PeerError(f"waited {patience:g} s for {key!r} in the store; was every rank started?") from None
+
+
+class JobStore(Store):
+    """The first server of a job of ours."""
+
+    def __init__(self, client: Client, lock: threading.RLock) -> None:
+        self._client, self._lock = client, lock
+
+    def put(self, key: str, value: str) -> None:
+        with self._lock:
+            self._client.put(key, value)
+
+    def get(self, key: str, patience: float) -> str:
+        with self._lock:
+            return self._client.get(key, patience)
 
 
 def store_at(address: str, rank: int, size: int, agent: bool, patience: float) -> TorchStore:

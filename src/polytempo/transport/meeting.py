@@ -30,6 +30,9 @@ from polytempo.transport.zmq_link import ZmqLink, ZmqWires
 
 RANK = struct.Struct("<II")  # rank, size
 TRY_EVERY = 0.01
+#: A host that listens at all its addresses, and what stands for the one by which others reach it.
+EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
+UNKNOWN = "HOST"
 
 
 class Store(ABC):
@@ -174,16 +177,25 @@ def own_address(route: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def _own_host(route: str) -> tuple[str, bool]:
+    """Where to listen; and is that an address others can use? Who listens everywhere does not know which one they see."""
+    if route.rpartition(":")[0] in EVERYWHERE:
+        return "*", False
+    return own_address(route), True
+
+
 def _meet_away(
     store: Store, rank: int, away: list[int], receiver: Receiver, wires: ZmqWires, patience: float, route: str
 ) -> list[Link]:
     """The lower rank of a pair listens, and says where."""
-    host = own_address(route)
+    host, known = _own_host(route)
     links = [ZmqLink(other, receiver, wires, serves=rank < other) for other in away]
     for link in links:
         if rank < link.rank:
-            store.put(f"link-{rank}-{link.rank}", link.bind(f"[{host}]" if ":" in host else host))
+            address = link.bind(f"[{host}]" if ":" in host else host)
+            store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{UNKNOWN}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
-            link.connect(store.get(f"link-{link.rank}-{rank}", patience))
+            address = store.get(f"link-{link.rank}-{rank}", patience)
+            link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
     return list[Link](links)

@@ -6,6 +6,7 @@ thread, which a busy interpreter does not starve; its monitor says when the conn
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import zmq
@@ -24,6 +25,8 @@ from polytempo.transport.zeromq import OnlyWorkers, set_options
 BEAT_MS, SILENCE_MS = 400, 1500
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
+#: How long a closing link waits for the other end to take what is left.
+LAST_WORDS_MS = 1000
 ENDS = {
     zmq.EVENT_DISCONNECTED: "its connection has closed, or it was silent for too long",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have the same key file",
@@ -73,6 +76,9 @@ class ZmqLink(Link):
         self._socket = wires.socket(serves)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(ENDS))
         self._poller: Poller | None = None
+        self._outbox: deque[tuple[list[bytes | memoryview], Sent | None]] = deque()
+        self._writing = False
+        self._ended = False
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
@@ -88,17 +94,36 @@ class ZmqLink(Link):
         view = memoryview(payload.data).cast("B") if payload is not None else memoryview(b"")
         frames: list[bytes | memoryview] = [head]
         frames += [view[start : start + FRAME] for start in range(0, len(view), FRAME)]
-        self._socket.send_multipart(frames, copy=True)
-        if sent:
-            sent()
+        self._outbox.append((frames, sent))
+        if not self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what ZeroMQ takes: nothing before the other end is there, or once it is gone."""
+        try:
+            while self._outbox:
+                frames, sent = self._outbox[0]
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+                self._outbox.popleft()
+                if sent:
+                    sent()
+        except zmq.Again:
+            pass
+        if self._writing != bool(self._outbox) and self._poller is not None:
+            self._writing = bool(self._outbox)
+            self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._writing else 0))
 
     def attach(self, poller: Poller) -> None:
         self._poller = poller
         poller.register(self._socket, zmq.POLLIN)
+        self._flush()
         poller.register(self._monitor, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> None:
-        if self._socket in ready:
+        state = ready.get(self._socket, 0)
+        if state & zmq.POLLOUT:
+            self._flush()
+        if state & zmq.POLLIN:
             self._take_all()
         if self.open and self._monitor in ready:
             self._hear()
@@ -113,9 +138,11 @@ class ZmqLink(Link):
             self._lost(str(error))
 
     def _hear(self) -> None:
+        """What the monitor says."""
         event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
         if event in ENDS:
             self._take_all()  # what it said before counts
+            self._ended = True
             self._lost(ENDS[event])
 
     def _take(self, frames: list[zmq.Frame]) -> None:
@@ -140,6 +167,21 @@ class ZmqLink(Link):
             if self._poller is not None:
                 self._poller.unregister(self._socket)
                 self._poller.unregister(self._monitor)
+            gone = self._ended or self._has_ended()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close(linger=1000)
+            self._socket.close(linger=0 if gone else LAST_WORDS_MS)
+            while self._outbox:
+                sent = self._outbox.popleft()[1]
+                if sent:
+                    sent()
+
+    def _has_ended(self) -> bool:
+        """Is nobody there any more who could take what is left?"""
+        try:
+            while True:
+                event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
+                if event in ENDS:
+                    return True
+        except zmq.Again:
+            return False

@@ -1,0 +1,189 @@
+"""`algorithm="native"`: gloo for CPU tensors, NCCL for CUDA tensors, through torch.distributed.
+
+NCCL is how NVLink, PCIe peer-to-peer and GPUDirect are reached. A process group of torch's is made beside ours, for the same
+ranks, on first use; torch's default group is not touched. Neither gloo nor NCCL encrypts: between hosts that is refused
+unless the job is insecure anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from polytempo.collectives.group import Group
+from polytempo.collectives.operations import operation
+from polytempo.collectives.tasks import Lane, Steps, Task, Wait
+from polytempo.collectives.tensors import shape_of
+from polytempo.errors import UsageError
+
+Tensors = Sequence[torch.Tensor]
+OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+OPERATIONS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+PATH = 4096
+
+
+class Native:
+    """torch's own collectives for the ranks of a group: the same methods, the same meanings."""
+
+    def __init__(self, group: Group, insecure: bool = False) -> None:
+        if len(group.place.hosts) > 1 and not insecure:
+            raise UsageError("algorithm='native' does not encrypt what goes between hosts; say insecure, or use 'auto'")
+        self._group = group
+        self._made: dict[str, Any] = {}
+
+    def all_reduce(self, tensors: Tensors, op: object = "sum", algorithm: str = "", background: bool = False) -> Task:
+        """As `Group.all_reduce`."""
+        name = operation(op)
+        divide = name == "mean" and not tensors[0].is_cuda  # gloo has no mean
+
+        def start(made: Any) -> list[Any]:
+            options = dist.AllreduceOptions()
+            options.reduceOp = _reduce_op("sum" if divide else name)
+            return [made.allreduce([tensor], options) for tensor in tensors]
+
+        return self._task("all_reduce", tensors[0], start, background, tensors if divide else ())
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "", background: bool = False
+    ) -> Task:
+        """As `Group.reduce`."""
+        name = operation(op)
+        divide = name == "mean" and not tensor.is_cuda
+        mine = tensor if self._group.rank == root else tensor.clone()
+
+        def start(made: Any) -> list[Any]:
+            options = dist.ReduceOptions()
+            options.reduceOp, options.rootRank = _reduce_op("sum" if divide else name), root
+            return [made.reduce([mine], options)]
+
+        return self._task("reduce", tensor, start, background, [mine] if divide else ())
+
+    def broadcast(self, tensors: Tensors, root: int, algorithm: str = "", background: bool = False) -> Task:
+        """As `Group.broadcast`."""
+
+        def start(made: Any) -> list[Any]:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            return [made.broadcast([tensor], options) for tensor in tensors]
+
+        return self._task("broadcast", tensors[0], start, background)
+
+    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "", background: bool = False) -> Task:
+        """As `Group.all_gather`."""
+        return self._task("all_gather", tensor, lambda made: [made.allgather([list(outputs)], [tensor])], background)
+
+    def gather(
+        self, outputs: Tensors | None, tensor: torch.Tensor, root: int, algorithm: str = "", background: bool = False
+    ) -> Task:
+        """As `Group.gather`."""
+
+        def start(made: Any) -> list[Any]:
+            options = dist.GatherOptions()
+            options.rootRank = root
+            lists = [list(outputs or ())] if self._group.rank == root else []
+            return [made.gather(lists, [tensor], options)]
+
+        return self._task("gather", tensor, start, background)
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Tensors | None, root: int, algorithm: str = "", background: bool = False
+    ) -> Task:
+        """As `Group.scatter`."""
+
+        def start(made: Any) -> list[Any]:
+            options = dist.ScatterOptions()
+            options.rootRank = root
+            lists = [list(inputs or ())] if self._group.rank == root else []
+            return [made.scatter([output], lists, options)]
+
+        return self._task("scatter", output, start, background)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Tensors, op: object = "sum", algorithm: str = "", background: bool = False
+    ) -> Task:
+        """As `Group.reduce_scatter`."""
+        name = operation(op)
+        divide = name == "mean" and not output.is_cuda
+
+        def start(made: Any) -> list[Any]:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = _reduce_op("sum" if divide else name)
+            return [made.reduce_scatter([output], [list(inputs)], options)]
+
+        return self._task("reduce_scatter", output, start, background, [output] if divide else ())
+
+    def all_to_all(
+        self, outputs: Tensors, inputs: Tensors, algorithm: str = "", background: bool = False, even: bool = False
+    ) -> Task:
+        """As `Group.all_to_all`."""
+        return self._task("all_to_all", inputs[0], lambda made: [made.alltoall(list(outputs), list(inputs))], background)
+
+    # From a call to a task.
+
+    def _task(
+        self,
+        name: str,
+        like: torch.Tensor,
+        start: Callable[[Any], list[Any]],
+        background: bool,
+        divided: Tensors = (),
+    ) -> Task:
+        made = self._process_group(like.device.type)
+        engine = self._group.engine
+
+        def steps() -> Steps:
+            works, ended = start(made), list[int]()
+            for work in works:
+                _when_done(work, lambda: (ended.append(1), engine.wake()))
+            yield Wait(lambda: len(ended) == len(works), list)
+            for work in works:
+                work.wait()
+            for tensor in divided:
+                tensor.div_(self._group.size)
+
+        return engine.start(Lane(-1, self._group.ranks), f"{name}({shape_of(like)}, by native)", steps(), background)
+
+    def _process_group(self, device: str) -> Any:
+        if device not in self._made:
+            if device == "cuda" and not dist.is_nccl_available():
+                raise UsageError("this build of torch has no NCCL; move the tensor to the CPU, or use algorithm='auto'")
+            self._made[device] = self._open(device)
+        return self._made[device]
+
+    def _open(self, device: str) -> Any:
+        """Ranks of one host meet in a directory of the first one's; it is gone once they have."""
+        group, timeout = self._group, timedelta(seconds=self._group.timeout or 1800)
+        directory = tempfile.mkdtemp(prefix="polytempo-") if group.rank == 0 else ""
+        text = torch.zeros(PATH, dtype=torch.uint8)
+        if group.rank == 0:
+            path = os.path.join(directory, "store").encode()
+            text[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
+        group.broadcast([text], 0).wait()
+        store = dist.FileStore(bytes(text.tolist()).rstrip(b"\0").decode(), group.size)
+        if device == "cuda":
+            made = dist.ProcessGroupNCCL(store, group.rank, group.size, timeout)
+        else:
+            made = dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
+        group.barrier().wait()
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+        return made
+
+
+def _when_done(work: Any, tell: Callable[[], object]) -> None:
+    try:
+        work.get_future().add_done_callback(lambda _: tell())
+    except RuntimeError:  # gloo's reduce_scatter has none
+        work.wait()
+        tell()
+
+
+def _reduce_op(name: str) -> Any:
+    return getattr(dist.ReduceOp, OPERATIONS[name])

@@ -1,0 +1,146 @@
+"""Horovod's names for PyTorch scripts: `import polytempo.horovod as hvd` where `import horovod.torch as hvd` was.
+
+What differs is on one page: docs/from-horovod.md.
+"""
+
+from __future__ import annotations
+
+from polytempo.horovod.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from polytempo.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from polytempo.horovod.compression import Compression
+from polytempo.horovod.exchanging import alltoall, alltoall_async
+from polytempo.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from polytempo.horovod.joining import barrier, join
+from polytempo.horovod.normalizing import SyncBatchNorm
+from polytempo.horovod.ops import Adasum, Average, Max, Min, Product, Sum
+from polytempo.horovod.optimizer import DistributedOptimizer
+from polytempo.horovod.pending import poll, synchronize
+from polytempo.horovod.reducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from polytempo.horovod.scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from polytempo.horovod.sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from polytempo.horovod.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+#: Names of Horovod that are not here, and what to do instead.
+NOT_OFFERED = {
+    "elastic": "a rank that is lost ends the job; polytempo.DistributedOptimizer can go on without it",
+    "run": "start the script with polytempo run, torchrun or mpirun",
+    "start_timeline": "use torch.profiler",
+    "stop_timeline": "use torch.profiler",
+    "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True), or allreduce(tensor.to_dense())",
+    "HorovodInternalError": "catch polytempo.PolytempoError",
+    "HostsUpdatedInterrupt": "hosts do not change during a job",
+    "check_extension": "there is no extension to look for",
+    "check_installed_version": "there is no extension to look for",
+}
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in NOT_OFFERED:
+        raise AttributeError(f"hvd.{name} is not offered by polytempo.horovod: {NOT_OFFERED[name]}")
+    raise AttributeError(f"module 'polytempo.horovod' has no attribute {name!r}")

@@ -1,0 +1,83 @@
+"""`broadcast`: what one rank has, to all. Ranks are those of the job, in a process set too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.horovod.ops import Average
+from polytempo.horovod.pending import Pending
+from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.reduction import Reduction, check_tensors, start
+from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
+from polytempo.train import communicate, session
+
+
+def check_root(root_rank: int, members: ProcessSet, call: str) -> None:
+    """The one who has it must be among them."""
+    check_member(members, call)
+    if root_rank not in members.ranks:
+        raise UsageError(f"expected root_rank to be one of {members.ranks}, got {root_rank}")
+
+
+def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, members: ProcessSet) -> Pending[torch.Tensor]:
+    """In place."""
+    check_tensors([tensor], "broadcast")
+    check_root(root_rank, members, "broadcast")
+    if members.size() == 1:
+        return Pending(lambda: tensor)
+    shape, code = digest("shape", *tensor.shape), dtype_code(tensor.dtype)
+    exchange(Call(Kind.BROADCAST, 0, code, tensor.numel(), shape, root_rank, digest(name)), members)
+    handle = communicate.broadcast(tensor.detach(), src=root_rank, group=members.group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        handle.wait()
+        return tensor
+
+    return Pending(finish, [handle])
+
+
+class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, members: ProcessSet) -> torch.Tensor:
+        ctx.root, ctx.members = root, members
+        return broadcast_async(tensor, root, name, members).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """The mean of everybody's gradient to the root, as in Horovod since 0.21.3."""
+        mean = start([grad], Reduction(Average, ctx.members), in_place=False).wait()[0]
+        return (mean if session.rank() == ctx.root else torch.zeros_like(mean)), None, None, None
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The root's tensor, as a new one."""
+    sent: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    return sent
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending[torch.Tensor]:
+    """The same, not waited for; only that everybody has called it is."""
+    check_tensors([tensor], "broadcast")
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return _broadcast(copy, root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending[torch.Tensor]:
+    """In place, not waited for; only that everybody has called it is."""
+    return _broadcast(tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """In place."""
+    return _broadcast(tensor, root_rank, name, process_set).wait()

@@ -1,0 +1,91 @@
+"""`alltoall`: rows for each rank, and from each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.horovod.pending import Pending
+from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.reduction import check_tensors
+from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
+from polytempo.train import communicate
+
+Splits: TypeAlias = torch.Tensor | Sequence[int] | None
+
+
+def _splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
+    """How many rows go to each rank."""
+    if tensor.dim() == 0:
+        raise UsageError("alltoall needs a tensor with a first dimension, got a single number; use tensor.reshape(1)")
+    rows = len(tensor)
+    if splits is None or len(splits) == 0:
+        if rows % size:
+            raise UsageError(f"alltoall without splits needs a first dimension that {size} divides, got {rows}; give splits")
+        return [rows // size] * size
+    listed = [int(number) for number in splits]
+    if len(listed) != size or sum(listed) != rows or min(listed) < 0:
+        raise UsageError(f"expected splits to be {size} numbers with the sum {rows}, got {listed}")
+    return listed
+
+
+def _exchange_rows(
+    tensor: torch.Tensor, splits: list[int], name: str | None, members: ProcessSet
+) -> Pending[tuple[torch.Tensor, torch.Tensor]]:
+    if members.size() == 1:
+        return Pending(lambda: (tensor.detach().clone(), torch.tensor(splits, dtype=torch.int32)))
+    rest, code = digest("rest", *tensor.shape[1:]), dtype_code(tensor.dtype)
+    exchange(Call(Kind.ALLTOALL, dtype=code, shape=rest, name=digest(name)), members)
+    table = [torch.empty(len(splits), dtype=torch.int64) for _ in splits]
+    communicate.all_gather(table, torch.tensor(splits, dtype=torch.int64), group=members.group)
+    received = [int(row[members.rank()]) for row in table]
+    mine = tensor.detach().contiguous()
+    output = mine.new_empty((sum(received), *mine.shape[1:]))
+    outputs, inputs = list(output.split(received)), list(mine.split(splits))
+    handle = communicate.all_to_all(outputs, inputs, group=members.group, async_op=True)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor]:
+        handle.wait()
+        return output, torch.tensor(received, dtype=torch.int32)
+
+    return Pending(finish, [handle])
+
+
+class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: list[int], name: str | None, members: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = _exchange_rows(tensor, splits, name, members).wait()
+        ctx.received, ctx.members = received.tolist(), members
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        """Everything back to where it came from."""
+        return _exchange_rows(grad, ctx.received, None, ctx.members).wait()[0], None, None, None
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Rows for each rank, and from each rank; with `splits`, also how many came from each."""
+    check_tensors([tensor], "alltoall")
+    check_member(process_set, "alltoall")
+    listed = _splits(tensor, splits, process_set.size())
+    output, received = _AllToAll.apply(tensor, listed, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending[Any]:
+    """The same, not waited for; only that everybody has called it is."""
+    check_tensors([tensor], "alltoall")
+    check_member(process_set, "alltoall")
+    handle = _exchange_rows(tensor, _splits(tensor, splits, process_set.size()), name, process_set)
+    return Pending(lambda: handle.wait()[0] if splits is None else handle.wait(), handle._parts)

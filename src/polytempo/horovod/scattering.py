@@ -1,0 +1,122 @@
+"""`reducescatter`: each rank gets its rows of what all have, reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.horovod.compression import Compression, Compressor
+from polytempo.horovod.gathering import allgather
+from polytempo.horovod.ops import Average, Op, Sum, check_op
+from polytempo.horovod.pending import Pending, together
+from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.reduction import Reduction, Tensors, check_tensors, divide_whole_, scale_, word_for
+from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
+from polytempo.train import communicate
+
+
+def _rows(tensor: torch.Tensor, size: int) -> list[int]:
+    """How many rows of the result each rank gets: the first ones get one more where it does not divide."""
+    if tensor.dim() == 0:
+        raise UsageError("reducescatter needs a tensor with a first dimension, got a single number")
+    each, more = divmod(len(tensor), size)
+    return [each + (index < more) for index in range(size)]
+
+
+def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Pending[torch.Tensor]:
+    check_tensors([tensor], "reducescatter")
+    check_member(how.members, "reducescatter")
+    size = how.members.size()
+    rows = _rows(tensor, size)
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    scale_(whole, how.before)
+    output = torch.empty_like(whole[: rows[how.members.rank()]]) if size > 1 else whole
+    parts: list[Any] = []
+    if size > 1:
+        shape, code = digest("shape", *whole.shape), dtype_code(whole.dtype)
+        call = Call(Kind.REDUCESCATTER, how.op.code, code, whole.numel(), shape, 0, digest(how.name))
+        exchange(call, how.members)
+        pieces, word = list(whole.split(rows)), word_for(how.op, whole.dtype)
+        parts.append(communicate.reduce_scatter(output, pieces, word, group=how.members.group, async_op=True))
+
+    def finish() -> torch.Tensor:
+        for part in parts:
+            part.wait()
+            divide_whole_(output, how.op, size)
+        scale_(output, how.after)
+        return output
+
+    return Pending(finish, parts)
+
+
+class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
+        ctx.how = how
+        return _reduce_rows(tensor, how).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Horovod's: everybody's rows, times the number of ranks for a sum."""
+        if ctx.how.op not in (Average, Sum):
+            raise UsageError(f"reducescatter with op={ctx.how.op} has no gradient; use Average or Sum, or detach()")
+        members, scale = ctx.how.members, ctx.how.before * ctx.how.after
+        factor = scale * (members.size() if ctx.how.op is Sum else 1)
+        return allgather(grad, process_set=members) * factor, None
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's rows of the mean over all ranks (or another `op`)."""
+    check_tensors([tensor], "reducescatter")
+    how = Reduction(check_op(op), process_set, name, prescale_factor, postscale_factor)
+    small, ctx = compression.compress(tensor)
+    return compression.decompress(_ReduceScatter.apply(small, how), ctx)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending[torch.Tensor]:
+    """The same, not waited for; only that everybody has called it is."""
+    return _reduce_rows(tensor, Reduction(check_op(op), process_set, name, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Several, one by one."""
+    factors = (prescale_factor, postscale_factor)
+    return [reducescatter(tensor, name, compression, op, process_set, *factors) for tensor in tensors]
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending[list[torch.Tensor]]:
+    """Several, not waited for."""
+    factors = (prescale_factor, postscale_factor)
+    return together([reducescatter_async(tensor, name, op, process_set, *factors) for tensor in tensors])

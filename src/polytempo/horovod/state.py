@@ -1,0 +1,32 @@
+"""What this process remembers between calls: one of these for each session."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.train import session
+
+
+@dataclass
+class State:
+    """Of one session."""
+
+    session: session.Session
+    local_ranks: tuple[int, ...] = ()  #: of all ranks; empty until `init` has asked them
+    local_sizes: tuple[int, ...] = ()
+    sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)  #: in the order in which all ranks made them
+
+
+_state: State | None = None
+
+
+def state() -> State:
+    """That of the session of now: after `shutdown` and `init` it begins anew."""
+    global _state
+    now = session.current()
+    if _state is None or _state.session is not now:
+        _state = State(now)
+    return _state

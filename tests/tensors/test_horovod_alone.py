@@ -1,0 +1,320 @@
+"""Horovod's names in a job of one: what each call gives, what is refused, what travels as plain data."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import polytempo.horovod as hvd
+from polytempo.errors import PeerError, UsageError
+from polytempo.horovod.buckets import Bucket, Travel, buckets_of
+from polytempo.horovod.plain import decode, encode
+from polytempo.horovod.records import Call, Kind, check_calls, digest
+
+ARGUMENTS: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    hook = sys.excepthook
+    hvd.init()
+    yield
+    hvd.shutdown()
+    sys.excepthook = hook
+
+
+def test_before_init() -> None:
+    assert not hvd.is_initialized()
+    with pytest.raises(UsageError, match=r"call polytempo\.init"):
+        hvd.rank()
+    with pytest.raises(UsageError, match=r"call polytempo\.init"):
+        hvd.allreduce(torch.ones(1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_who_is_there() -> None:
+    hvd.init()  # again: nothing
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+    built = [getattr(hvd, f"{name}_built")() for name in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl")]
+    assert not any((*built, hvd.mpi_enabled(), hvd.gloo_enabled(), hvd.mpi_threads_supported()))
+    with pytest.raises(UsageError, match="comm"):
+        hvd.init(comm=[0])
+
+
+def test_names() -> None:
+    for name in hvd.__all__:
+        assert getattr(hvd, name) is not None
+    with pytest.raises(AttributeError, match=r"hvd\.elastic is not offered by polytempo.horovod"):
+        _ = hvd.elastic
+    with pytest.raises(AttributeError, match="has no attribute 'allreduse'"):
+        _ = hvd.allreduse
+    assert not hasattr(hvd, "run")
+
+
+@pytest.mark.usefixtures("alone")
+def test_reductions_of_one() -> None:
+    x = torch.arange(6.0).view(2, 3).t()  # not contiguous
+    assert torch.equal(hvd.allreduce(x), x)
+    assert torch.equal(hvd.allreduce(x, op=hvd.Max, **ARGUMENTS), x * 6)
+    assert torch.equal(hvd.allreduce(torch.tensor([3, -3]), prescale_factor=0.5), torch.tensor([1, -1]))
+    one, two = hvd.grouped_allreduce([x, torch.tensor([1, 2])], average=False)
+    assert torch.equal(one, x)
+    assert two.tolist() == [1, 2]
+    y = x.clone()
+    assert hvd.allreduce_(y, **ARGUMENTS) is y
+    assert torch.equal(y, x * 6)
+    handle = hvd.grouped_allreduce_async_([y], **ARGUMENTS)
+    assert hvd.poll(handle)
+    assert hvd.synchronize(handle)[0] is y
+    assert torch.equal(y, x * 36)
+    assert hvd.synchronize(hvd.allreduce_async(x, name="x")) is not x
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_calls_of_one() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    for call in (hvd.allgather, hvd.alltoall, hvd.reducescatter, lambda tensor: hvd.broadcast(tensor, 0)):
+        result = call(x)
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    output, received = hvd.alltoall(x, splits=torch.tensor([3]))
+    assert torch.equal(output, x)
+    assert received.tolist() == [3]
+    assert hvd.broadcast_(x, 0) is x
+    assert torch.equal(hvd.synchronize(hvd.reducescatter_async(x, op=hvd.Sum, postscale_factor=2.0)), x * 2)
+    assert [t.shape for t in hvd.grouped_allgather([x, x[:1]])] == [(3, 2), (1, 2)]
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    assert hvd.allgather_object((1, 2)) == [(1, 2)]
+    assert hvd.join() == 0
+    hvd.barrier()
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_of_one() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    for call in (hvd.allreduce, hvd.allgather, hvd.reducescatter, lambda tensor: hvd.broadcast(tensor, 0)):
+        x.grad = None
+        (call(x, **({"op": hvd.Sum} if call is hvd.allreduce else {})) * 2).sum().backward()
+        assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+    y = hvd.allreduce(x, compression=hvd.Compression.fp16)
+    assert y.dtype == torch.float32
+    y.mul_(2)  # what comes out may be changed
+    y.sum().backward()
+    with pytest.raises(UsageError, match="op=Min has no gradient"):
+        hvd.allreduce(x, op=hvd.Min).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not offered"),
+        (lambda: hvd.allreduce(torch.ones(1), op=1), "expected op to be one of Average, Sum, Min, Max, Product"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "twice"),
+        (lambda: hvd.allreduce(3), "needs tensors, got int"),
+        (lambda: hvd.allreduce(torch.ones(2, 2).to_sparse()), r"use \.to_dense\(\)"),
+        (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "got a single number"),
+        (lambda: hvd.alltoall(torch.ones(3), splits=[2]), r"with the sum 3, got \[2\]"),
+        (lambda: hvd.broadcast(torch.ones(1), 1), r"root_rank to be one of \[0\], got 1"),
+        (lambda: hvd.synchronize(7), "expected a handle"),
+        (lambda: hvd.add_process_set([0, 1]), "ranks from 0 to 0"),
+        (lambda: hvd.add_process_set([0, 0]), "each once"),
+        (lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0])), "is not known; call add_process_set"),
+        (lambda: hvd.allreduce(torch.ones(1), process_set=0), "expected process_set to be a ProcessSet, got 0"),
+        (lambda: hvd.broadcast_parameters({"a": 3}), "needs tensors, got int for a"),
+        (lambda: hvd.broadcast_object(object()), "expected plain data .* got object; other objects would need pickles"),
+        (lambda: hvd.allgather_object({"a": {"b": len}}), "got builtin_function_or_method"),
+    ],
+)
+def test_refusals_are_one_line(call: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_process_sets_come_and_go() -> None:
+    mine = hvd.add_process_set([0])
+    assert (mine.process_set_id, mine.ranks, mine.size(), mine.rank(), mine.included()) == (1, [0], 1, 0, True)
+    assert torch.equal(hvd.allreduce(torch.ones(1), process_set=mine), torch.ones(1))
+    with pytest.raises(UsageError, match="already"):
+        hvd.add_process_set([0])
+    assert hvd.remove_process_set(mine)
+    assert not hvd.remove_process_set(mine)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    assert hvd.global_process_set.ranks == [0]
+
+
+# The optimizer.
+
+
+def model_and(kind: Any = torch.optim.SGD, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return model, kind(model.parameters(), **({"lr": 0.1} | options))
+
+
+@pytest.mark.usefixtures("alone")
+def test_alone_the_optimizer_is_the_one_it_wraps() -> None:
+    model, plain = model_and(torch.optim.Adam)
+    other, inner = model_and(torch.optim.Adam)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    wrapped = hvd.DistributedOptimizer(inner, named_parameters=other.named_parameters())
+    later = torch.optim.lr_scheduler.ExponentialLR(wrapped, 1.0)
+    assert isinstance(wrapped, torch.optim.Adam)
+    for _ in range(3):
+        for network, optimizer in ((model, plain), (other, wrapped)):
+            optimizer.zero_grad()
+            network(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        scheduler.step()
+        later.step()
+        plain.param_groups[0]["lr"] *= 0.5
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    wrapped.load_state_dict(plain.state_dict())
+    assert wrapped.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+    hvd.broadcast_optimizer_state(wrapped)
+    wrapped.synchronize()
+    with wrapped.skip_synchronize():
+        wrapped.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_an_optimizer_refuses() -> None:
+    model, plain = model_and()
+    refused = {
+        "more than once": {"named_parameters": [("a", model.weight), ("a", model.bias)]},
+        "parameter 1 of the optimizer is not among": {"named_parameters": [("weight", model.weight)]},
+        "pairs of a name and a parameter": {"named_parameters": model.parameters()},
+        "backward_passes_per_step to be 1 or more": {"backward_passes_per_step": 0},
+        "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        "op=Average or op=Sum for an optimizer": {"op": hvd.Max},
+        "op=Adasum is not offered": {"op": hvd.Adasum},
+    }
+    for words, options in refused.items():
+        with pytest.raises(UsageError, match=words):
+            hvd.DistributedOptimizer(plain, **options)
+    wrapped = hvd.DistributedOptimizer(plain)
+    with pytest.raises(UsageError, match="wrapped already"):
+        hvd.DistributedOptimizer(wrapped)
+    with pytest.raises(UsageError, match="before wrapping"):
+        wrapped.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UsageError, match="LBFGS"):
+        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+
+
+def test_buckets_go_backwards_and_keep_dtypes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polytempo.horovod.buckets.CAPACITY", 16)
+    dtypes = (torch.float32, torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
+    params = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
+    buckets = buckets_of(params, Travel(hvd.Average, hvd.Compression.none))
+    places = [[next(i for i, p in enumerate(params) if p is param) for param in bucket.params] for bucket in buckets]
+    assert places == [[4], [5, 3], [1], [2, 0]]
+
+
+def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2, 2).t()), torch.nn.Parameter(torch.zeros(3))]
+    bucket = Bucket(params, Travel(hvd.Average, hvd.Compression.none))
+    params[0].grad = torch.arange(4.0).view(2, 2)
+    bucket.fill()
+    assert not bucket.is_outdated()
+    params[0].grad.mul_(2)
+    assert bucket.is_outdated()
+    params[0].grad = None
+    bucket.hand_out()
+    assert torch.equal(params[0].grad, torch.arange(4.0).view(2, 2))
+    assert params[1].grad is None
+    params[1].grad = torch.ones(3).to_sparse()
+    with pytest.raises(UsageError, match="sparse_as_dense=True"):
+        bucket.fill()
+
+
+# Records.
+
+
+def test_records_that_differ_are_named() -> None:
+    reduce = Call(Kind.ALLREDUCE, op=1, count=10)
+    check_calls([reduce, reduce], [0, 1])
+    with pytest.raises(UsageError, match=r"rank 0 calls allreduce\(10 float32, Sum\) where rank 2 calls barrier;"):
+        check_calls([reduce, reduce, Call(Kind.BARRIER)], [0, 1, 2])
+    with pytest.raises(UsageError, match=r"allreduce\(10 float32, Sum\) with another name; all ranks must"):
+        check_calls([reduce, Call(Kind.ALLREDUCE, op=1, count=10, name=digest("x"))], [0, 1])
+    with pytest.raises(UsageError, match=r"step\(\) with another size"):
+        check_calls([Call(Kind.STEP, count=1), Call(Kind.STEP, count=2)], [0, 1])
+
+
+def test_what_goes_on_after_a_join() -> None:
+    joined = Call(Kind.JOIN, own=3)
+    for kind in (Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER, Kind.JOIN):
+        check_calls([Call(kind), joined], [0, 1])
+    with pytest.raises(
+        UsageError, match=r"rank 0 calls broadcast\(3 float32, root_rank=0\), but rank 1 has called join\(\)"
+    ):
+        check_calls([Call(Kind.BROADCAST, count=3), joined], [0, 1])
+
+
+# Plain data.
+
+THINGS = [
+    None,
+    True,
+    -3,
+    1 << 70,
+    2.5,
+    "ä",
+    b"\x00",
+    [1, [2, (3,)]],
+    (),
+    {1: "a", "b": [None], (2, 3): {}},
+    OrderedDict(x=1),
+    {1, 2},
+]
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=repr)
+def test_plain_data_comes_back_as_it_was(thing: Any) -> None:
+    back = decode(encode(thing))
+    assert back == thing
+    assert type(back) is type(thing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_tensors_come_back(dtype: torch.dtype) -> None:
+    for tensor in (torch.ones(2, 3).to(dtype).t(), torch.tensor(1).to(dtype), torch.empty(0, 2, dtype=dtype)):
+        back = decode(encode({"t": tensor}))["t"]
+        assert back.dtype == dtype
+        assert torch.equal(back, tensor)
+        aside: list[torch.Tensor] = []
+        apart: list[torch.Tensor] = []
+        described = decode(encode([tensor], aside), apart)
+        assert aside[0] is tensor or aside[0].data_ptr() == tensor.data_ptr()
+        assert described[0] is apart[0]
+        assert apart[0].shape == tensor.shape
+
+
+def test_arrays_come_back() -> None:
+    for array in (np.arange(6.0).reshape(2, 3).T, np.float32(2.5), np.array(["a", "bc"]), np.zeros((0, 2))):
+        back = decode(encode(array))
+        assert type(back) is type(array)
+        assert back.dtype == array.dtype
+        assert np.array_equal(back, array)
+
+
+def test_objects_and_rubbish_are_refused() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    for thing in (object(), np.array([object()]), 1j, torch.nn.Linear(1, 1), range(3), itself):
+        with pytest.raises(UsageError, match="expected plain data"):
+            encode(thing)
+    for data in (b"", b"\x91\xa1z", b"\x94\xa1T\xa4load\x90\xc4\x00", b"\xc1"):
+        with pytest.raises(PeerError, match="expected plain data from another rank"):
+            decode(data)
