@@ -7,6 +7,7 @@ PolytempoError
 ├── OrderError        a policy was fed an event that cannot happen (a push of a step nobody released)
 ├── StuckError        nothing can happen any more and somebody still waits; says who waits for whom
 ├── PeerError         another process sent what cannot be right, or cannot be reached
+│   └── RankLost      a rank that others need has ended; says which
 ├── JobEnded          the job has ended early; the text is the first cause
 ├── RecordError       a record that cannot be read: file and line are named
 └── BrokenInvariant   a record that can be read and breaks a promise: line and promise are named
@@ -46,6 +47,14 @@ class StuckError(PolytempoError):
 
 class PeerError(PolytempoError):
     """Another process of the job broke the protocol, is not allowed in, or does not answer."""
+
+
+class RankLost(PeerError):
+    """Ranks that somebody needs have ended, in whatever way."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
 
 
 class JobEnded(PolytempoError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from polytempo.collectives.post import Post, Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
-from polytempo.errors import PeerError
+from polytempo.errors import PeerError, RankLost
 from polytempo.transport.channel import Bytes
 from polytempo.transport.links import BYE, DATA, FAILED, NOTE, SEGMENT, Link, Message
 from polytempo.transport.memory import Bell
@@ -118,10 +118,10 @@ class Engine:
             return
         lane.failed = error
         if tell:
-            text = str(error).encode()[:60_000]
+            text, lost = str(error).encode()[:60_000], error.ranks[0] + 1 if isinstance(error, RankLost) else 0
             for rank in lane.ranks:
                 if rank != self.rank and rank not in self.left:
-                    self.links[rank].send(Message(FAILED, lane.context, 0, text))
+                    self.links[rank].send(Message(FAILED, lane.context, lost, text))
         self.post.drop(lane.context)
         while lane.queue:
             lane.queue.popleft().finish(None, error)
@@ -136,12 +136,17 @@ class Engine:
     def start(self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None) -> Task:
         """Put a task in its lane's queue; with `background`, it goes on whether or not anybody waits."""
         task = Task(self, lane, name, steps, timeout)
+        if self._closing:
+            task.finish(None, PeerError("the group was closed"))
+            return task
         self._submitted.append(task)
         if background and self._thread is None:
             self._thread = threading.Thread(target=self._drive_on, name="polytempo-progress", daemon=True)
             self._thread.start()
         if self._thread is not None:
             self._bell.ring()
+        if self._closing:  # just now
+            task.finish(None, PeerError("the group was closed"))
         return task
 
     def wait_for(self, task: Task, timeout: float | None) -> None:
@@ -153,7 +158,9 @@ class Engine:
                 task.wait_quietly(left)
             else:
                 with self._driving:
-                    self._drive(lambda: task.done or self._thread is not None, deadline)
+                    self._drive(lambda: task.done or self._closing or self._thread is not None, deadline)
+                if self._closing:
+                    task.wait_quietly(None)  # who closes ends it
             if not task.done and deadline is not None and time.monotonic() >= deadline:
                 raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._for_whom(task)}")
 
@@ -252,10 +259,10 @@ class Engine:
                 return True
         return moved
 
-    def _loss(self, ranks: list[int], task: Task | None = None) -> PeerError:
+    def _loss(self, ranks: list[int], task: Task | None = None) -> RankLost:
         name = f" in {task.name}" if task is not None else ""
         reasons = "; ".join(f"rank {rank} {self.left[rank]}" for rank in ranks)
-        return PeerError(f"{reasons}: rank {self.rank} needs it{name}")
+        return RankLost(f"{reasons}: rank {self.rank} needs it{name}", tuple(ranks))
 
     def _look_at_the_clock(self, now: float) -> None:
         """Who waits for too long says so, or gives up."""
@@ -297,7 +304,8 @@ class Engine:
             self.segments[source, context, tag] = message.segment
         elif kind == FAILED:
             lane = self._lanes.setdefault(context, Lane(context, ()))
-            self.fail(lane, PeerError(message.meta.decode(errors="replace")), tell=False)
+            text = message.meta.decode(errors="replace")
+            self.fail(lane, RankLost(text, (tag - 1,)) if tag else PeerError(text), tell=False)
         elif kind == BYE:
             self._polite.add(source)
 

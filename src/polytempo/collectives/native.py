@@ -140,8 +140,13 @@ class Native:
 
         def steps() -> Steps:
             works, ended = start(made), list[int]()
+
+            def note() -> None:
+                ended.append(1)
+                engine.wake()
+
             for work in works:
-                _when_done(work, lambda: (ended.append(1), engine.wake()))
+                _when_done(work, note)
             yield Wait(lambda: len(ended) == len(works), list)
             for work in works:
                 work.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed
 
 from polytempo.collectives.arithmetic import BLOCK
 from polytempo.errors import UsageError, nearest
@@ -26,11 +27,18 @@ NAMES = {"avg": "mean", "product": "prod", "average": "mean"}
 
 def operation(op: object) -> str:
     """The name of an operation given by name or as torch's `ReduceOp`."""
-    word = op if isinstance(op, str) else str(op).rpartition(".")[2]
+    word = op if isinstance(op, str) else _word(op)
     name = NAMES.get(word.lower(), word.lower())
     if name not in COMBINE:
         raise UsageError(f"expected op to be one of {', '.join(COMBINE)}, got {op!r}{nearest(name, COMBINE)}")
     return name
+
+
+def _word(op: object) -> str:
+    """Of torch's enumeration, or of an object made from it, which has no name of its own."""
+    kinds = getattr(torch.distributed.ReduceOp, "RedOpType", None)
+    found = next((name for name, kind in getattr(kinds, "__members__", {}).items() if op == kind), "")
+    return found or str(op).rpartition(".")[2]
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:

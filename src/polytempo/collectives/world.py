@@ -50,15 +50,21 @@ class World:
         self._groups += 1
         return self._group(chosen, self._groups) if self.rank in chosen else None
 
-    def reform(self, number: int = 0) -> Group:
-        """Everybody who is left, under a new generation of the group of this number. All of them must call this."""
+    def reform(self, number: int = 0, lost: Sequence[int] = ()) -> Group:
+        """Everybody who is left, under a new generation of the group of this number. All of them must call this.
+
+        `lost`: who is known to be gone, though it may not have been seen here yet.
+        """
         generation = self._generations[number] = self._generations.get(number, 0) + 1
         lane = Lane(-1, tuple(range(self.size)))
         context = AGAIN + number * GENERATIONS + generation
-        task = self.engine.start(lane, f"forming generation {generation}", self._agree(2 * context + 1), False, self.timeout)
+        task = self.engine.start(
+            lane, f"forming generation {generation}", self._agree(2 * context + 1, lost), False, self.timeout
+        )
         return self._group(task.wait(), context)
 
-    def _agree(self, context: int) -> Steps:
+    def _agree(self, context: int, lost: Sequence[int]) -> Steps:
+        yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
         while True:
             missing = sorted(self.engine.left)
             alive = [rank for rank in range(self.size) if rank not in missing]
@@ -75,6 +81,9 @@ class World:
             if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
                 return alive
             yield Wait(outdated, partial(_senders, receipts))  # whom others miss is soon missed here, too
+
+    def _unseen(self, lost: Sequence[int]) -> list[int]:
+        return [rank for rank in lost if rank not in self.engine.left]
 
     def _knows_more_than(self, missing: int) -> bool:
         return len(self.engine.left) > missing

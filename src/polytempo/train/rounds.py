@@ -16,7 +16,7 @@ import torch
 from polytempo.collectives.group import Group
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import RankLost, UsageError
 from polytempo.parameter_server.state import as_bytes, as_tensor
 from polytempo.protocol.ballot import Ballot, Outcome, outcome, size_of, unpack
 from polytempo.protocol.buckets import Bucket, plan_buckets
@@ -99,7 +99,7 @@ class Rounds:
             try:
                 found = self._step(ballot, changed, hyper)
                 break
-            except PeerError as error:
+            except RankLost as error:
                 if self._was_decided(error):
                     found = self._result()
                     break
@@ -150,13 +150,12 @@ class Rounds:
 
     # When somebody is gone.
 
-    def _was_decided(self, error: PeerError) -> bool:
+    def _was_decided(self, error: RankLost) -> bool:
         """Form the group again; was the vote that this rank did not see to its end seen by another?"""
-        alive = self.world.size - len(self.world.engine.left)
-        if alive < self._least or not self.world.engine.left:
+        if self.world.size - len({*self.world.engine.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self._ballots
-        self.group = self.world.reform(self._number)
+        self.group = self.world.reform(self._number, error.ranks)
         counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
         self._votes = max(counts)
         if min(counts) == max(counts):
