@@ -11,12 +11,16 @@ from limits import COPY
 from rigs import Rig, RigFailed, Round, answer
 
 
-def _our_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
-    from polytempo.collectives.group import open_group
+def _our_worker(pipe: Connection, rank: int, name: str, size: int) -> None:
+    from polytempo.collectives.world import open_by_name
 
-    group = open_group(directory, rank, size)
-    answer(pipe, lambda work, _: _checked(lambda tensor: group.all_reduce(tensor, op="sum"), work, rank, size))
-    group.close()
+    world = open_by_name(name, rank, size)
+
+    def make(work: str, algorithm: str) -> Round:
+        return _checked(lambda tensor: world.everybody.all_reduce([tensor], "sum", algorithm).wait(), work, rank, size)
+
+    answer(pipe, make)
+    world.close()
 
 
 def _gloo_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
@@ -40,9 +44,7 @@ def _checked(all_reduce: Callable[[Any], object], work: str, rank: int, size: in
 
 
 def start_ours(rig: Rig, workers: int, servers: int) -> None:
-    directory = rig.directory / "group"
-    directory.mkdir()
-    rig.add_workers(_our_worker, workers, str(directory), workers)
+    rig.add_workers(_our_worker, workers, str(rig.directory), workers)
 
 
 def start_gloo(rig: Rig, workers: int, servers: int) -> None:
@@ -61,7 +63,12 @@ CASE = Case(
     name="allreduce",
     title="All-reduce (sum, float32), milliseconds",
     cells=CELLS,
-    subjects=(Subject("ours", start_ours), Subject("gloo", start_gloo), COPY),
+    subjects=(
+        Subject("ours", start_ours, "auto"),
+        *(Subject(algorithm, start_ours, algorithm) for algorithm in ("ring", "halving-doubling", "tree", "double-tree")),
+        Subject("gloo", start_gloo),
+        COPY,
+    ),
     ratios=(GAIN, Ratio("ours / limit", ("ours",), (COPY.name,))),
     bars=(Bar(GAIN, NAMES, least=2), Bar(GAIN, NAMES, least=3, mean=True)),
 )

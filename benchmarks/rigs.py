@@ -58,6 +58,7 @@ class Rig:
         self._pipes: list[connection.Connection] = []
         self._rounds: dict[tuple[str, str], int] = {}
         self._failed = False
+        self.pauses = True  # stopped while others are measured
 
     # Starting.
 
@@ -89,7 +90,8 @@ class Rig:
         key = work, variant
         if key not in self._rounds:
             seconds = max(self._ask(*key, 1), 1e-7)
-            self._rounds[key] = int(min(MOST_ROUNDS, max(LEAST_ROUNDS, LONG_ENOUGH / seconds)))
+            least = LEAST_ROUNDS if seconds < LONG_ENOUGH else 1
+            self._rounds[key] = int(min(MOST_ROUNDS, max(least, LONG_ENOUGH / seconds)))
         return self._ask(*key, self._rounds[key])
 
     def _ask(self, work: str, variant: str, rounds: int) -> float:
@@ -140,7 +142,8 @@ class Rig:
 
     def pause(self) -> None:
         """Until it is measured."""
-        _signal(self._family(), signal.SIGSTOP)
+        if self.pauses:
+            _signal(self._family(), signal.SIGSTOP)
 
     def _family(self) -> list[psutil.Process]:
         """All that are commanded, the peers' servers, and what these have started."""

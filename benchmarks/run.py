@@ -6,6 +6,7 @@ make bench ARGS="--only allreduce --only bsp"     some cases
 make bench ARGS="--page docs/speed.md"            then put the tables into the page that shows them
 
 allreduce  all-reduce of plain tensors, beside gloo
+link       all-reduce between two hosts, beside gloo and the bound of the cable
 exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
 bsp        a training step of two processes, beside DistributedDataParallel
 alone      a training step in a job of one, beside plain PyTorch
@@ -29,6 +30,7 @@ from typing import Any
 import allreduce
 import exchange
 import idle
+import link
 import steps
 from cases import Case
 from measure import save
@@ -39,7 +41,7 @@ from verdicts import Judged, as_data, judge, last_line, table
 
 OUT = Path("out/bench")
 CASES: dict[str, Case] = {
-    case.name: case for case in (allreduce.CASE, exchange.CASE, steps.BSP, steps.JOB_OF_ONE, idle.CASE)
+    case.name: case for case in (allreduce.CASE, link.CASE, exchange.CASE, steps.BSP, steps.JOB_OF_ONE, idle.CASE)
 }
 
 

@@ -1,7 +1,7 @@
 """Every collective as data: what a rank hands in, what must come out, and what must stay as it was.
 
-Numbers are chosen so that every dtype holds every result exactly, in whatever order it is computed: so results are compared bit
-for bit with those of a serial loop.
+Numbers are chosen so that every dtype holds every result exactly, in whatever order it is computed: so results are compared
+bit for bit with those of a serial loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def means_something(op: str, dtype: torch.dtype) -> bool:
     number = dtype.is_floating_point or dtype.is_complex
     if op in ("band", "bor", "bxor"):
         return not number
-    return number if op == "mean" else not (op in ("min", "max", "prod") and dtype.is_complex)  # the parts of complex numbers travel apart
+    return (
+        number if op == "mean" else not (op in ("min", "max", "prod") and dtype.is_complex)
+    )  # the parts of complex numbers travel apart
 
 
 def values(dtype: torch.dtype, shape: int | tuple[int, ...], seed: int, op: str = "sum") -> torch.Tensor:
@@ -56,8 +58,10 @@ def values(dtype: torch.dtype, shape: int | tuple[int, ...], seed: int, op: str 
 
 def combined(op: str, terms: list[torch.Tensor]) -> torch.Tensor:
     """All terms, one after another."""
-    whole = fold(_COMBINE[op], terms, torch.empty(0)) if not terms else fold(_COMBINE[op], terms)
-    return whole / len(terms) if op == "mean" else whole.clone()
+    whole: torch.Tensor = fold(_COMBINE[op], terms).clone()
+    if op == "mean":
+        (torch.view_as_real(whole) if whole.is_complex() else whole).div_(len(terms))
+    return whole
 
 
 @dataclass
@@ -171,5 +175,3 @@ def algorithms(hosts: int) -> list[tuple[str, str]]:
     """All collectives by all algorithms that so many hosts can use; `auto`, too. A barrier is made by auto alone."""
     plans = [(name, how) for name, how in PLANS if applies(how, hosts) and name != "barrier"]
     return [*plans, *((name, "auto") for name in dict.fromkeys(name for name, _ in PLANS))]
-
-

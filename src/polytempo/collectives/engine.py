@@ -51,9 +51,9 @@ class Engine:
         self._poller = Poller()
         self._bell = Bell()
         self._poller.register(self._bell.fileno, 1)
-        self._driving = threading.Lock()
+        self._driving, self._starting = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closing = self._closed = False
         self._looks_at = 0.0
         _close_after_fork(self)
 
@@ -130,7 +130,9 @@ class Engine:
 
     def open_lane(self, context: int, ranks: tuple[int, ...]) -> Lane:
         """A lane for calls of these ranks."""
+        early = self._lanes.get(context)  # others may have failed in it already
         lane = self._lanes[context] = Lane(context, ranks)
+        lane.failed = early.failed if early is not None else None
         return lane
 
     def start(self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None) -> Task:
@@ -140,10 +142,9 @@ class Engine:
             task.finish(None, PeerError("the group was closed"))
             return task
         self._submitted.append(task)
-        if background and self._thread is None:
-            self._thread = threading.Thread(target=self._drive_on, name="polytempo-progress", daemon=True)
-            self._thread.start()
-        if self._thread is not None:
+        if background:
+            self._drive_in_background()
+        if self._driving.locked():
             self._bell.ring()
         if self._closing:  # just now
             task.finish(None, PeerError("the group was closed"))
@@ -154,15 +155,24 @@ class Engine:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not task.done:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if self._thread is not None:
+            if self._thread is not None or self._closing:
                 task.wait_quietly(left)
-            else:
-                with self._driving:
+            elif self._driving.acquire(blocking=False):
+                try:
                     self._drive(lambda: task.done or self._closing or self._thread is not None, deadline)
-                if self._closing:
-                    task.wait_quietly(None)  # who closes ends it
+                finally:
+                    self._driving.release()
+            else:  # another thread drives, for something of its own: it must not be waited for
+                self._drive_in_background()
             if not task.done and deadline is not None and time.monotonic() >= deadline:
                 raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._for_whom(task)}")
+
+    def _drive_in_background(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._drive_on, name="polytempo-progress", daemon=True)
+                self._bell.ring()  # whoever drives gives way
+                self._thread.start()
 
     def wake(self) -> None:
         """Something that no link tells of has happened. Any thread may say so."""
@@ -178,9 +188,9 @@ class Engine:
 
     def close(self, politely: bool = True) -> None:
         """End all links. What is under way fails."""
-        if self._closing:
+        if self._closed:
             return
-        self._closing = True
+        self._closing = self._closed = True
         self._bell.ring()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -189,21 +199,28 @@ class Engine:
                 if politely:
                     link.send(Message(BYE, 0, 0))
                 link.close()
-            for lane in self._lanes.values():
-                self.fail(lane, PeerError("the group was closed"), tell=False)
-            for task in [*self._free, *self._submitted]:
-                task.finish(None, PeerError("the group was closed"))
-            self._free.clear()
-            self._submitted.clear()
+            self._end_all(PeerError("the group was closed"))
             self.segments.clear()
             self._poller.unregister(self._bell.fileno)
             self._bell.close()
+
+    def _end_all(self, error: Exception) -> None:
+        for lane in self._lanes.values():
+            self.fail(lane, error, tell=False)
+        for task in [*self._free, *self._submitted]:
+            task.finish(None, error)
+        self._free.clear()
+        self._submitted.clear()
 
     # Driving.
 
     def _drive_on(self) -> None:
         with self._driving:
-            self._drive(lambda: self._closing, None)
+            try:
+                self._drive(lambda: self._closing, None)
+            except Exception as error:  # noqa: BLE001  nobody waits for this thread: those who wait for tasks must learn of it
+                self._closing = True
+                self._end_all(PeerError(f"rank {self.rank} cannot go on: {type(error).__name__}: {error}"))
 
     def _drive(self, over: Callable[[], bool], deadline: float | None) -> None:
         while not over():

@@ -23,7 +23,7 @@ from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.steps import Place
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, split
+from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.errors import UsageError
 from polytempo.transport.links import CALL, Message
 
@@ -74,8 +74,7 @@ class Group:
                 self._divide(name, fused.whole)
                 fused.scatter()
 
-        about = f"{name}, {', '.join(map(shape_of, tensors[:4]))}{', ...' if len(tensors) > 4 else ''}"
-        return self._start("all_reduce", about, algorithm, steps, background, name)
+        return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -104,8 +103,7 @@ class Group:
                 if self.rank != root:
                     fused.scatter()
 
-        about = f"{', '.join(map(shape_of, tensors[:4]))}, from {root}"
-        return self._start("broadcast", about, algorithm, steps, background)
+        return self._start("broadcast", f"{shapes_of(tensors)}, from {root}", algorithm, steps, background)
 
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "auto", background: bool = False) -> Task:
         """Make `outputs[q]` the tensor of rank q. Sizes may differ, if all ranks know them."""
@@ -131,7 +129,7 @@ class Group:
         """Make the root's `outputs[q]` the tensor of rank q."""
         self._check("gather", [*(outputs or ()), tensor], algorithm, root=root)
         if self.rank == root:
-            self._check_list("gather", outputs or (), tensor)
+            self._check_list("gather", outputs or (), tensor, even=True)
 
         def steps(stage: Stage) -> Steps:
             mine, chunks = flat(tensor)[0], [NOTHING] * self.size
@@ -154,7 +152,7 @@ class Group:
         """Make `output` the root's `inputs[own rank]`."""
         self._check("scatter", [*(inputs or ()), output], algorithm, root=root)
         if self.rank == root:
-            self._check_list("scatter", inputs or (), output)
+            self._check_list("scatter", inputs or (), output, even=True)
 
         def steps(stage: Stage) -> Steps:
             mine, back = flat(output)
@@ -201,6 +199,10 @@ class Group:
         self._check("all_to_all", [*outputs, *inputs], algorithm)
         if len(outputs) != self.size or len(inputs) != self.size:
             raise UsageError(f"all_to_all needs {self.size} tensors on each side, got {len(outputs)} and {len(inputs)}")
+        if algorithm == "shared-memory":
+            even = len({tensor.numel() for tensor in (*outputs, *inputs)}) == 1
+            if not even:
+                raise UsageError("all_to_all through shared memory needs tensors of one size; use algorithm='auto'")
         wanted = algorithm if even or algorithm != "auto" else "linear"
 
         def steps(stage: Stage) -> Steps:
@@ -352,13 +354,15 @@ class Group:
             check_dtype(name, tensor)
         return name
 
-    def _check_list(self, collective: str, tensors: Tensors, own: torch.Tensor) -> None:
+    def _check_list(self, collective: str, tensors: Tensors, own: torch.Tensor, even: bool = False) -> None:
         """Of a list with a tensor for each rank."""
         if len(tensors) != self.size:
             raise UsageError(f"{collective} needs a list of {self.size} tensors, one for each rank, got {len(tensors)}")
-        mine = tensors[self.rank]
-        if mine.numel() != own.numel() or any(tensor.dtype != own.dtype for tensor in tensors):
-            raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {shape_of(mine)}")
+        for rank, tensor in enumerate(tensors):
+            alike = tensor.numel() == own.numel() or not (even or rank == self.rank)
+            if not alike or tensor.dtype != own.dtype:
+                got = f"{shape_of(tensor)} for rank {rank}"
+                raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {got}")
 
 
 def _pieces(size: int, alpha: float, beta: float) -> int:

@@ -57,6 +57,17 @@ class Post:
         self._posted.setdefault((context, tag), deque()).append(receipt)
         return receipt
 
+    def withdraw(self, receipt: Receipt, context: int, tag: int) -> None:
+        """Nobody waits for this any more: what would have been its message is the next one's."""
+        posted = self._posted.get((context, tag))
+        if posted and receipt in posted:
+            posted.remove(receipt)
+            if not posted:
+                del self._posted[context, tag]
+        for waiting in self._waiting.get((context, tag), ()):
+            if waiting.receipt is receipt:
+                waiting.receipt = None
+
     def _join(self, waiting: _Waiting, receipt: Receipt, key: Key) -> None:
         receipt.source, receipt.taken, waiting.receipt = waiting.source, True, receipt
         if waiting.payload is not None:

@@ -11,10 +11,14 @@ from polytempo.collectives.tensors import flat, shape_of
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.links import DATA, Message
 
+#: Tags are whole numbers of 64 bits.
+TAGS = 1 << 63
+
 
 def send(group: Group, tensor: torch.Tensor, to: int, tag: int = 0, background: bool = False) -> Task:
     """Send a tensor. Done when it may be changed again: the receiver need not be there yet."""
     _check_peer(group, to)
+    _check_tag(tag)
     peer = group.ranks[to]
 
     def steps() -> Steps:
@@ -28,6 +32,7 @@ def send(group: Group, tensor: torch.Tensor, to: int, tag: int = 0, background: 
 
 def receive(group: Group, tensor: torch.Tensor, source: int | None, tag: int = 0, background: bool = False) -> Task:
     """Receive into a tensor, from one rank or from any; the result is the rank it came from."""
+    _check_tag(tag)
     if source is not None:
         _check_peer(group, source)
     sender = None if source is None else group.ranks[source]
@@ -36,8 +41,11 @@ def receive(group: Group, tensor: torch.Tensor, source: int | None, tag: int = 0
     def steps() -> Steps:
         target, back = flat(tensor)
         receipt = group.engine.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
-        if not receipt.done:
-            yield group.engine.until(receipt, others)
+        try:
+            if not receipt.done:
+                yield group.engine.until(receipt, others)
+        finally:
+            group.engine.post.withdraw(receipt, group.context + 1, tag)
         if receipt.problem:
             raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
         if back is not None:
@@ -53,6 +61,11 @@ def _check_peer(group: Group, rank: int) -> None:
         raise UsageError(f"expected a rank from 0 to {group.size - 1}, got {rank}")
     if rank == group.rank:
         raise UsageError(f"rank {rank} cannot send to itself; copy the tensor")
+
+
+def _check_tag(tag: int) -> None:
+    if not -TAGS <= tag < TAGS:
+        raise UsageError(f"expected a tag from {-TAGS} to {TAGS - 1}, got {tag}")
 
 
 def _start(group: Group, name: str, steps: Steps, background: bool) -> Task:

@@ -7,6 +7,7 @@ Tasks of one *lane* run one after another (the calls of a group); lanes do not w
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -102,16 +103,23 @@ class Task:
                 self.finish(end.value, None)
             except Exception as error:  # noqa: BLE001  whatever it is belongs to who waits
                 self.finish(None, error)
+            if self.done:
+                self.waits = None
+                self._steps.close()
         return moved
 
     def finish(self, result: Any, error: Exception | None) -> None:
         """The end."""
         if self.done:
             return
-        self._steps.close()
+        if not getattr(self._steps, "gi_running", False):  # else what it does now has ended it: `advance` closes it
+            self._steps.close()
         self.result, self.error, self.waits = result, error, None
         with self._lock:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as problem:  # noqa: BLE001  it must not stop who drives everybody's tasks
+                sys.stderr.write(f"polytempo: what was to be done after {self.name} failed: {problem!r}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from polytempo.collectives.cuts import cuts
 from polytempo.errors import UsageError
 
 Back = Callable[[], object]
+#: Tensors of a list that a description names.
+SHOWN = 4
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -67,6 +70,14 @@ def fuse(tensors: Sequence[torch.Tensor]) -> list[Fused]:
 def split(tensor: torch.Tensor, count: int, grain: int = 1) -> list[torch.Tensor]:
     """A flat tensor in parts that differ by at most a grain."""
     return [tensor[part] for part in cuts(tensor.numel(), count, grain)]
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """All of a list: some in words, the rest as a number that differs where they do."""
+    names = [shape_of(tensor) for tensor in tensors]
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[:SHOWN])}, ... {len(names)} tensors, {zlib.crc32(','.join(names).encode()):08x}"
 
 
 def shape_of(tensor: torch.Tensor) -> str:

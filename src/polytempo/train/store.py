@@ -30,8 +30,11 @@ class TorchStore(Store):
         try:
             self._store.wait([key], timedelta(seconds=patience))
             return str(self._store.get(key).decode())
-        except (RuntimeError, UnicodeDecodeError):
-            raise PeerError(f"waited {patience:g} s for {key!r} in the store; was every rank started?") from None
+        except (RuntimeError, UnicodeDecodeError) as error:
+            why = str(error).splitlines()[0][:160]
+            raise PeerError(
+                f"{key!r} was not found in the store within {patience:g} s ({why}); is every rank there?"
+            ) from None
 
 
 class JobStore(Store):

@@ -142,7 +142,9 @@ def _connect(name: str, rank: int, other: int, size: int, deadline: float) -> so
 def _accept(
     listener: socket.socket, found: dict[int, socket.socket], size: int, deadline: float, missing: list[int]
 ) -> None:
-    if not select.select([listener], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
     sock, _ = listener.accept()
     sock.settimeout(5.0)
@@ -198,4 +200,16 @@ def _meet_away(
         if link.rank < rank:
             address = store.get(f"link-{link.rank}-{rank}", patience)
             link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
+    _establish(links, rank, time.monotonic() + patience)
     return list[Link](links)
+
+
+def _establish(links: list[ZmqLink], rank: int, deadline: float) -> None:
+    """Wait until both ends of all links have proved who they are."""
+    while missing := [link for link in links if not link.established]:
+        for link in missing:
+            link.hear()
+            if link.problem or time.monotonic() > deadline:
+                why = link.problem or "it has not come, or not with the same key file"
+                raise PeerError(f"rank {rank} cannot talk to rank {link.rank}: {why}; give all ranks the same one")
+        time.sleep(TRY_EVERY)

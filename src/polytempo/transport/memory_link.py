@@ -34,7 +34,10 @@ class MemoryLink(Link):
         return one, two
 
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
-        self._give((head, segment, payload.copy() if payload is not None else None))
+        if self._other.open:
+            self._give((head, segment, payload.copy() if payload is not None else None))
+        else:
+            self._lost("its connection has closed")
         if sent:
             sent()
 

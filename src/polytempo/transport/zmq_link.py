@@ -21,17 +21,14 @@ from polytempo.transport.poller import Poller
 from polytempo.transport.segments import Segment
 from polytempo.transport.zeromq import OnlyWorkers, set_options
 
-#: A host that is silent for so long is gone.
-BEAT_MS, SILENCE_MS = 400, 1500
+#: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
+BEAT_MS, SILENCE_MS = 500, 5000
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
 #: How long a closing link waits for the other end to take what is left.
 LAST_WORDS_MS = 1000
-ENDS = {
-    zmq.EVENT_DISCONNECTED: "its connection has closed, or it was silent for too long",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have the same key file",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not use the same keys",
-}
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class ZmqWires:
@@ -74,7 +71,10 @@ class ZmqLink(Link):
     def __init__(self, rank: int, receiver: Receiver, wires: ZmqWires, serves: bool) -> None:
         super().__init__(rank, receiver)
         self._socket = wires.socket(serves)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(ENDS))
+        self._serves = serves
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(int(WATCHED))
+        self.established = False  #: both ends have proved who they are
+        self.problem = ""  #: why it cannot be
         self._poller: Poller | None = None
         self._outbox: deque[tuple[list[bytes | memoryview], Sent | None]] = deque()
         self._writing = False
@@ -125,8 +125,9 @@ class ZmqLink(Link):
             self._flush()
         if state & zmq.POLLIN:
             self._take_all()
-        if self.open and self._monitor in ready:
-            self._hear()
+        if self.open and self._monitor in ready and self._has_ended():
+            self._take_all()  # what it said before counts
+            self._lost("its connection has closed, or it was silent for too long")
 
     def _take_all(self) -> None:
         try:
@@ -137,13 +138,20 @@ class ZmqLink(Link):
         except PeerError as error:
             self._lost(str(error))
 
-    def _hear(self) -> None:
-        """What the monitor says."""
-        event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
-        if event in ENDS:
-            self._take_all()  # what it said before counts
-            self._ended = True
-            self._lost(ENDS[event])
+    def hear(self) -> None:
+        """What the monitor says. Who listens is also knocked at by strangers, who fail: that means nothing."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.established = True
+            elif event == zmq.EVENT_DISCONNECTED:  # before they have met it is tried again
+                self._ended = self.established
+            elif not self._serves:
+                self.problem = "it does not have the same key file"
+
+    def _has_ended(self) -> bool:
+        self.hear()
+        return self._ended
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         if len(frames[0]) < HEAD.size:
@@ -167,7 +175,7 @@ class ZmqLink(Link):
             if self._poller is not None:
                 self._poller.unregister(self._socket)
                 self._poller.unregister(self._monitor)
-            gone = self._ended or self._has_ended()
+            gone = self._has_ended()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0 if gone else LAST_WORDS_MS)
@@ -175,13 +183,3 @@ class ZmqLink(Link):
                 sent = self._outbox.popleft()[1]
                 if sent:
                     sent()
-
-    def _has_ended(self) -> bool:
-        """Is nobody there any more who could take what is left?"""
-        try:
-            while True:
-                event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
-                if event in ENDS:
-                    return True
-        except zmq.Again:
-            return False
