@@ -8,7 +8,6 @@ Boards come in a few sizes, made when they are first needed, by the first of the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +18,9 @@ from polytempo.errors import PeerError
 from polytempo.transport.links import SEGMENT, Message
 from polytempo.transport.segments import Segment, make_segment
 
-#: Bytes of a slot. The largest fits the cache, unless ranks take turns on the cores: then meeting seldom counts for more.
-SIZES = (64 << 10, 1 << 20, 4 << 20)
-LARGEST_IN_TURNS = 16 << 20
+#: Bytes of a slot. The largest is larger than a cache: where ranks compute meanwhile, or take turns on the cores, meeting
+#: seldom counts for more.
+SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 
 class SharedBoard:
@@ -71,14 +70,11 @@ class Boards:
 
     def __init__(self, engine: Engine, lane: Lane, members: Sequence[int]) -> None:
         self._engine, self._lane, self._members = engine, lane, members
-        crowded = len(members) > (os.cpu_count() or 1)
-        self._sizes = (*SIZES[:-1], LARGEST_IN_TURNS) if crowded else SIZES
         self._boards: dict[int, SharedBoard] = {}
 
-    def of(self, nbytes: int, seldom: bool = False) -> SharedBoard:
-        """The smallest board on which so many bytes have room in a slot, or the largest. `seldom`: each meeting is dear."""
-        sizes = (*SIZES[:-1], LARGEST_IN_TURNS) if seldom else self._sizes
-        capacity = next((size for size in sizes if size >= nbytes), sizes[-1])
+    def of(self, nbytes: int) -> SharedBoard:
+        """The smallest board on which so many bytes have room in a slot, or the largest there is."""
+        capacity = next((size for size in SIZES if size >= nbytes), SIZES[-1])
         if capacity not in self._boards:
             self._boards[capacity] = SharedBoard(self._engine, self._lane, self._members, capacity)
         return self._boards[capacity]

@@ -6,14 +6,13 @@ of its own drives for good; calls then reach it through a queue, and who waits, 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from polytempo.collectives.endings import Links, let_go_after_fork
 from polytempo.collectives.post import Post, Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost
@@ -28,6 +27,8 @@ from polytempo.transport.segments import Segment
 #: Calls of a group whose descriptions are remembered, to compare them with those of ranks that are behind.
 REMEMBERED = 256
 LOOK_EVERY = 0.5
+#: What is under way when a member crashes may end well if it needs it no more: it is given so many seconds.
+GRACE = 0.5
 
 
 class Engine:
@@ -35,7 +36,7 @@ class Engine:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.links: dict[int, Link] = {}
+        self.links = Links()
         self.payload_received = 0
         self.left: dict[int, str] = {}  #: who is gone, and why
         self.pool = Pool()
@@ -47,15 +48,19 @@ class Engine:
         self._calls: dict[int, dict[int, str]] = {}  # of mine, by context and number
         self._others: dict[int, dict[int, list[tuple[int, str]]]] = {}  # of others who are ahead
         self._polite: set[int] = set()  # who has said goodbye
+        self._crashed: dict[int, float] = {}  # who has not, and since when
         self._submitted: deque[Task] = deque()
         self._poller = Poller()
         self._bell = Bell()
         self._poller.register(self._bell.fileno, 1)
         self._driving, self._starting = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = self._closed = False
+        self._closing = False
+        self._closes: Callable[[Link], None] | None = None
+        self._closed = threading.Event()
+        self.when_closed: Callable[[], None] = lambda: None
         self._looks_at = 0.0
-        _close_after_fork(self)
+        let_go_after_fork(self.links)
 
     def attach(self, links: Iterable[Link]) -> None:
         """Use these links from now on."""
@@ -104,6 +109,8 @@ class Engine:
             self._compare(lane, number, source, theirs)
         if lane.failed is not None:
             raise lane.failed
+        if lost := [rank for rank in lane.ranks if rank in self.left]:
+            raise self._loss(lost)
 
     def _compare(self, lane: Lane, number: int, source: int, theirs: str) -> None:
         mine = self._calls[lane.context].get(number)
@@ -187,22 +194,31 @@ class Engine:
                 self._driving.release()
 
     def close(self, politely: bool = True) -> None:
-        """End all links. What is under way fails."""
-        if self._closed:
-            return
-        self._closing = self._closed = True
+        """End all links. What is under way fails. Returns when it is done, unless called by the thread that drives."""
+        with self._starting:
+            first, self._closing = not self._closes, True
+            self._closes = self._closes or (_politely if politely else _abruptly)
         self._bell.ring()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if threading.current_thread() is self._thread:
+            return  # it closes when it is back
+        if self._thread is not None:
             self._thread.join()
-        with self._driving:
-            for link in list(self.links.values()):
-                if politely:
-                    link.send(Message(BYE, 0, 0))
-                link.close()
-            self._end_all(PeerError("the group was closed"))
-            self.segments.clear()
-            self._poller.unregister(self._bell.fileno)
-            self._bell.close()
+        if first:
+            with self._driving:
+                self._close_all()
+        self._closed.wait()
+
+    def _close_all(self) -> None:
+        if self._closed.is_set() or self._closes is None:
+            return
+        for link in list(self.links.values()):
+            self._closes(link)
+        self._end_all(PeerError("the group was closed"))
+        self.segments.clear()
+        self._poller.unregister(self._bell.fileno)
+        self._bell.close()
+        self.when_closed()
+        self._closed.set()
 
     def _end_all(self, error: Exception) -> None:
         for lane in self._lanes.values():
@@ -221,6 +237,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001  nobody waits for this thread: those who wait for tasks must learn of it
                 self._closing = True
                 self._end_all(PeerError(f"rank {self.rank} cannot go on: {type(error).__name__}: {error}"))
+            self._close_all()
 
     def _drive(self, over: Callable[[], bool], deadline: float | None) -> None:
         while not over():
@@ -285,6 +302,10 @@ class Engine:
         """Who waits for too long says so, or gives up."""
         self._looks_at = now + LOOK_EVERY
         heads = [lane.queue[0] for lane in self._lanes.values() if lane.queue]
+        for task in heads:
+            lost = [rank for rank in task.lane.ranks if now - self._crashed.get(rank, now) > GRACE]
+            if lost and task.began:  # it may wait for one who will not come because of them
+                task.finish(None, self._loss(lost, task))
         for task in [*heads, *self._free]:
             waited = now - task.began
             line = f"rank {self.rank} has waited {waited:.0f} s in {task.name}{self._for_whom(task)}"
@@ -338,6 +359,8 @@ class Engine:
     def gone(self, source: int, reason: str) -> None:
         """A link has ended."""
         self.left[source] = "has left the job" if source in self._polite else f"is gone ({reason})"
+        if source not in self._polite:
+            self._crashed[source] = time.monotonic()
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -345,15 +368,10 @@ def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
 
 
-def _close_after_fork(engine: Engine) -> None:
-    """A forked child, such as a data loader's, must not keep its parent's links open: nobody would see the parent die."""
-    reference = weakref.ref(engine)
+def _politely(link: Link) -> None:
+    link.send(Message(BYE, 0, 0))
+    link.close()
 
-    def close() -> None:
-        forked = reference()
-        if forked is not None:
-            for link in forked.links.values():
-                link.abandon()
-            forked.links.clear()
 
-    os.register_at_fork(after_in_child=close)
+def _abruptly(link: Link) -> None:
+    link.close()

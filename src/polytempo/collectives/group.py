@@ -272,7 +272,7 @@ class Group:
         if algorithm not in ON_BOARDS:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
-        stage.board = self.boards.of(nbytes(whole), seldom=algorithm == "hierarchical")
+        stage.board = self.boards.of(nbytes(whole))
         step = stage.board.capacity // whole.element_size()
         for start in range(0, max(1, whole.numel()), step):
             piece = whole[start : start + step]

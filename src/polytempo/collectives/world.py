@@ -33,8 +33,9 @@ class World:
     def __init__(self, engine: Engine, size: int, met: Met, timeout: float | None = None) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
         self.timeout = timeout
-        self._generations: dict[int, int] = {}
-        self._met = met
+        self._generations: dict[tuple[int, int], int] = {}
+        if met.wires is not None:
+            engine.when_closed = met.wires.close
         engine.attach(met.links)
         self._groups = 0
         self.everybody = self._group(range(size), 0)
@@ -51,19 +52,21 @@ class World:
         return self._group(chosen, self._groups) if self.rank in chosen else None
 
     def reform(self, number: int = 0, lost: Sequence[int] = ()) -> Group:
-        """Everybody who is left, under a new generation of the group of this number. All of them must call this.
+        """Everybody who is left, as a new generation of the group of this number. All of them must call this.
 
-        `lost`: who is known to be gone, though it may not have been seen here yet.
+        `lost`: who is known to be gone, though it may not have been seen here yet. Should somebody die meanwhile, some may
+        get a group that nobody else is in; they fail there, come back, and meet those who are still here.
         """
-        generation = self._generations[number] = self._generations.get(number, 0) + 1
         lane = Lane(-1, tuple(range(self.size)))
-        context = AGAIN + number * GENERATIONS + generation
-        task = self.engine.start(
-            lane, f"forming generation {generation}", self._agree(2 * context + 1, lost), False, self.timeout
-        )
-        return self._group(task.wait(), context)
+        steps = self._agree(2 * (AGAIN + number) + 1, lost)
+        ranks = self.engine.start(lane, "forming a group without the lost", steps, False, self.timeout).wait()
+        missing = self.size - len(ranks)
+        again = self._generations[number, missing] = self._generations.get((number, missing), 0) + 1
+        context = AGAIN * (2 + number) + missing * GENERATIONS + again
+        return self._group(ranks, context)
 
     def _agree(self, context: int, lost: Sequence[int]) -> Steps:
+        """Tell all others whom one misses; the more are missing, the later the round, so all rounds can share a context."""
         yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
         while True:
             missing = sorted(self.engine.left)
@@ -76,6 +79,8 @@ class World:
                 self.engine.send(rank, Message(DATA, context, len(missing)), view)
             outdated = partial(self._knows_more_than, len(missing))
             yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
+            for receipt in receipts:
+                self.engine.post.withdraw(receipt, context, len(missing))
             if outdated():
                 continue
             if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
@@ -91,8 +96,6 @@ class World:
     def close(self, politely: bool = True) -> None:
         """Leave."""
         self.engine.close(politely)
-        if self._met.wires is not None:
-            self._met.wires.close()
 
 
 def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, timeout: float | None = None) -> World:

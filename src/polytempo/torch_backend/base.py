@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from polytempo.collectives.endings import at_exit
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.errors import PolytempoError, UsageError
@@ -26,6 +27,7 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
         super().__init__(world.rank, world.size)
         self._store, self._name, self._description = store, "", ""
         self.world, self.group, self.ranks = world, world.everybody, ranks
+        self._forget_exit = at_exit(world.close)
 
     # What torch asks.
 
@@ -72,10 +74,12 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave: what the others still need of this rank has been sent."""
+        self._forget_exit()
         self.world.close()
 
     def abort(self) -> None:
         """Leave at once: whoever still needs this rank learns that it is gone."""
+        self._forget_exit()
         self.world.close(politely=False)
 
     # Calls.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
-import weakref
 from collections import Counter
 from typing import Any
 
@@ -18,7 +15,6 @@ from polytempo.train.job import way_of
 from polytempo.train.store import TorchStore
 
 _opened: Counter[str] = Counter()  # how often a group of this name was made
-_open: weakref.WeakSet[World] = weakref.WeakSet()
 
 
 def open_group(options: Any, group_options: Any) -> TorchGroup:
@@ -38,7 +34,7 @@ def _open_world(options: Any) -> World:
     _opened[options.group_id] += 1
     store = TorchStore(torch.distributed.PrefixStore(f"polytempo-{_opened[options.group_id]}", options.store))
     way, seconds = way_of(None, None), options.timeout.total_seconds()
-    world = open_by_store(
+    return open_by_store(
         store,
         options.group_rank,
         options.group_size,
@@ -48,8 +44,6 @@ def _open_world(options: Any) -> World:
         patience=seconds,
         timeout=seconds,
     )
-    _open.add(world)
-    return world
 
 
 def _route(store: Any) -> str:
@@ -59,13 +53,3 @@ def _route(store: Any) -> str:
     if not isinstance(store, torch.distributed.TCPStore):
         return ""
     return f"[{store.host}]:{store.port}" if ":" in store.host else f"{store.host}:{store.port}"
-
-
-def _close_all() -> None:
-    """At the end of a script that destroyed no group. After an error nobody is told that all was well."""
-    failed = getattr(sys, "last_value", None) is not None
-    for world in list(_open):
-        world.close(politely=not failed)
-
-
-atexit.register(_close_all)

@@ -37,7 +37,7 @@ class MemoryLink(Link):
         if self._other.open:
             self._give((head, segment, payload.copy() if payload is not None else None))
         else:
-            self._lost("its connection has closed")
+            self._take_all()  # what it said before it closed counts
         if sent:
             sent()
 
@@ -53,6 +53,9 @@ class MemoryLink(Link):
         if self._bell.fileno not in ready:
             return
         self._bell.silence()
+        self._take_all()
+
+    def _take_all(self) -> None:
         while self._inbox and self.open:
             item = self._inbox.popleft()
             if item is None:
