@@ -1,0 +1,69 @@
+"""The same script, started as people start such jobs: polytempo run, torchrun, mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "launched.py")
+BATCHES, ROWS = (6, 4, 5), (3, 5, 2)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root"]
+LAUNCHERS = {
+    "polytempo run": [sys.executable, "-m", "polytempo", "run", "-n", "3"],
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "3"],
+    "mpirun": [*MPIRUN, "-n", "3", sys.executable],
+}
+
+
+def launch(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if name == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    command = [*LAUNCHERS[name], *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment, cwd=folder)
+
+
+def one_process(size: int) -> list[torch.Tensor]:
+    """On what is there of each joint batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(5)
+    for number in range(max(BATCHES)):
+        parts = [[torch.randn(rows, width, generator=data).double() for width in (4, 2)] for rows in ROWS[:size]]
+        there = [part for rank, part in enumerate(parts) if number < BATCHES[rank]]
+        inputs, targets = (torch.cat([part[which] for part in there]) for which in (0, 1))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_it_runs_and_trains_as_one_process_does(launcher: str, tmp_path: Path) -> None:
+    done = launch(launcher, tmp_path, SCRIPT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    wanted = one_process(3)
+    for rank in range(3):
+        got = torch.load(tmp_path / f"result-{rank}.pt")
+        if launcher != "polytempo run" or BATCHES[rank] == max(BATCHES):  # there, who ends is left out and keeps its own
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_modes_that_need_servers_are_refused_in_one_line(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text("import polytempo as pt\npt.init(sync='ssp:3')\n")
+    done = launch(launcher, tmp_path, str(script))
+    assert done.returncode != 0
+    assert "sync='ssp:3' needs servers" in done.stderr
+    assert "use polytempo run" in done.stderr
