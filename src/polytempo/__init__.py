@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from polytempo.train.communicate import all_to_all as all_to_all
     from polytempo.train.communicate import barrier as barrier
     from polytempo.train.communicate import broadcast as broadcast
-    from polytempo.train.communicate import broadcast_parameters as broadcast_parameters
     from polytempo.train.communicate import explain as explain
     from polytempo.train.communicate import gather as gather
     from polytempo.train.communicate import irecv as irecv
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
     from polytempo.train.session import should_stop as should_stop
     from polytempo.train.session import shutdown as shutdown
     from polytempo.train.session import size as size
+    from polytempo.train.states import broadcast_optimizer_state as broadcast_optimizer_state
+    from polytempo.train.states import broadcast_parameters as broadcast_parameters
     from polytempo.virtual.train import train_virtually as train_virtually
 
 __version__ = VERSION
@@ -59,6 +60,8 @@ _WHERE = {
     "simulate_job": "polytempo.simulate.run",
     "parse_spec": "polytempo.sync.spec",
     "train_virtually": "polytempo.virtual.train",
+    "broadcast_optimizer_state": "polytempo.train.states",
+    "broadcast_parameters": "polytempo.train.states",
     "DistributedOptimizer": "polytempo.train.optimizer",
     "DistributedSampler": "polytempo.train.sampler",
     "JobEnded": "polytempo.errors",
@@ -73,7 +76,6 @@ _WHERE = {
             "all_to_all",
             "barrier",
             "broadcast",
-            "broadcast_parameters",
             "explain",
             "gather",
             "irecv",
@@ -103,6 +105,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "cluster_from",
     "explain",

@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "sync", "protocol", "transport", "collectives", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
+    "torch_backend": ({"errors", "collectives", "train"}, {"torch"}),
     "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
         {"errors", "records", "protocol", "coordinate", "transport", "collectives", "parameter_server", "train"},
@@ -47,7 +48,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"typer", "rich", "yaml", "torch"},
     ),
     "__main__": ({"cli"}, set()),
-    "__init__": ({"version", "errors", "simulate", "sync", "virtual", "train"}, set()),
+    "__init__": ({"version", "errors", "simulate", "sync", "virtual", "train", "torch_backend"}, set()),
 }
 
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.

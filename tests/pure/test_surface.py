@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "all_to_all",
         "barrier",
         "broadcast",
+        "broadcast_optimizer_state",
         "broadcast_parameters",
         "cluster_from",
         "explain",

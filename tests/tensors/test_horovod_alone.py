@@ -14,8 +14,8 @@ import torch
 import polytempo.horovod as hvd
 from polytempo.errors import PeerError, UsageError
 from polytempo.horovod.buckets import Bucket, Travel, buckets_of
-from polytempo.horovod.plain import decode, encode
 from polytempo.horovod.records import Call, Kind, check_calls, digest
+from polytempo.train.plain import decode, encode
 
 ARGUMENTS: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
 

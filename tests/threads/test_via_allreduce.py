@@ -30,8 +30,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.means import READERS, MeanExchange
+from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)

@@ -79,14 +79,16 @@ def at_once(size: int, work: Callable[[int], Any]) -> list[Any]:
 def results(*clients: Client) -> list[Any]:
     """What came out of all of them; the first error of any, which may be why others wait."""
     deadline = time.monotonic() + PATIENCE
-    while not all(client.over() for client in clients) and time.monotonic() < deadline:
+    while waiting := [client for client in clients if not client.over()]:
         if any(client.error is not None for client in clients):
             deadline = min(deadline, time.monotonic() + 2.0)
-        next((client for client in clients if not client.over()), clients[0]).join(0.2)
+        if time.monotonic() > deadline:
+            break
+        waiting[0].join(0.2)
     for client in clients:
         if client.error is not None:
             raise client.error
-    return outcomes(*clients)
+    return _outcomes(clients)
 
 
 def outcomes(*clients: Client) -> list[Any]:
@@ -94,6 +96,10 @@ def outcomes(*clients: Client) -> list[Any]:
     deadline = time.monotonic() + PATIENCE
     for client in clients:
         client.join(max(0.0, deadline - time.monotonic()))
+    return _outcomes(clients)
+
+
+def _outcomes(clients: Sequence[Client]) -> list[Any]:
     waiting = [index for index, client in enumerate(clients) if not client.over()]
     assert waiting == [], f"of {len(clients)} threads, {waiting} still wait"
     return [client.result if client.error is None else client.error for client in clients]
@@ -152,19 +158,6 @@ def hosts_of_threads() -> Iterator[threading.local]:
 def close_all(worlds: Sequence[World]) -> None:
     """All at once: some take their time."""
     results(*[Client(world.close) for world in worlds])
-
-
-@contextmanager
-def opened(kind: str, size: int, hosts: Hosts | None = None, timeout: float | None = None) -> Iterator[list[World]]:
-    """Worlds, and nothing is left of them afterwards."""
-    before = Leftovers()
-    worlds = open_worlds(kind, size, hosts, timeout)
-    try:
-        yield worlds
-    finally:
-        close_all(worlds)
-        worlds.clear()
-    before.check()
 
 
 # Working.
@@ -231,12 +224,40 @@ class Leftovers:
         assert self.more() == {}, "(before, now)"
 
 
+class Opening:
+    """Opens worlds for one test."""
+
+    def __init__(self) -> None:
+        self._worlds: list[World] = []
+
+    def __call__(self, kind: str, size: int, hosts: Hosts | None = None, timeout: float | None = None) -> list[World]:
+        worlds = open_worlds(kind, size, hosts, timeout)
+        self._worlds += worlds
+        return worlds
+
+    def close(self) -> None:
+        worlds, self._worlds = self._worlds, []
+        close_all(worlds)
+
+
+def _clients() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if isinstance(thread, Client)}
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    before = Leftovers()
+    before, hanging = Leftovers(), _clients()
     yield
+    assert _clients() <= hanging
     before.check()
-    assert [thread for thread in threading.enumerate() if isinstance(thread, Client)] == []
+
+
+@pytest.fixture
+def opening(nothing_left: None) -> Iterator[Opening]:
+    """Opens worlds; they are closed after the test, and nothing is left of them."""
+    made = Opening()
+    yield made
+    made.close()
 
 
 class Cache:
@@ -244,6 +265,7 @@ class Cache:
 
     def __init__(self) -> None:
         self._worlds: dict[tuple[str, int, Hosts | None], list[World]] = {}
+        self.spoilt = False
 
     def __call__(self, kind: str, size: int, hosts: Hosts | None = None) -> list[World]:
         key = kind, size, hosts
@@ -251,17 +273,30 @@ class Cache:
             self._worlds[key] = open_worlds(kind, size, hosts)
         return self._worlds[key]
 
-    def close(self) -> None:
+    def drop(self) -> list[Client]:
+        """Close all, at once."""
         worlds = [world for found in self._worlds.values() for world in found]
         self._worlds.clear()
-        close_all(worlds)
+        return [Client(world.close) for world in worlds]
 
 
 @pytest.fixture(scope="module")
-def worlds_of() -> Iterator[Cache]:
-    """Worlds by kind, size and hosts; nothing is left of them after the module."""
+def all_worlds() -> Iterator[Cache]:
     before = Leftovers()
     cache = Cache()
     yield cache
-    cache.close()
-    before.check()
+    clients = cache.drop()
+    if not cache.spoilt:
+        results(*clients)
+        clients.clear()
+        before.check()
+
+
+@pytest.fixture
+def worlds_of(all_worlds: Cache) -> Iterator[Cache]:
+    """Worlds by kind, size and hosts; nothing is left of them after the module. If anybody hangs, new ones are made."""
+    before = _clients()
+    yield all_worlds
+    if not _clients() <= before:
+        all_worlds.spoilt = True
+        all_worlds.drop()

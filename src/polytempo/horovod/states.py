@@ -10,11 +10,12 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.horovod.broadcasting import check_root
 from polytempo.horovod.gathering import gather_pieces
-from polytempo.horovod.plain import decode, encode
 from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
 from polytempo.horovod.reduction import pack
 from polytempo.horovod.sets import ProcessSet, global_process_set
 from polytempo.train import communicate, session
+from polytempo.train.plain import decode, encode
+from polytempo.train.states import load_in_place
 
 #: Small tensors travel together, up to so many bytes.
 PARCEL = 16 << 20
@@ -91,19 +92,7 @@ def broadcast_optimizer_state(
     with torch.no_grad():
         _send([tensor.cpu() for tensor in aside], root_rank, process_set)  # all on one device, as where they are made
     if state is not None:
-        _load(optimizer, state)
-
-
-def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Groups and state stay the objects they were: schedulers and wrappers hold on to them."""
-    groups, kept = optimizer.param_groups, optimizer.state
-    optimizer.load_state_dict(state)
-    for old, new in zip(groups, optimizer.param_groups, strict=True):
-        old.update(new)
-    entries = dict(optimizer.state)
-    kept.clear()
-    kept.update(entries)
-    optimizer.param_groups, optimizer.state = groups, kept
+        load_in_place(optimizer, state)
 
 
 def _send_bytes(data: bytes, root_rank: int, name: str | None, members: ProcessSet) -> bytes:

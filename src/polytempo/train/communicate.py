@@ -228,11 +228,3 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Any:
     """Wait until all ranks are here."""
     inner = _members(group).inner
     return inner and _end(inner.barrier(async_op), async_op)
-
-
-def broadcast_parameters(state: Any, root: int = 0) -> None:
-    """Make a `state_dict`, or named parameters, those of rank `root`, in place."""
-    items = dict(state)
-    tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
-    if tensors:
-        broadcast([tensor.data for tensor in tensors], root)

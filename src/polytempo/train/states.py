@@ -1,0 +1,49 @@
+"""Models and optimizers from one worker to all, in place. Nothing is pickled (`plain.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polytempo.train.communicate import broadcast
+from polytempo.train.plain import decode, encode
+from polytempo.train.session import current
+
+
+def broadcast_parameters(state: Any, root: int = 0) -> None:
+    """Make a `state_dict`, or named parameters, those of rank `root`."""
+    items = dict(state)
+    tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
+    if tensors:
+        broadcast([tensor.detach() for tensor in tensors], root)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Make an optimizer's options and state those of rank `root`, whatever this one's has or lacks."""
+    if current().size == 1:
+        return
+    aside: list[torch.Tensor] = []
+    mine = current().rank == root
+    data = bytearray(encode(optimizer.state_dict(), aside)) if mine else bytearray()
+    length = torch.tensor([len(data)])
+    broadcast(length, root)
+    text = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    broadcast(text, root)
+    state = None if mine else decode(text.numpy().tobytes(), aside)
+    if aside:
+        broadcast([tensor.detach() for tensor in aside], root)
+    if state is not None:
+        load_in_place(optimizer, state)
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state. Groups and state stay the objects they were: schedulers and wrappers hold on to them."""
+    groups, kept = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state)
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    entries = dict(optimizer.state)
+    kept.clear()
+    kept.update(entries)
+    optimizer.param_groups, optimizer.state = groups, kept
