@@ -41,6 +41,7 @@ from worlds import (
     unused_name,
 )
 
+from polytempo.collectives.group import Group
 from polytempo.collectives.single import receive, send
 from polytempo.collectives.world import World, open_by_name, open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
@@ -64,6 +65,7 @@ from polytempo.transport.links import (
 from polytempo.transport.meeting import RANK
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.poller import Poller
+from polytempo.transport.segments import make_segment
 from polytempo.transport.stream_link import StreamLink
 
 __all__ = ["nothing_left", "opening"]
@@ -78,10 +80,10 @@ def head(kind: int, meta: bytes = b"", context: int = 0, tag: int = 0, length: i
 
 
 @contextlib.contextmanager
-def beside_a_fake() -> Iterator[tuple[World, socket.socket]]:
+def beside_a_fake(timeout: float | None = None) -> Iterator[tuple[World, socket.socket]]:
     """Rank 0 of 2, and what is at the other end instead of rank 1."""
     name = unused_name()
-    opening = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
+    opening = Client(lambda: open_by_name(name, 0, 2, PATIENCE, timeout))
     fake = connected(name, 0)
     fake.sendall(RANK.pack(1, 2))
     (world,) = results(opening)
@@ -109,7 +111,11 @@ def connected(name: str, rank: int) -> socket.socket:
 
 def loss(world: World) -> str:
     """Why rank 1 is lost: by a call that needs it."""
-    (outcome,) = outcomes(Client(lambda: world.everybody.all_reduce([torch.ones(3)], algorithm="ring").wait()))
+    return loss_of(world, lambda group: group.all_reduce([torch.ones(3)], algorithm="ring").wait())
+
+
+def loss_of(world: World, call: Callable[[Group], object]) -> str:
+    (outcome,) = outcomes(Client(lambda: call(world.everybody)))
     assert isinstance(outcome, PeerError), repr(outcome)
     return str(outcome)
 
@@ -223,8 +229,7 @@ def test_memory_that_is_too_small_for_a_board_is_an_error() -> None:
     fake, _ = listener.accept()
     listener.close()
     (world,) = results(opening)
-    small = meeting.__dict__.get("make_segment") or __import__("polytempo.transport.segments", fromlist=["x"]).make_segment
-    segment = small(4096)
+    segment = make_segment(4096)
     socket.send_fds(fake, [head(SEGMENT, tag=64 << 10)], [segment.descriptor])
     fake.sendall(head(NOTE, b"1 all_reduce(sum, float32[3])", tag=1) + head(NOTE, tag=2))
     (outcome,) = outcomes(Client(lambda: world.everybody.all_reduce([torch.ones(3)]).wait(PATIENCE / 4)))
@@ -247,6 +252,20 @@ def test_a_peer_that_sends_garbage_and_reads_nothing_is_soon_let_go() -> None:
         (outcome,) = outcomes(Client(sending.wait))
         assert outcome is None or "rank 1 is gone" in str(outcome)
         assert "rank 1 is gone (it sent something that is no message)" in loss(world)
+
+
+def test_a_payload_that_is_under_way_when_its_call_fails_does_no_harm() -> None:
+    """Half of it was there before the call, and the other half comes when nobody wants it any more."""
+    with beside_a_fake(timeout=0.2) as (world, fake):
+        fake.sendall(head(DATA, context=1, tag=6, length=4) + b"abcd" + head(DATA, tag=1, length=4000) + bytes(100))
+        place = torch.zeros(4, dtype=torch.uint8)
+        results(Client(lambda: receive(world.everybody, place, 1, tag=6).wait()))
+        assert "rank 0 has waited" in loss_of(
+            world, lambda group: group.all_reduce([torch.ones(2000)], algorithm="ring").wait()
+        )
+        fake.sendall(bytes(3900) + head(DATA, context=1, tag=7, length=4) + b"efgh")
+        results(Client(lambda: receive(world.everybody, place, 1, tag=7).wait()))
+        assert bytes(place.tolist()) == b"efgh"
 
 
 # Messages in any pieces.
@@ -294,16 +313,15 @@ def drive(link: Any, poller: Poller, until: Callable[[], bool]) -> None:
 def test_messages_arrive_whole_however_they_are_cut(
     messages: list[tuple[int, int, int, bytes, bytes]], data: st.DataObject
 ) -> None:
+    stream = b"".join(head(kind, meta, context, tag, len(body)) + body for kind, context, tag, meta, body in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     heard, poller = Heard(), Poller()
     link = StreamLink(1, heard, ours)
     link.attach(poller)
-    stream = b"".join(head(kind, meta, context, tag, len(body)) + body for kind, context, tag, meta, body in messages)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
-    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        theirs.sendall(stream[start:stop])
-        link.handle(poller.poll(0))
+    sending = Client(lambda: [theirs.sendall(stream[a:b]) for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)])
     drive(link, poller, lambda: len(heard.got) == len(messages))
+    results(sending)
     assert heard.got == messages
     theirs.close()
     drive(link, poller, lambda: bool(heard.gone_because))
@@ -328,8 +346,9 @@ def test_messages_of_a_link_arrive_at_the_other_end(messages: list[tuple[int, in
         sent: list[int] = []
         for index, (number, context, tag, meta, body) in enumerate(messages):
             payload = numpy.frombuffer(body, dtype=numpy.uint8).copy() if body else None
-            links[0].send(Message(number, context, tag, meta), payload, lambda index=index: sent.append(index))
-        while len(there.got) < len(messages):
+            links[0].send(Message(number, context, tag, meta), payload, lambda index=index, sent=sent: sent.append(index))
+        deadline = time.monotonic() + PATIENCE
+        while len(there.got) < len(messages) and time.monotonic() < deadline:
             links[1].handle(pollers[1].poll(20))
             links[0].handle(pollers[0].poll(0))
         drive(links[0], pollers[0], lambda sent=sent: len(sent) == len(messages))
@@ -339,7 +358,7 @@ def test_messages_of_a_link_arrive_at_the_other_end(messages: list[tuple[int, in
         for link in links:
             link.close()
         for link in links:
-            link.send(Message(BYE, 0, 0), None, lambda: sent.append(-1))
+            link.send(Message(BYE, 0, 0), None, lambda sent=sent: sent.append(-1))
         assert sent[-2:] == [-1, -1], "on a closed link nothing is kept"
 
 
@@ -373,9 +392,11 @@ def beside_a_fake_host(fake_rank: int, secure: bool = False) -> Iterator[tuple[W
             else:
                 fake.connect(store.get("link-0-1", PATIENCE))
             (world,) = results(opening)
-        yield world, fake
-        (closed,) = outcomes(Client(world.close))
-        assert closed is None
+        try:
+            yield world, fake
+        finally:
+            (closed,) = outcomes(Client(world.close))
+            assert closed is None
     finally:
         fake.close()
         context.term()
@@ -437,12 +458,11 @@ def test_a_stranger_at_the_door_does_not_end_a_link(what: bytes) -> None:
     everywhere(worlds, lambda world: world.everybody.barrier().wait())
     host, _, port = store.get("link-0-1", PATIENCE).removeprefix("tcp://").rpartition(":")
     for _ in range(3):
-        with socket.create_connection((host, int(port)), PATIENCE) as stranger:
+        with socket.create_connection((host, int(port)), PATIENCE) as stranger, contextlib.suppress(OSError):
             stranger.sendall(what)
             stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError):
-                while stranger.recv(1000):  # until the other side has ended it
-                    pass
+            while stranger.recv(1000):  # until the other side has ended it
+                pass
         found = attempts(
             worlds, lambda world: [Call("all_reduce", "ring", 5).make(world.everybody).check() for _ in range(3)]
         )
@@ -497,18 +517,22 @@ def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes
     close_all(worlds)
 
 
-def test_one_who_claims_a_rank_that_has_come_is_turned_away() -> None:
-    name = unused_name()
+def test_one_who_claims_a_rank_that_has_come_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, has_come, original = unused_name(), threading.Event(), meeting._accept
+
+    def accept(listener: socket.socket, found: dict[int, socket.socket], *about: Any) -> None:
+        original(listener, found, *about)
+        has_come.set()
+
+    monkeypatch.setattr(meeting, "_accept", accept)
     opening = [Client(lambda rank=rank: open_by_name(name, rank, 3, PATIENCE)) for rank in (0, 1)]
-    second = connected(name, 0)
-    second.sendall(RANK.pack(1, 3))
-    worlds = results(*opening, Client(lambda: open_by_name(name, 2, 3, PATIENCE)))
-    try:
+    assert has_come.wait(PATIENCE)
+    with connected(name, 0) as second:
+        second.sendall(RANK.pack(1, 3))
+        worlds = results(*opening, Client(lambda: open_by_name(name, 2, 3, PATIENCE)))
         found = attempts(worlds, lambda world: Call("all_reduce", "ring").make(world.everybody).check())
-        assert not any(isinstance(outcome, BaseException) for outcome in found), found
-    finally:
-        second.close()
-        close_all(worlds)
+    close_all(worlds)
+    assert not any(isinstance(outcome, BaseException) for outcome in found), found
 
 
 def test_sizes_that_disagree_are_an_error() -> None:
@@ -612,14 +636,9 @@ WRONG: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_keys_that_do_not_fit_are_named(case: str) -> None:
-    found = open_two(*WRONG[case]())
-    worlds = [one for one in found if isinstance(one, World)]
-    texts = [str(one) for one in found if not isinstance(one, World)]
-    texts += [str(outcome) for outcome in attempts(worlds, lambda world: world.everybody.barrier().wait())]
-    close_all(worlds)
-    assert len(texts) == 2
-    assert all(re.search(r"rank [01]", text) for text in texts), texts
-    assert any("key" in text for text in texts), texts
+    for outcome in open_two(*WRONG[case](), patience=1.0):
+        assert isinstance(outcome, PeerError), outcome
+        assert re.search(r"rank [01] cannot talk to rank [01]: .*key file", str(outcome)), outcome
 
 
 def test_without_keys_it_must_be_said_that_none_are_wanted() -> None:

@@ -324,9 +324,12 @@ class Engine:
 
     def room(self, source: int, message: Message, length: int) -> Bytes:
         """Memory for what is about to arrive."""
-        if message.kind != DATA:
-            return self.pool.take(length)
-        return self.post.room(source, message.context, message.tag, length)
+        try:
+            if message.kind != DATA:
+                return self.pool.take(length)
+            return self.post.room(source, message.context, message.tag, length)
+        except (MemoryError, ValueError):
+            raise PeerError(f"it has announced {length} bytes, and there is no memory for them") from None
 
     def arrived(self, source: int, message: Message, payload: Bytes | None) -> None:
         """A whole message."""
@@ -350,6 +353,8 @@ class Engine:
     def _hear_call(self, source: int, message: Message) -> None:
         """Meta: the number of a call, and the call."""
         number, _, call = message.meta.decode(errors="replace").partition(" ")
+        if not (number.isascii() and number.isdigit() and len(number) < 20):
+            raise PeerError("it sent something that is no message")
         lane, count = self._lanes.get(message.context), int(number)
         if lane is not None and count in self._calls.get(message.context, {}):
             self._compare(lane, count, source, call)

@@ -57,6 +57,9 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 def total(name: str, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """All terms combined in their order, into `out`, which may be one of them: block by block, so that it stays in cache."""
     combine, last = COMBINE[name], len(terms) - 2
+    if last == 0:
+        combine(*terms, out=out)  # nothing lies in between: at once
+        return
     between = torch.empty(min(BLOCK, out.numel()) if last > 0 else 0, dtype=out.dtype)
     for start in range(0, out.numel(), BLOCK):
         target, sofar = out[start : start + BLOCK], terms[0][start : start + BLOCK]

@@ -27,7 +27,7 @@ class Receipt:
     problem: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A message that was there before its receive."""
 
@@ -77,9 +77,11 @@ class Post:
         receipt, payload = waiting.receipt, waiting.payload
         assert receipt is not None
         assert payload is not None
-        self._waiting[key].remove(waiting)
-        if not self._waiting[key]:
-            del self._waiting[key]
+        messages = self._waiting.get(key, deque())  # none, if the context was dropped meanwhile
+        if waiting in messages:
+            messages.remove(waiting)
+        if not messages:
+            self._waiting.pop(key, None)
         if payload.nbytes != receipt.length:
             receipt.problem = f"expected {receipt.length} bytes from rank {waiting.source}, got {payload.nbytes}"
         elif receipt.buffer is None:

@@ -102,7 +102,7 @@ def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, ti
     """Ranks of one host that all know a name nobody else uses."""
     _check(rank, size)
     engine = Engine(rank)
-    return World(engine, size, meet_by_name(name, rank, size, engine, patience), timeout)
+    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, patience), timeout)
 
 
 def open_by_store(
@@ -118,7 +118,17 @@ def open_by_store(
     """Ranks that see one store, on any hosts."""
     _check(rank, size)
     engine = Engine(rank)
-    return World(engine, size, meet_by_store(store, rank, size, engine, patience, keys, insecure, route), timeout)
+    meet = partial(meet_by_store, store, rank, size, engine, patience, keys, insecure, route)
+    return _opened(engine, size, meet, timeout)
+
+
+def _opened(engine: Engine, size: int, meet: Callable[[], Met], timeout: float | None) -> World:
+    try:
+        met = meet()
+    except BaseException:
+        engine.close()
+        raise
+    return World(engine, size, met, timeout)
 
 
 def open_in_threads(size: int, timeout: float | None = None) -> list[World]:

@@ -84,14 +84,19 @@ def meet_by_store(
     here = next(ranks for ranks in met.hosts if rank in ranks)
     met.links += _meet_here(_digest(store.get("token", patience)), rank, here, size, receiver, patience)
     away = [other for other in range(size) if other not in here]
-    if away:
-        if keys is None and not insecure:
-            raise UsageError(
-                f"ranks {', '.join(map(str, away[:8]))} are on other hosts: give all ranks the same key file "
-                "(made by `polytempo key FILE`), or say insecure to go without"
-            )
-        met.wires = ZmqWires(keys)
-        met.links += _meet_away(store, rank, away, receiver, met.wires, patience, route)
+    try:
+        if away:
+            _check_keys(away, keys, insecure)
+            met.wires = ZmqWires(keys)
+            links = [ZmqLink(other, receiver, met.wires, serves=rank < other) for other in away]
+            met.links += links
+            _meet_away(store, rank, links, patience, route)
+    except BaseException:
+        for link in met.links:
+            link.close()
+        if met.wires is not None:
+            met.wires.close()
+        raise
     return met
 
 
@@ -108,11 +113,18 @@ def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         if others:
             _bind(listener, f"\0polytempo-{name}-{rank}", rank)
-        found = {other: _connect(name, rank, other, size, deadline) for other in others if other < rank}
-        while missing := [other for other in others if other not in found]:
-            _accept(listener, found, size, deadline, missing)
-        links: list[Link] = [StreamLink(other, receiver, sock) for other, sock in found.items()]
-        return links
+        found: dict[int, socket.socket] = {}
+        try:
+            for other in others:
+                if other < rank:
+                    found[other] = _connect(name, rank, other, size, deadline)
+            while missing := [other for other in others if other not in found]:
+                _accept(listener, found, size, deadline, missing)
+        except BaseException:  # who has come must learn that nothing comes of it
+            for sock in found.values():
+                sock.close()
+            raise
+        return [StreamLink(other, receiver, sock) for other, sock in found.items()]
 
 
 def _bind(listener: socket.socket, address: str, rank: int) -> None:
@@ -129,6 +141,7 @@ def _connect(name: str, rank: int, other: int, size: int, deadline: float) -> so
         try:
             sock.connect(f"\0polytempo-{name}-{other}")
             if peer_uid(sock) != os.getuid():
+                sock.close()
                 raise UsageError(f"rank {other} belongs to another user; it was not talked to")
             sock.sendall(RANK.pack(rank, size))
             return sock
@@ -152,10 +165,11 @@ def _accept(
         name = sock.recv(RANK.size, socket.MSG_WAITALL) if peer_uid(sock) == os.getuid() else b""
     except OSError:
         name = b""
-    if len(name) < RANK.size:
+    rank, their_size = RANK.unpack(name) if len(name) == RANK.size else (-1, size)
+    if rank not in missing or their_size != size:
         sock.close()
+    if rank not in missing:  # a stranger, or a second one who says he is somebody
         return
-    rank, their_size = RANK.unpack(name)
     if their_size != size:
         raise UsageError(f"rank {rank} says there are {their_size} ranks, and this one says {size}")
     found[rank] = sock
@@ -186,12 +200,17 @@ def _own_host(route: str) -> tuple[str, bool]:
     return own_address(route), True
 
 
-def _meet_away(
-    store: Store, rank: int, away: list[int], receiver: Receiver, wires: ZmqWires, patience: float, route: str
-) -> list[Link]:
-    """The lower rank of a pair listens, and says where."""
+def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> None:
+    if keys is None and not insecure:
+        raise UsageError(
+            f"ranks {', '.join(map(str, away[:8]))} are on other hosts: give all ranks the same key file "
+            "(made by `polytempo key FILE`), or say insecure to go without"
+        )
+
+
+def _meet_away(store: Store, rank: int, links: list[ZmqLink], patience: float, route: str) -> None:
+    """The lower rank of a pair listens, and says where. Both then wait until the other has proved who it is."""
     host, known = _own_host(route)
-    links = [ZmqLink(other, receiver, wires, serves=rank < other) for other in away]
     for link in links:
         if rank < link.rank:
             address = link.bind(f"[{host}]" if ":" in host else host)
@@ -200,12 +219,7 @@ def _meet_away(
         if link.rank < rank:
             address = store.get(f"link-{link.rank}-{rank}", patience)
             link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
-    _establish(links, rank, time.monotonic() + patience)
-    return list[Link](links)
-
-
-def _establish(links: list[ZmqLink], rank: int, deadline: float) -> None:
-    """Wait until both ends of all links have proved who they are."""
+    deadline = time.monotonic() + patience
     while missing := [link for link in links if not link.established]:
         for link in missing:
             link.hear()

@@ -21,6 +21,7 @@ ANCILLARY = socket.CMSG_SPACE(16 * 4)
 JOIN_UP_TO = 16 << 10
 #: How long a closing link waits for the other end to take what is left.
 LAST_WORDS = 1.0
+CLOSED = "its connection has closed"
 
 
 class StreamLink(Link):
@@ -73,9 +74,15 @@ class StreamLink(Link):
 
     def _broken(self, error: OSError) -> None:
         """Nobody takes what we send. What the other end said before it went still counts."""
-        while self.open:
-            self._read()
-        del error
+        reason = f"it takes nothing more: {error.strerror or error}"
+        try:
+            while self.open:
+                self._fill() if self._filling is not None else self._take()
+        except BlockingIOError:
+            pass
+        except (OSError, PeerError) as ended:
+            reason = str(ended) if isinstance(ended, PeerError) else CLOSED
+        self._lost(reason)
 
     def _watch(self, writing: bool) -> None:
         if writing != self._writing and self._poller is not None and self.open:
@@ -105,7 +112,7 @@ class StreamLink(Link):
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
-            self._lost(str(error) if isinstance(error, PeerError) else "its connection has closed")
+            self._lost(str(error) if isinstance(error, PeerError) else CLOSED)
 
     def _fill(self) -> None:
         assert self._filling is not None
@@ -114,7 +121,7 @@ class StreamLink(Link):
             self._filling = message, payload, filled
             count = self._sock.recv_into(payload.data[filled:])
             if not count:
-                raise PeerError("its connection has closed")
+                raise PeerError(CLOSED)
             filled += count
         self._filling = None
         self.receiver.arrived(self.rank, message, payload)
@@ -124,7 +131,7 @@ class StreamLink(Link):
         for _level, _kind, value in ancillary:
             self._descriptors += memoryview(value).cast("i").tolist()
         if not data:
-            raise PeerError("its connection has closed")
+            raise PeerError(CLOSED)
         data = self._rest + data
         while self.open and len(data) >= HEAD.size:
             used = self._message(data)

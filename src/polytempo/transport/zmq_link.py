@@ -6,6 +6,7 @@ thread, which a busy interpreter does not starve; its monitor says when the conn
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -27,6 +28,8 @@ BEAT_MS, SILENCE_MS = 500, 5000
 FRAME = 256 << 10
 #: How long a closing link waits for the other end to take what is left.
 LAST_WORDS_MS = 1000
+#: Seconds in which ZeroMQ lets go of a connection that has ended.
+DOUBT = 0.03
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -144,10 +147,20 @@ class ZmqLink(Link):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.established = True
-            elif event == zmq.EVENT_DISCONNECTED:  # before they have met it is tried again
-                self._ended = self.established
+            elif event == zmq.EVENT_DISCONNECTED and self.established:  # before they have met it is tried again
+                self._ended = self._is_alone()
             elif not self._serves:
                 self.problem = "it does not have the same key file"
+
+    def _is_alone(self) -> bool:
+        """Is it the other end that has gone? Who listens may have been left by a stranger: then there is still somebody
+        to send to. (Closing the door would not do: with it ZeroMQ drops who has come in.)"""
+        deadline = time.monotonic() + DOUBT
+        while self._serves and self._socket.poll(0, zmq.POLLOUT):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(DOUBT / 50)
+        return True
 
     def _has_ended(self) -> bool:
         self.hear()

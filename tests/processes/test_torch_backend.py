@@ -1,0 +1,87 @@
+"""torch.distributed over polytempo: unmodified scripts give what they give over gloo, and nobody hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from live import SCRIPTS, Bench
+
+REGISTER = "from polytempo.torch_backend.register import register; register()"
+KNOWN = "assert 'polytempo' in torch.distributed.Backend.backend_list"
+
+
+def run(bench: Bench, script: str, size: int) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each rank."""
+    command = [sys.executable, "-W", "error", str(SCRIPTS / script), str(bench.folder / "store")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": bench.folder}
+    processes = [
+        subprocess.Popen(command, env={**bench.environment, "RANK": str(rank), "WORLD_SIZE": str(size)}, **pipes)  # type: ignore[call-overload]
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
+def test_scripts_give_what_they_give_over_gloo(bench: Bench, size: int) -> None:
+    for status, out, err in run(bench, "torch_backend.py", size):
+        assert status == 0, out + err
+        assert out.splitlines()[-1] == "ok again"
+        for name in ("DDP", "DDP, PowerSGD", "fully_shard", "DTensor", "the_plain_three", "mean_and_futures"):
+            assert f"ok {name}\n" in out
+        assert "polytempo:" not in err  # nobody waited for long, and no thread ended with a trace
+        assert "Traceback" not in err
+
+
+@pytest.mark.long
+def test_a_killed_peer_is_named_within_seconds(bench: Bench) -> None:
+    ranks = run(bench, "torch_killed.py", 3)
+    for status, out, err in (ranks[0], ranks[2]):
+        assert status == 0, out + err
+        in_backward, after, without = out.splitlines()
+        assert float(in_backward.split()[0]) < 2
+        assert "rank 1 is gone" in in_backward
+        assert "rank 1 is gone" in after
+        assert without == "the others still have 2.0"
+
+
+TORCHRUN = f"""
+{REGISTER}
+import torch, torch.distributed as dist
+dist.init_process_group("polytempo")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(dist.get_rank(), tensor.tolist(), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_torchrun_starts_it(bench: Bench) -> None:
+    script = bench.folder / "script.py"
+    script.write_text(TORCHRUN)
+    flags = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(bench.folder / "logs")]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
+    done = subprocess.run(command, env=bench.environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import torch.distributed; {REGISTER}; {KNOWN}",
+        f"{REGISTER}; import sys; assert 'torch' not in sys.modules; import torch; {KNOWN}",
+        f"{REGISTER}; {REGISTER}; import importlib.util as u; u.find_spec('torch.distributed'); import torch; {KNOWN}",
+    ],
+)
+def test_torch_knows_the_word_in_either_order_of_imports(code: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
