@@ -1,7 +1,7 @@
 """Polytempo: distributed training in which synchronisation is a dial, not a fate.
 
 This is the one door: names below are loaded on first use, so that `import polytempo` costs nothing and a simulation never
-loads torch.
+loads torch. One thing happens on import: torch, if and when it is loaded, is told the name of our back end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from polytempo.torch_backend.register import register
 from polytempo.version import VERSION
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from polytempo.virtual.train import train_virtually as train_virtually
 
 __version__ = VERSION
+register()
 
 _WHERE = {
     "PolytempoError": "polytempo.errors",

@@ -39,7 +39,7 @@ from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.errors import PeerError, UsageError
-from polytempo.train import communicate
+from polytempo.train import communicate, states
 
 __all__ = ["all_worlds", "nothing_left", "opening", "worlds_of"]
 
@@ -836,8 +836,8 @@ def test_in_scripts_handles_lists_and_parameters(scripts: Callable[..., list[Any
         assert [t.item() for t in outputs] == [10.0 * q + rank for q in range(4)]
         torch.manual_seed(rank)
         model = torch.nn.Linear(3, 2)
-        communicate.broadcast_parameters(model.state_dict(), 1)
-        communicate.broadcast_parameters(dict(model.named_parameters()), 1)
+        states.broadcast_parameters(model.state_dict(), 1)
+        states.broadcast_parameters(dict(model.named_parameters()), 1)
         same = torch.stack([model.weight.detach().flatten()] * 1)
         outputs = [torch.zeros_like(same) for _ in range(4)]
         communicate.all_gather(outputs, same)

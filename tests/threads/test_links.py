@@ -165,7 +165,7 @@ def test_any_garbage_is_survived(garbage: bytes, kind: int | None) -> None:
     with beside_a_fake() as (world, fake):
         fake.sendall(garbage if kind is None else head(kind, garbage[:20], length=len(garbage[20:])) + garbage[20:])
         fake.shutdown(socket.SHUT_WR)
-        assert "rank 1" in loss(world)
+        assert "rank 1" in loss(world) or kind == FAILED
 
 
 def test_a_text_of_failure_is_only_a_text() -> None:
@@ -498,7 +498,8 @@ def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.Mo
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
     with connected(name, 0) as stranger:
         stranger.sendall(RANK.pack(1, 2))
-        assert stranger.recv(1) == b"", "it was turned away"
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it was turned away"
     worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
     everywhere(worlds, lambda world: Call("all_reduce").make(world.everybody).check())
     close_all(worlds)
@@ -538,8 +539,8 @@ def test_one_who_claims_a_rank_that_has_come_is_turned_away(monkeypatch: pytest.
 def test_sizes_that_disagree_are_an_error() -> None:
     name = unused_name()
     found = outcomes(
-        Client(lambda: open_by_name(name, 0, 2, 2.0)),
-        Client(lambda: open_by_name(name, 1, 3, 2.0)),
+        Client(lambda: open_by_name(name, 0, 2, 0.5)),
+        Client(lambda: open_by_name(name, 1, 3, 0.5)),
     )
     assert isinstance(found[0], UsageError), found
     assert "rank 1 says there are 3 ranks, and this one says 2" in str(found[0])
@@ -549,7 +550,7 @@ def test_sizes_that_disagree_are_an_error() -> None:
 
 def test_who_believes_in_fewer_ranks_learns_of_it_by_his_first_call() -> None:
     name = unused_name()
-    found = outcomes(Client(lambda: open_by_name(name, 0, 3, 2.0)), Client(lambda: open_by_name(name, 1, 2, 2.0)))
+    found = outcomes(Client(lambda: open_by_name(name, 0, 3, 0.5)), Client(lambda: open_by_name(name, 1, 2, 0.5)))
     assert "rank 1 says there are 2 ranks, and this one says 3" in str(found[0])
     if isinstance(found[1], World):
         (outcome,) = outcomes(Client(lambda: found[1].everybody.barrier().wait()))
@@ -636,7 +637,7 @@ WRONG: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_keys_that_do_not_fit_are_named(case: str) -> None:
-    for outcome in open_two(*WRONG[case](), patience=1.0):
+    for outcome in open_two(*WRONG[case](), patience=0.5):
         assert isinstance(outcome, PeerError), outcome
         assert re.search(r"rank [01] cannot talk to rank [01]: .*key file", str(outcome)), outcome
 
