@@ -67,3 +67,10 @@ def test_modes_that_need_servers_are_refused_in_one_line(launcher: str, tmp_path
     assert done.returncode != 0
     assert "sync='ssp:3' needs servers" in done.stderr
     assert "use polytempo run" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["polytempo run", "torchrun"])
+def test_plain_torch_distributed_code_runs_over_our_back_end(launcher: str, tmp_path: Path) -> None:
+    done = launch(launcher, tmp_path, str(Path(SCRIPT).parent / "plain_dist.py"))
+    assert done.returncode == 0, done.stderr
+    assert all(f"done {rank}" in done.stdout for rank in range(3))

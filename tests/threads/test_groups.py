@@ -107,7 +107,7 @@ def test_a_barrier_and_all_others_without_shared_memory_go_by_messages(worlds_of
     assert {group.last_choice.algorithm for group in groups if group.last_choice} <= {how for _, how in PLANS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["unix", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("memory", "zmq"))])
 @pytest.mark.parametrize("how", ALL_REDUCES)
 def test_a_million_numbers_are_added_up(worlds_of: Cache, kind: str, how: str) -> None:
     if kind != "zmq" or how != "shared-memory":
@@ -363,8 +363,15 @@ def test_gathering_in_place_gathers(worlds_of: Cache) -> None:
 # Several hosts.
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        *(("memory", split) for split in SPLITS[1:4]),
+        *(pytest.param("memory", split, marks=pytest.mark.long) for split in (SPLITS[0], *SPLITS[4:])),
+        *(pytest.param("zmq", split, marks=pytest.mark.long) for split in SPLITS),
+    ],
+    ids=str,
+)
 def test_hosts_of_any_kind_make_no_difference(worlds_of: Cache, kind: str, split: Hosts) -> None:
     size = sum(map(len, split))
     groups = fresh_groups(worlds_of(kind, size, split))

@@ -114,7 +114,8 @@ class Agent:
         facts.write(job_file)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
         for rank in assigned.ranks:
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, threads, _no_log)
+            variables = {**facts.torch_variables(rank), **threads}
+            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, _no_log)
             self._workers[child] = rank
             self._crew.add(child)
         self.display.say(f"joined {self.request.join} as workers {', '.join(map(str, assigned.ranks))} of {facts.size}")

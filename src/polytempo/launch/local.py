@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ class LocalJob:
         self.summary: dict[str, Any] = {}
         self._directory = private_directory()
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
+        self._port = free_port()
         self._crew = Crew()
         self._supervisor = Supervisor(self.request.size, self.request.least)
         self._servers: dict[Child, int] = {}
@@ -111,7 +113,8 @@ class LocalJob:
         job_file = self._directory / "job.json"
         facts.write(job_file)
         for rank in range(self.request.workers):
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, self._threads(), self._log)
+            variables = {**facts.torch_variables(rank), **self._threads()}
+            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, self._log)
             self._workers[child] = rank
             self._crew.add(child)
             self.display.detail(f"worker {rank} is process {child.process.pid}")
@@ -132,6 +135,7 @@ class LocalJob:
             meeting="" if request.expect else str(self._directory),
             route=request.listen or "",
             insecure=request.insecure,
+            port=self._port,
         )
 
     def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:
@@ -362,11 +366,17 @@ def private_directory() -> Path:
     return Path(directory)
 
 
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
+
+
 def start_worker(
-    script: str, arguments: Iterable[str], job_file: Path, rank: int, threads: dict[str, str], log: Any
+    script: str, arguments: Iterable[str], job_file: Path, rank: int, variables: dict[str, str], log: Any
 ) -> Child:
     """Start one worker process."""
-    environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **threads}
+    environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
     if not any(name.startswith("MALLOC_") for name in os.environ):
         environment |= KEEP_MEMORY
     return Child(f"worker {rank}", [sys.executable, script, *arguments], environment, log(f"worker-{rank}"))

@@ -39,6 +39,19 @@ class JobFacts:
     meeting: str = ""  #: the directory where workers of this host meet
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
+    port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
+
+    def torch_variables(self, rank: int) -> dict[str, str]:
+        """What torchrun would set: `torch.distributed.init_process_group()` works in our workers, too."""
+        host = self.route.rpartition(":")[0].strip("[]")
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank - self.first_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": host if host not in ("", "0.0.0.0", "*", "::") else "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
 
     def write(self, path: Path) -> None:
         """For the workers of this host and nobody else: it may hold a key."""
