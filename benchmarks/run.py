@@ -9,6 +9,7 @@ allreduce  all-reduce of plain tensors, beside gloo
 link       all-reduce between two hosts, beside gloo and the bound of the cable
 exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
 bsp        a training step of two processes, beside DistributedDataParallel
+backend    DDP over our back end and over gloo
 alone      a training step in a job of one, beside plain PyTorch
 idle       CPU time of a server that nobody asks anything
 events     a simulated step, beside SimPy
@@ -41,7 +42,8 @@ from verdicts import Judged, as_data, judge, last_line, table
 
 OUT = Path("out/bench")
 CASES: dict[str, Case] = {
-    case.name: case for case in (allreduce.CASE, link.CASE, exchange.CASE, steps.BSP, steps.JOB_OF_ONE, idle.CASE)
+    case.name: case
+    for case in (allreduce.CASE, link.CASE, exchange.CASE, steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE)
 }
 
 

@@ -7,6 +7,7 @@ save who keep gradients in buckets. So DDP is shown as it comes and with `gradie
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -72,21 +73,36 @@ def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | Non
         model, optimizer, inputs, targets = _task(work, rank)
         return _step(model, pt.DistributedOptimizer(optimizer, model, via=via), inputs, targets)
 
-    pt.init(job_file, rank)
+    pt.init(job_file, rank if job_file else None)
     answer(pipe, make)
     pt.shutdown()
 
 
-def ddp_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
+def ranked_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
+    """As torchrun starts it: there is no server, and nobody decides."""
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "TORCHELASTIC_RUN_ID": directory,
+    }
+    os.environ |= {name: str(value) for name, value in names.items()}
+    our_worker(pipe, rank, None, None)
+
+
+def ddp_worker(pipe: Connection, rank: int, directory: str, size: int, backend: str = "gloo") -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
+
+    import polytempo  # noqa: F401  the name of its back end
 
     def make(work: str, variant: str) -> Round:
         model, optimizer, inputs, targets = _task(work, rank)
         together = DistributedDataParallel(model, gradient_as_bucket_view=variant == VIEWS)
         return _step(together, optimizer, inputs, targets)
 
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=size)
     answer(pipe, make)
     dist.destroy_process_group()
 
@@ -117,6 +133,14 @@ def start_ddp_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
 
 def start_ddp(rig: Rig, workers: int, servers: int) -> None:
     rig.add_workers(ddp_worker, workers, str(rig.directory), workers)
+
+
+def start_ddp_on_ours(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(ddp_worker, workers, str(rig.directory), workers, "polytempo")
+
+
+def start_ranked(rig: Rig, workers: int, servers: int) -> None:
+    rig.add_workers(ranked_worker, workers, str(rig.directory), workers)
 
 
 OURS = ("ours, server", "ours, all-reduce")
@@ -160,4 +184,27 @@ JOB_OF_ONE = Case(
     ),
     ratios=(THROUGH_SERVER, NO_LAUNCHER),
     bars=(Bar(THROUGH_SERVER, (SMALL,), most=1.10), Bar(NO_LAUNCHER, (SMALL,), most=1.02)),
+)
+
+WORD = Ratio("DDP on polytempo / DDP on gloo", ("DDP on polytempo",), ("DDP on gloo",))
+VIEWED = Ratio("same, with bucket views", ("DDP on polytempo, views",), ("DDP on gloo, views",))
+
+BACKEND = Case(
+    name="backend",
+    title="DDP with one word changed: a training step of 2 processes, milliseconds",
+    cells=tuple(Cell(work, work, workers=2) for work in (MLP, CNN)),
+    subjects=(
+        Subject("DDP on polytempo", start_ddp_on_ours),
+        Subject("DDP on gloo", start_ddp),
+        Subject("DDP on polytempo, views", start_ddp_on_ours, VIEWS),
+        Subject("DDP on gloo, views", start_ddp, VIEWS),
+        Subject("DistributedOptimizer, as torchrun starts it", start_ranked),
+        Subject(PLAIN, start_plain),
+    ),
+    ratios=(
+        WORD,
+        VIEWED,
+        Ratio("DistributedOptimizer / DDP on gloo", ("DistributedOptimizer, as torchrun starts it",), WORD.under),
+    ),
+    bars=(Bar(WORD, (MLP,), most=0.90),),
 )

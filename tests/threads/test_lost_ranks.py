@@ -373,9 +373,10 @@ def test_a_death_while_the_others_form_again_is_survived(opening: Opening, kind:
 def test_whoever_dies_wherever_the_others_go_on(
     size: int, how: str, dooms: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    worlds = open_worlds(data.draw(st.sampled_from(["memory", "unix"])), size)
+    kind, order = data.draw(st.sampled_from(["memory", "unix"])), data.draw(st.permutations(range(size)))
+    doomed = dict(zip(order, [("call", 1), *dooms][: size - 1], strict=False))
+    worlds = open_worlds(kind, size)
     warm(worlds)
-    doomed = dict(zip(data.draw(st.permutations(range(size))), [("call", 1), *dooms][: size - 1], strict=False))
     for rank, (where, sends) in doomed.items():
         in_reform = where == "reform"
         doom(worlds[rank], sends, lambda message, when=in_reform: (message.context >= AGAIN) == when)
@@ -394,11 +395,13 @@ def test_whoever_dies_wherever_the_others_go_on(
             else:
                 return group.ranks, took_part(mine)
 
-    found = attempts(worlds, lambda world: until_death(world, work))
-    survivors = tuple(rank for rank in range(size) if rank not in doomed)
+    try:
+        found = attempts(worlds, lambda world: until_death(world, work))
+    finally:
+        close_all(worlds)
+    survivors = tuple(rank for rank in range(size) if not isinstance(found[rank], Died))  # some could not send so much
+    assert {rank for rank in range(size) if rank not in doomed} <= set(survivors)
     assert [found[rank] for rank in survivors] == [(survivors, list(survivors))] * len(survivors)
-    assert all(isinstance(found[rank], Died) for rank in doomed)
-    close_all(worlds)
 
 
 # Closing.
