@@ -1,6 +1,6 @@
 """Means over a group without anybody who decides: buckets go while backward runs, and a vote ends the step.
 
-Buckets are sent in the same order everywhere, multiplied by this rank's weight; the gradients themselves stay as they are.
+Buckets are sent in the same order everywhere, multiplied by this rank's share; the gradients themselves stay as they are.
 A rank that votes has all sums of its step, for calls end in their order. So a vote that one rank has seen to its end is the
 end of the step for all, even if somebody dies before the others have: they learn the ballots from who has them. If nobody
 has, the step is made again from the gradients, without the dead.
@@ -42,6 +42,7 @@ class Rounds:
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.params}
         self._parts = [self._slices(layout, bucket) for bucket in self._buckets]
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
+        self._total = float(world.size)  # and those of all together
         self._votes = 0
         self._ballots: list[bytes] = []  # of the last vote
         self._begin()
@@ -79,7 +80,7 @@ class Rounds:
             self._versions[index] = self._flat.views[index]._version
         for source, target in self._parts[number]:
             if weight:
-                torch.mul(source, weight, out=target)
+                torch.mul(source, weight / self._total, out=target)
             else:
                 target.zero_()
 
@@ -107,10 +108,16 @@ class Rounds:
                 changed = frozenset()
         self._begin()
         if found.total and not found.skipped:
+            self._correct(found.total)
+        return found
+
+    def _correct(self, total: float) -> None:
+        """Sums were made for a total as in the step before; mostly it is the same."""
+        if total != self._total:
             for parts in self._parts:
                 for _, target in parts:
-                    target.div_(found.total)
-        return found
+                    target.mul_(self._total / total)
+        self._total = total
 
     def _changed(self, weight: float) -> frozenset[int]:
         """Buckets under way that are not what they should be."""
