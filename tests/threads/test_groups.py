@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -605,6 +606,26 @@ def test_a_blocking_call_comes_after_those_in_the_background(worlds_of: Cache) -
             assert mine[0] == 3**6
 
         at_once(3, work)
+
+
+@pytest.mark.parametrize("call", [Call("broadcast", "tree"), Call("broadcast", "ring"), Call("scatter", "linear")], ids=str)
+def test_a_tensor_may_be_changed_as_soon_as_a_call_has_ended(opening: Opening, call: Call) -> None:
+    """It has been sent by then, however much it is and however late others come."""
+    worlds, returned = opening("unix", 2), threading.Event()
+    large = replace(call, size=3_000_000)
+
+    def work(world: World) -> None:
+        if world.rank:
+            returned.wait(0.3)  # comes in vain, unless the tensor is still to be sent
+            large.make(world.everybody).check()
+        else:
+            made = large.make(world.everybody)
+            made.task.wait()
+            for tensor in (*made.got, *made.untouched):
+                tensor.zero_()
+            returned.set()
+
+    everywhere(worlds, work)
 
 
 def test_who_waits_in_vain_may_wait_again(opening: Opening) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -269,6 +270,42 @@ def test_who_does_not_need_it_any_more_does_not_mind(opening: Opening, kind: str
 
         everywhere(worlds, work)
         close_all(worlds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("call", "early"),
+    [
+        (Call("gather", "linear", root=0), 2),
+        (Call("reduce", "tree", root=0), 2),
+        (Call("scatter", "linear", root=2), 2),
+        (Call("broadcast", "tree", root=2), 2),
+        (Call("broadcast", "ring", root=2), 2),
+    ],
+    ids=lambda value: f"{value.collective} {value.algorithm}" if isinstance(value, Call) else "",
+)
+def test_a_rank_that_has_done_its_part_may_leave_before_others_begin(
+    opening: Opening, kind: str, call: Call, early: int
+) -> None:
+    worlds = opening(kind, 3)
+    warm(worlds)
+    everywhere([worlds[early]], lambda world: (call.make(world.everybody).check(), world.close()))
+
+    def seen_to_leave(world: World) -> bool:
+        world.engine.look()
+        return early in world.engine.left
+
+    for world in worlds:
+        if world.rank != early:
+            wait_until(lambda world=world: seen_to_leave(world))
+    everywhere([world for world in worlds if world.rank != early], lambda world: call.make(world.everybody).check(call))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to pass"
+        threading.Event().wait(0.001)
 
 
 @pytest.mark.parametrize("kind", KINDS)

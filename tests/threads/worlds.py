@@ -204,6 +204,7 @@ class Leftovers:
 
     def _count(self) -> dict[str, int]:
         links = [link_of(name) for name in os.listdir("/proc/self/fd")]
+        self.links = sorted(links)
         return {
             "shared mappings": mapped(),
             "shared files": sum(link.startswith("/memfd:") for link in links),
@@ -221,7 +222,8 @@ class Leftovers:
         while self.more() and time.monotonic() < deadline:
             _collect()
             threading.Event().wait(0.01)
-        assert self.more() == {}, "(before, now)"
+        more = self.more()
+        assert more == {}, f"{more} (before, now); {self.links}; {[thread.name for thread in threading.enumerate()]}"
 
 
 class Opening:
@@ -238,6 +240,7 @@ class Opening:
     def close(self) -> None:
         worlds, self._worlds = self._worlds, []
         close_all(worlds)
+        worlds.clear()
 
 
 def _clients() -> set[threading.Thread]:
@@ -276,6 +279,8 @@ class Cache:
     def drop(self) -> list[Client]:
         """Close all, at once."""
         worlds = [world for found in self._worlds.values() for world in found]
+        for found in self._worlds.values():
+            found.clear()  # pytest keeps what a fixture gave for longer
         self._worlds.clear()
         return [Client(world.close) for world in worlds]
 

@@ -95,10 +95,10 @@ class Engine:
         """Until all of these are so far."""
         others, heard = [(rank, context) for rank in ranks], self.heard
 
-        def missing() -> list[int]:
-            return [key[0] for key in others if heard.get(key, -1) < number]
+        def ready() -> bool:
+            return all([heard.get(key, -1) >= number for key in others])  # noqa: C419  a list is faster, and they are few
 
-        return Wait(lambda: not missing(), missing)
+        return Wait(ready, lambda: [key[0] for key in others if heard.get(key, -1) < number])
 
     def declare(self, lane: Lane, number: int, call: str) -> None:
         """This rank now makes call `number` of a group: this one."""
@@ -109,7 +109,7 @@ class Engine:
             self._compare(lane, number, source, theirs)
         if lane.failed is not None:
             raise lane.failed
-        if lost := [rank for rank in lane.ranks if rank in self.left]:
+        if lost := [rank for rank in lane.ranks if rank in self._crashed]:  # who has left may have done its part
             raise self._loss(lost)
 
     def _compare(self, lane: Lane, number: int, source: int, theirs: str) -> None:
@@ -286,7 +286,7 @@ class Engine:
             task.finish(None, task.lane.failed)
             return True
         moved = task.advance()
-        if not task.done and task.waits is not None:
+        if self.left and not task.done and task.waits is not None:
             lost = [rank for rank in task.waits.missing() if rank in self.left]
             if lost and (task.lane.context >= 0 or len(lost) == len(task.waits.missing())):
                 task.finish(None, self._loss(lost, task))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, count
 from math import sqrt
 
@@ -15,13 +16,13 @@ import torch
 
 from polytempo.collectives.boards import Boards
 from polytempo.collectives.cost import Choice, Speeds, choose
-from polytempo.collectives.cuts import GRAIN
+from polytempo.collectives.cuts import GRAIN, cuts
 from polytempo.collectives.engine import Engine
 from polytempo.collectives.measure import measure
 from polytempo.collectives.operations import check_dtype, operation
 from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
-from polytempo.collectives.steps import Place
+from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.errors import UsageError
@@ -273,17 +274,16 @@ class Group:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
         stage.board = self.boards.of(nbytes(whole))
-        step = stage.board.capacity // whole.element_size()
+        item = whole.element_size()
+        step = stage.board.capacity // item
         for start in range(0, max(1, whole.numel()), step):
-            piece = whole[start : start + step]
-            parts = len(self.place.hosts) if algorithm == "hierarchical" else self.size
-            pieces = self._pieces(nbytes(piece) // parts) if algorithm == "hierarchical" else 1
-            grain = GRAIN if algorithm == "shared-memory" else 1
-            count, plan = plan_for(collective, algorithm, self.place, pieces, root)
-            chunks = [cut for part in split(piece, count // pieces, grain) for cut in split(part, pieces)]
-            stage.offsets = list(accumulate((nbytes(chunk) for chunk in chunks[:-1]), initial=0))
+            length = min(step, whole.numel() - start)
+            parts = len(self.place.hosts) if algorithm == "hierarchical" else 1
+            pieces = self._pieces(length * item // parts) if algorithm == "hierarchical" else 1
+            cut, stage.offsets, plan = _on_board(collective, algorithm, self.place, pieces, root, length, item)
+            piece = whole[start : start + length] if length < whole.numel() else whole
             yield from stage.board.open()
-            yield from perform(stage, plan, chunks)
+            yield from perform(stage, plan, [piece[part] for part in cut])
 
     def _move(
         self,
@@ -316,8 +316,8 @@ class Group:
         self, stage: Stage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
-        if self.size > 1:
-            self.engine.send(self._next(), Message(CALL, self.context, stage.tag, stage.meta))
+        if self._next() in self.engine.links:  # who has done its part and left need not know
+            self.engine.links[self._next()].send(Message(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
         pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
@@ -363,6 +363,22 @@ class Group:
             if not alike or tensor.dtype != own.dtype:
                 got = f"{shape_of(tensor)} for rank {rank}"
                 raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {got}")
+
+
+@lru_cache(maxsize=256)
+def _on_board(
+    collective: str, algorithm: str, place: Place, pieces: int, root: int, length: int, item: int
+) -> tuple[list[slice], list[int], tuple[Step, ...]]:
+    """How a flat tensor is cut, where the chunks lie in a slot, and the steps: the same again and again."""
+    count, plan = plan_for(collective, algorithm, place, pieces, root)
+    outer = cuts(length, count // pieces, GRAIN if algorithm == "shared-memory" else 1)
+    chunks = [
+        slice(part.start + cut.start, part.start + cut.stop)
+        for part in outer
+        for cut in cuts(part.stop - part.start, pieces, 1)
+    ]
+    offsets = list(accumulate(((chunk.stop - chunk.start) * item for chunk in chunks[:-1]), initial=0))
+    return chunks, offsets, plan
 
 
 def _pieces(size: int, alpha: float, beta: float) -> int:
