@@ -18,3 +18,13 @@ def test_parameters_on_a_gpu(workers: int, servers: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as one process") == workers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize(("workers", "said"), [(1, "native: NCCL"), (2, "as one process")])
+def test_collectives_of_tensors_on_a_gpu(workers: int, said: str) -> None:
+    script = str(Path(__file__).parent / "collectives_on_gpu.py")
+    command = [sys.executable, "-m", "polytempo", "run", "-n", str(workers), script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(said) == workers

@@ -608,7 +608,11 @@ def test_a_blocking_call_comes_after_those_in_the_background(worlds_of: Cache) -
         at_once(3, work)
 
 
-@pytest.mark.parametrize("call", [Call("broadcast", "tree"), Call("broadcast", "ring"), Call("scatter", "linear")], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [Call("broadcast", "tree"), Call("broadcast", "ring"), Call("scatter", "linear")],
+    ids=["tree", "chain", "straight"],
+)
 def test_a_tensor_may_be_changed_as_soon_as_a_call_has_ended(opening: Opening, call: Call) -> None:
     """It has been sent by then, however much it is and however late others come."""
     worlds, returned = opening("unix", 2), threading.Event()

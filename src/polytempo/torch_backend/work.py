@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from torch._C._distributed_c10d import Work
 from polytempo.collectives.tasks import Task
 from polytempo.errors import PolytempoError
 from polytempo.torch_backend.errors import as_torch_error
+
+#: Seconds that what hangs on futures has left when the process ends.
+LAST_JOBS = 5.0
 
 
 class TaskWork(Work):
@@ -88,15 +92,17 @@ class _Callers:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._free = 0
-        self._lock = threading.Lock()
+        self._threads = self._jobs = 0
+        self._changed = threading.Condition()
 
     def run(self, job: Callable[[], object]) -> None:
-        with self._lock:
-            free = self._free > 0
-            self._free -= free
+        """Soon, in one of them."""
+        with self._changed:
+            self._jobs += 1
+            more = self._jobs > self._threads
+            self._threads += more
         self._queue.put(job)
-        if not free:
+        if more:
             threading.Thread(target=self._serve, name="polytempo-futures", daemon=True).start()
 
     def _serve(self) -> None:
@@ -104,9 +110,16 @@ class _Callers:
             job = self._queue.get()
             job()
             del job  # what it holds must not live until the next one
-            with self._lock:
-                self._free += 1
+            with self._changed:
+                self._jobs -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """At the end of the process: a thread that is in C++ when Python is taken down would take the process with it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs == 0, LAST_JOBS)
 
 
 _callers = _Callers()
+atexit.register(_callers.finish)  # after the groups, which are made later, have left
 os.register_at_fork(after_in_child=_callers.__init__)  # type: ignore[misc]  # threads stay with the parent
