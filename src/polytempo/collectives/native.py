@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -163,7 +164,7 @@ class Native:
         return self._made[device]
 
     def _open(self, device: str) -> Any:
-        """Ranks of one host meet in a directory of the first one's; it is gone once they have."""
+        """Ranks of one host meet in a directory of the first one's. It stays: NCCL comes back to it with the first call."""
         group, timeout = self._group, timedelta(seconds=self._group.timeout or 1800)
         directory = tempfile.mkdtemp(prefix="polytempo-") if group.rank == 0 else ""
         text = torch.zeros(PATH, dtype=torch.uint8)
@@ -176,9 +177,8 @@ class Native:
             made = dist.ProcessGroupNCCL(store, group.rank, group.size, timeout)
         else:
             made = dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
-        group.barrier().wait()
         if directory:
-            shutil.rmtree(directory, ignore_errors=True)
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         return made
 
 
