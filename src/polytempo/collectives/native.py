@@ -126,6 +126,12 @@ class Native:
         """As `Group.all_to_all`."""
         return self._task("all_to_all", inputs[0], lambda made: [made.alltoall(list(outputs), list(inputs))], background)
 
+    def close(self) -> None:
+        """NCCL waits for ever if it is dropped without this."""
+        for made in self._made.values():
+            made.shutdown()
+        self._made.clear()
+
     # From a call to a task.
 
     def _task(

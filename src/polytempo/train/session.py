@@ -135,13 +135,18 @@ class Session:
                 for helped in [helpers.submit(join) for join in self.joining]:
                     helped.result()
         finally:
-            if self._world is not None:
-                self._world.close(politely=reason == "finished")
+            self._close_world(politely=reason == "finished")
+
+    def _close_world(self, politely: bool) -> None:
+        for native in self._natives.values():
+            native.close()
+        self._natives.clear()
+        if self._world is not None:
+            self._world.close(politely)
 
     def abandon(self) -> None:
         """End without a word: others see that this worker has failed."""
-        if self._world is not None:
-            self._world.close(politely=False)
+        self._close_world(politely=False)
         if self.client is not None:
             self.client.close()
 
