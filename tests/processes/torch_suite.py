@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from polytempo.torch_backend.register import register
+import polytempo  # noqa: F401  tells torch the word
 
 ALIKE = ("gloo", "mpi")
 FOLDER = tempfile.TemporaryDirectory()
@@ -68,7 +68,6 @@ def load(backend: str, size: int) -> type[unittest.TestCase]:
     """The tests as a class, for so many processes."""
     os.environ.update(WORLD_SIZE=str(size), TEMP_DIR=FOLDER.name, INIT_METHOD=f"file://{FOLDER.name}/store")
     word = Word(backend) if backend == "polytempo" else backend
-    register()
     from torch.testing._internal import common_distributed
 
     common_distributed.DistTestCases.backend_feature["plugin"].add(backend)

@@ -116,7 +116,7 @@ def test_a_million_numbers_are_added_up(worlds_of: Cache, kind: str, how: str) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_million_numbers_go_every_way(worlds_of: Cache, kind: str, size: int) -> None:
     """Several boards after each other, many pieces, many frames. Two thirds of them are no round number of anything."""
@@ -128,7 +128,7 @@ def test_a_million_numbers_go_every_way(worlds_of: Cache, kind: str, size: int) 
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("memory", 3), *(pytest.param(kind, size, marks=pytest.mark.long) for kind in KINDS for size in (2, 5, 9))],
+    [("memory", 3), *(pytest.param(kind, size, marks=pytest.mark.long) for kind in KINDS for size in (2, 5))],
 )
 def test_every_operation_on_every_dtype_for_which_it_means_something(worlds_of: Cache, kind: str, size: int) -> None:
     groups = fresh_groups(worlds_of(kind, size))
@@ -563,20 +563,26 @@ def test_a_callback_may_start_the_next_call(worlds_of: Cache) -> None:
     at_once(2, work)
 
 
-def test_a_callback_that_fails_ends_nothing_else(opening: Opening) -> None:
-    """Nobody hangs, whatever somebody calls back."""
-    worlds = opening("memory", 2)
+def test_a_callback_that_fails_ends_nothing_else(opening: Opening, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody hangs, whatever somebody calls back; it is said."""
+    worlds, asked = opening("memory", 2), threading.Event()
+
+    def fail(_: Task) -> None:
+        raise RuntimeError("a mistake in a callback")
 
     def work(world: World) -> float:
-        def fail(_: Task) -> None:
-            raise RuntimeError("a mistake in a callback")
-
-        world.everybody.all_reduce([torch.ones(1)], background=True).when_done(fail)
+        if world.rank:
+            assert asked.wait(PATIENCE)
+        task = world.everybody.all_reduce([torch.ones(1)], background=True)
+        if not world.rank:
+            task.when_done(fail)
+            asked.set()
         mine = torch.ones(1)
         world.everybody.all_reduce([mine], background=True).wait(PATIENCE / 2)
         return float(mine)
 
     assert everywhere(worlds, work) == [2.0, 2.0]
+    assert "a mistake in a callback" in capsys.readouterr().err
 
 
 def test_looking_is_enough_to_move_on(opening: Opening) -> None:

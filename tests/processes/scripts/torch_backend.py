@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch_calls import CALLS, RANK, SIZE
 from torch_training import TRAINING
 
-from polytempo.torch_backend.register import register
+import polytempo  # noqa: F401  tells torch the word
 
 
 def the_plain_three() -> None:
@@ -122,7 +122,6 @@ def same(one: Any, other: Any) -> None:
 
 
 def main() -> None:
-    register()
     store = f"file://{sys.argv[1]}"
     dist.init_process_group("polytempo", init_method=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=40))
     gloo = dist.new_group(backend="gloo")
@@ -135,7 +134,10 @@ def main() -> None:
     dist.destroy_process_group()
     dist.init_process_group("polytempo", init_method=store + "-2", rank=RANK, world_size=SIZE)
     dist.barrier()
-    print("ok again")  # and the process ends without another word
+    work = dist.all_reduce(torch.ones(1_000_000), async_op=True)
+    assert work is not None
+    work.get_future().then(lambda future: future.value())
+    print("ok again")  # and the process ends without another word, whatever is under way
 
 
 if __name__ == "__main__":

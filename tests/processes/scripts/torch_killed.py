@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from polytempo.torch_backend.register import register
+import polytempo  # noqa: F401  tells torch the word
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -36,7 +36,6 @@ def train(died: Path) -> None:
 
 
 def main() -> None:
-    register()
     dist.init_process_group("polytempo", init_method=f"file://{sys.argv[1]}", rank=RANK, world_size=SIZE)
     others, died = dist.new_group([0, 2]), Path(sys.argv[1] + "-died")
     report(lambda: train(died), died)
