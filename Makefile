@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture out/demo/accuracy.png --json out/demo/results.json examples/digits.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -87,9 +87,15 @@ class GroupExchange(MeanExchange):
         self.line.skipped, self.absent = found.skipped or found.total == 0, found.absent
 
     def _tell(self, hyper: tuple[dict[str, Any], ...], skip: bool, about: dict[str, Any]) -> None:
-        """The sequencer's part: the record, the budget, and who is slow."""
+        """The sequencer's part: the record, the budget, and who is slow.
+
+        What is waited for is the answer to the step before. An answer to this one may need somebody who has yet to make its
+        mean, and who, should a rank have died in it, waits for us to form a group again.
+        """
         client = self.session.client
         assert client is not None
+        with self.session.lock:
+            client.wait_for_release(self.name, self.step)
         sent, received = self.traffic()
         identity = PushId(self.name, client.rank, client.incarnation, self.step)
         push = Push(
@@ -105,7 +111,6 @@ class GroupExchange(MeanExchange):
         )
         with self.session.lock:
             client.push(push, [[] for _ in range(client.shards)])
-            client.wait_for_release(self.name, self.step + 1)
 
     def traffic(self) -> tuple[int, int]:
         sent = sum(link.payload_sent for link in self._rounds.world.engine.links.values())
