@@ -20,6 +20,19 @@ class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
     group: int
 
 
+class TableInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One table: rows of numbers under int64 ids, cut over the shards row by row (row `id` is on shard `id % shards`)."""
+
+    name: str
+    rows: int  #: ids are below this; 0 where any id from 0 on is one
+    dim: int  #: numbers in a row
+    dtype: str = "float32"
+    start: str = "zeros"  #: what a row holds when it is first touched: "zeros", "uniform", "uniform:0.1", "normal:0.01"
+    seed: int = 0
+    rule: str = "add"  #: name of the row rule by which pushes change it
+    mirrored: bool = False  #: workers hold whole copies, and are told what has changed
+
+
 class Proposal(msgspec.Struct, frozen=True):
     """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
 
