@@ -1,0 +1,55 @@
+"""Delay compensation (DC-ASGD): what a gradient would be at today's weights, guessed from the weights it was computed at.
+
+    g + lambda * g * g * (now - read)
+
+g * g stands for the diagonal of the Hessian. The adaptive form divides lambda by the root of a running mean of g * g.
+Written as g * (1 + lambda * g * (now - read)), so that a gradient that is not late stays what it is, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from polytempo.errors import UsageError
+
+#: Under the root of the adaptive form, as published.
+EPS = 1e-7
+
+
+def compensated(
+    gradient: Sequence[torch.Tensor | None],
+    now: Sequence[torch.Tensor],
+    read: Sequence[torch.Tensor],
+    strength: float,
+    adaptive: bool,
+    memory: float,
+    mean_square: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor | None]:
+    """New gradients; those given are not written to, `mean_square` (the adaptive form's) is. None stays None."""
+    if adaptive and mean_square is None:
+        raise UsageError("the adaptive form of delay compensation needs mean_square, a tensor of zeros for each gradient")
+    squares: Sequence[torch.Tensor | None] = mean_square if adaptive and mean_square is not None else [None] * len(gradient)
+    with torch.no_grad():
+        return [
+            None if g is None else _one(g, new, old, strength, memory, square)
+            for g, new, old, square in zip(gradient, now, read, squares, strict=True)
+        ]
+
+
+def _one(
+    gradient: torch.Tensor,
+    now: torch.Tensor,
+    read: torch.Tensor,
+    strength: float,
+    memory: float,
+    square: torch.Tensor | None,
+) -> torch.Tensor:
+    moved = now - read
+    one = torch.ones((), dtype=moved.dtype, device=moved.device)
+    if square is None:
+        return torch.addcmul(one, gradient, moved, value=strength, out=moved).mul_(gradient)
+    square.mul_(memory).addcmul_(gradient, gradient, value=1 - memory)
+    root = square.add(EPS).sqrt_()
+    return torch.addcdiv(one, moved.mul_(gradient), root, value=strength, out=moved).mul_(gradient)
