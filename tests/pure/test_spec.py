@@ -7,7 +7,9 @@ import pytest
 from polytempo.errors import SpecError
 from polytempo.sync.asp import Open
 from polytempo.sync.barrier import Barrier
+from polytempo.sync.corrections import Compensation, Corrections
 from polytempo.sync.delay import Delay
+from polytempo.sync.downpour import Downpour, LocalSteps
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.dssp_paper import PrintedBound
 from polytempo.sync.eager import Eager
@@ -49,6 +51,10 @@ def test_rounds(text: str, backups: int) -> None:
         ("every:8", Periodic, {"period": 8, "timed": False}),
         ("every:8,wait=2", Periodic, {"period": 8, "timed": True}),
         ("every:8,wait=0.5", Periodic, {"period": 8, "timed": True}),
+        ("asup", Open, {}),
+        ("asup,bound=3", Bound, {"bound": 3}),
+        ("asup:bound=3,momentum=0.5,rho=0,eps=1,initial=1", Bound, {"bound": 3}),
+        ("ssp:3,drop=8,dc=0.04,lr=staleness,decay=0.5,momentum=async", Bound, {"bound": 3}),
     ],
 )
 def test_gates(text: str, kind: type, memory: dict[str, object]) -> None:
@@ -67,12 +73,80 @@ def test_delays(text: str, delay: int) -> None:
     assert policy.delay == delay
 
 
-@pytest.mark.parametrize("head", ["asp", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "every:8", "every:8,wait=2", "delay:8"])
+@pytest.mark.parametrize(
+    ("text", "push", "warm", "local"),
+    [
+        ("downpour", 1, 0, LocalSteps()),
+        ("downpour:push=5,fetch=3", 5, 0, LocalSteps(5, 3)),
+        ("downpour,push=5,fetch=3", 5, 0, LocalSteps(5, 3)),
+        ("downpour:fetch=3", 1, 0, LocalSteps(1, 3)),
+        ("downpour:push=5,warm=20,alpha=0.5", 5, 20, LocalSteps(5, 1, 0.5)),
+    ],
+)
+def test_downpour(text: str, push: int, warm: int, local: LocalSteps) -> None:
+    spec = parse_spec(text)
+    policy = spec.policy(WORKERS)
+    assert isinstance(policy, Downpour)
+    assert (policy.push, policy.warm, policy.scale) == (push, warm, None)
+    assert spec.local == local
+    assert spec.text == text
+
+
+def test_how_many_pushes_may_be_under_way() -> None:
+    assert [parse_spec(text).ahead for text in ("asp", "delay:3", "delay:0", "downpour", "bsp")] == [0, 3, 0, 1, 0]
+    assert parse_spec("delay:3").local is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "adapts"),
+    [
+        ("asup", (0.9, 0.9, 1e-10, 0.0), False),
+        ("asup:momentum=0.5,rho=0.8,eps=1e-3,initial=1", (0.5, 0.8, 1e-3, 1.0), False),
+        ("asup,momentum=async", (0.9, 0.9, 1e-10, 0.0), True),
+        ("asup,momentum=async:0.8,rho=0", (0.8, 0.0, 1e-10, 0.0), True),
+    ],
+)
+def test_what_the_rule_of_asup_is_made_with(text: str, options: tuple[float, ...], adapts: bool) -> None:
+    spec = parse_spec(text)
+    assert spec.mode.rule == "AsuP"
+    assert spec.rule_options == dict(zip(("momentum", "rho", "eps", "initial"), options, strict=True))
+    assert spec.corrections.adapts_momentum == adapts
+
+
+def test_other_modes_have_no_rule() -> None:
+    assert {name for name, mode in MODES.items() if mode.rule} == {"asup"}
+    assert parse_spec("asp,momentum=async").rule_options == {}
+
+
+SCALED = (
+    "asp",
+    "ssp:3",
+    "dssp:3..15",
+    "dssp-paper:3..15",
+    "every:8",
+    "every:8,wait=2",
+    "delay:8",
+    "downpour:push=2",
+    "asup",
+)
+
+
+@pytest.mark.parametrize("head", SCALED)
 @pytest.mark.parametrize(("option", "scale"), [("scale=1", 1.0), ("scale=0.25", 0.25), (" scale=2e-1", 0.2)])
 def test_scales(head: str, option: str, scale: float) -> None:
     policy = parse_spec(f"{head},{option}").policy(WORKERS)
-    assert isinstance(policy, Eager | Delay)
+    assert isinstance(policy, Eager | Delay | Downpour)
     assert policy.scale == scale
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_corrections_are_options_of_every_mode_without_rounds(name: str) -> None:
+    example, option = MODES[name].example, "drop=8,dca=1,dcm=0.5"
+    if MODES[name].barrier:
+        assert f"{name} has no option 'drop'; known: none" in refusal(f"{example},{option}")
+    else:
+        corrections = parse_spec(f"{example},{option}").corrections
+        assert corrections == Corrections(most=8, compensation=Compensation(1.0, True, 0.5))
 
 
 def test_options_come_in_any_order() -> None:
@@ -180,6 +254,8 @@ def assert_names_all(said: str) -> None:
         ("delay:x", ["'x'", "whole number", "delay:8"]),
         ("bsp+backup", ["bsp+backup needs", "bsp+backup:1"]),
         ("bsp+backup:0", ["'0'", "at least 1", "bsp+backup:1"]),
+        ("downpour:5", ["downpour takes no argument", "'downpour:5'", "write downpour:push=5,fetch=5"]),
+        ("asup:3", ["asup takes no argument", "'asup:3'", "write asup"]),
         ("bsp:2", ["bsp takes no argument", "'bsp:2'", "write bsp"]),
         ("asp:", ["asp takes no argument", "'asp:'", "write asp"]),
         ("dssp:3", ["'3'", "L..U", "dssp:3..15"]),
@@ -202,7 +278,31 @@ def test_a_wrong_argument_is_answered_with_a_right_one(text: str, says: list[str
         ("every:8,wiat=2", ["every has no option 'wiat'", "known: wait, scale", "nearest: wait"]),
         ("ssp:3,Scale=1", ["ssp has no option 'Scale'", "known: scale", "nearest: scale"]),
         ("ssp:3,wait=2", ["ssp has no option 'wait'", "known: scale"]),
-        ("ssp:3,lr=staleness", ["ssp has no option 'lr'", "known: scale"]),
+        ("ssp:3,lrs=staleness", ["ssp has no option 'lrs'", "known: scale, lr, decay", "nearest: lr"]),
+        ("asp,lr=0.1", ["the word staleness", "option 'lr' of asp", "'0.1'", "lr=staleness"]),
+        ("asp,momentum=0.9", ["the word async", "option 'momentum' of asp", "momentum=async"]),
+        ("asp,decay=0", ["'0'", "above 0 and at most 1", "decay=0.9"]),
+        ("asp,decay=1.1", ["'1.1'", "above 0 and at most 1"]),
+        ("asp,decay=nan", ["'nan'", "above 0 and at most 1"]),
+        ("asp,drop=-1", ["'-1'", "whole number", "drop=8"]),
+        ("asp,drop=1.5", ["'1.5'", "whole number"]),
+        ("asp,dc=-1", ["'-1'", "at least 0", "dc=0.04"]),
+        ("asp,dca=inf", ["'inf'", "at least 0", "dca=2"]),
+        ("asp,dca=1,dcm=1", ["'1'", "at least 0 and below 1", "dcm=0.95"]),
+        ("asp,dc=1,dca=1", ["dc and dca exclude each other"]),
+        ("asp,dc=1,dcm=0.5", ["dcm is the memory of dca"]),
+        ("downpour:push=0", ["'0'", "option 'push' of downpour", "at least 1", "push=5"]),
+        ("downpour:fetch=x", ["'x'", "option 'fetch' of downpour", "at least 1"]),
+        ("downpour:warm=-1", ["'-1'", "option 'warm' of downpour", "at least 0"]),
+        ("downpour:alpha=0", ["'0'", "option 'alpha' of downpour", "above 0"]),
+        ("downpour:pull=5", ["downpour has no option 'pull'", "known: push, fetch", "nearest: push"]),
+        ("downpour:push=5,push=5", ["option 'push' of downpour", "once"]),
+        ("asup:rho=1", ["'1'", "option 'rho' of asup", "below 1"]),
+        ("asup,momentum=async:2", ["'async:2'", "below 1", "async:NUMBER"]),
+        ("asup,momentum=asyn", ["'asyn'", "async"]),
+        ("asup,eps=0", ["'0'", "option 'eps' of asup", "above 0"]),
+        ("asup,initial=-1", ["'-1'", "option 'initial' of asup", "at least 0"]),
+        ("bsp:scale=1", ["bsp has no option 'scale'", "known: none"]),
         ("ssp:3,", ["ssp has no option ''", "known: scale"]),
         ("bsp,scale=1", ["bsp has no option 'scale'", "known: none"]),
         ("bsp+backup:1,scale=1", ["bsp+backup has no option 'scale'", "known: none"]),

@@ -144,7 +144,8 @@ def test_commands_and_options() -> None:
 
 
 def test_modes() -> None:
-    assert list(MODES) == ["bsp", "bsp+backup", "ssp", "dssp", "dssp-paper", "asp", "every", "delay"]
+    named = ["bsp", "bsp+backup", "ssp", "dssp", "dssp-paper", "asp", "every", "delay", "downpour", "asup"]
+    assert list(MODES) == named
 
 
 def test_what_is_read_from_the_environment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,15 @@ class Reader:
 
     expected: str
     read: Callable[[str], Any]
+    example: str = "2"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One line of the table of modes. `build(workers, *argument, **options)` makes its policy."""
+    """One line of the table of modes. `build(workers, *argument, **options)` makes its policy.
+
+    What is in `rule_options` is for the update rule on the servers; the policy does not see it.
+    """
 
     name: str
     example: str
@@ -30,9 +35,11 @@ class Mode:
     options: Mapping[str, Reader] = field(default_factory=dict)
     barrier: bool = False  #: applies rounds, not single pushes
     all_reduce: bool = True  #: a barrier mode that needs no server
+    rule: str = ""  #: the update rule that servers use instead of the given optimizer's
+    rule_options: Mapping[str, Reader] = field(default_factory=dict)
 
 
-def whole_number(name: str, at_least: int) -> Reader:
+def whole_number(name: str, at_least: int, example: str = "2") -> Reader:
     """A whole number of at least `at_least`."""
 
     def read(text: str) -> int:
@@ -40,19 +47,29 @@ def whole_number(name: str, at_least: int) -> Reader:
             raise ValueError(text)
         return int(text)
 
-    return Reader(f"a whole number {name} of at least {at_least}", read)
+    return Reader(f"a whole number {name} of at least {at_least}", read, example)
 
 
-def positive_number(name: str) -> Reader:
-    """A finite number above zero."""
+def number(expected: str, fits: Callable[[float], bool], example: str = "2") -> Reader:
+    """A finite number that fits."""
 
     def read(text: str) -> float:
-        number = float(text)
-        if not 0 < number < float("inf"):
+        value = float(text)
+        if not (math.isfinite(value) and fits(value)):
             raise ValueError(text)
-        return number
+        return value
 
-    return Reader(f"a number {name} above 0", read)
+    return Reader(expected, read, example)
+
+
+def positive_number(name: str, example: str = "2") -> Reader:
+    """A finite number above zero."""
+    return number(f"a number {name} above 0", lambda value: value > 0, example)
+
+
+def fraction(name: str, example: str = "0.9") -> Reader:
+    """A number from 0 up to 1, but not 1."""
+    return number(f"a number {name} of at least 0 and below 1", lambda value: 0 <= value < 1, example)
 
 
 def _read_span(text: str) -> tuple[int, int]:

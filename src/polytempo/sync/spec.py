@@ -1,5 +1,6 @@
 """From a word to a mode: `name[:argument][,option=value]...`.
 
+A mode without an argument may have its options behind the colon: `downpour:push=5,fetch=5` is `downpour,push=5,fetch=5`.
 Adding a mode means one new file and one line in `MODES`.
 """
 
@@ -10,8 +11,11 @@ from typing import Any
 
 from polytempo.errors import SpecError, nearest
 from polytempo.sync.asp import ASP
+from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.barrier import BACKUP, BSP
+from polytempo.sync.corrections import OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
+from polytempo.sync.downpour import DOWNPOUR, LocalSteps
 from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
@@ -30,11 +34,13 @@ MODES: dict[str, Mode] = {
         ASP,
         EVERY,
         DELAY,
+        DOWNPOUR,
+        ASUP,
     )
 }
 
 #: Names of the contract whose mechanism is not here yet.
-PLANNED = ("bsp+balance", "anytime", "local", "adacomm", "diloco", "gossip", "adpsgd", "downpour", "asup")
+PLANNED = ("bsp+balance", "anytime", "local", "adacomm", "diloco", "gossip", "adpsgd")
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,35 @@ class Spec:
 
     def policy(self, workers: int) -> Policy:
         """A fresh policy for a job of so many initial workers."""
-        return self.mode.build(workers, *self.arguments, **self.options)
+        own = {name: value for name, value in self.options.items() if name in self.mode.options}
+        return self.mode.build(workers, *self.arguments, **own)
+
+    @property
+    def corrections(self) -> Corrections:
+        """What is to be done about stale gradients."""
+        momentum = self.options.get("momentum")
+        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
+        return corrections_from(self.options, adapts)
+
+    @property
+    def rule_options(self) -> dict[str, Any]:
+        """Everything that the mode's own update rule is made with, beside the learning rate."""
+        given = {name: value for name, value in self.options.items() if name in self.mode.rule_options}
+        if isinstance(momentum := given.get("momentum"), Momentum):
+            given["momentum"] = momentum.value
+        return {**DEFAULTS, **given} if self.mode.rule else {}
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """What workers do between pushes, in modes with local steps."""
+        names = ("push", "fetch", "alpha")
+        options = {name: value for name, value in self.options.items() if name in names}
+        return LocalSteps(**options) if self.mode is DOWNPOUR else None
+
+    @property
+    def ahead(self) -> int:
+        """How many pushes of a worker may be under way while it computes the next."""
+        return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
 
 
 def parse_spec(text: str) -> Spec:
@@ -58,7 +92,11 @@ def parse_spec(text: str) -> Spec:
     mode = MODES.get(name)
     if mode is None:
         raise SpecError(_unknown(text, name, colon + argument))
-    return Spec(text.strip(), mode, _arguments(mode, head, colon, argument), _options(mode, pairs))
+    if mode.argument is None and "=" in argument:
+        head, colon, argument, pairs = name, "", "", [argument, *pairs]
+    spec = Spec(text.strip(), mode, _arguments(mode, head, colon, argument), _options(mode, pairs))
+    _ = spec.corrections  # refuses what does not go together
+    return spec
 
 
 def _arguments(mode: Mode, head: str, colon: str, argument: str) -> tuple[Any, ...]:
@@ -72,16 +110,17 @@ def _arguments(mode: Mode, head: str, colon: str, argument: str) -> tuple[Any, .
 
 
 def _options(mode: Mode, pairs: list[str]) -> dict[str, Any]:
+    known = {**mode.options, **({} if mode.barrier else OPTIONS), **mode.rule_options}
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.strip().partition("=")
-        reader = mode.options.get(name)
+        reader = known.get(name)
         if reader is None:
-            known = ", ".join(mode.options) or "none"
-            raise SpecError(f"{mode.name} has no option {name!r}; known: {known}{nearest(name, mode.options)}")
+            names = ", ".join(known) or "none"
+            raise SpecError(f"{mode.name} has no option {name!r}; known: {names}{nearest(name, known)}")
         if not equals or name in options:
             raise SpecError(f"option {name!r} of {mode.name} must be given once, as {name}=VALUE")
-        options[name] = _read(reader, value, f"for option {name!r} of {mode.name}", f"{name}=2")
+        options[name] = _read(reader, value, f"for option {name!r} of {mode.name}", f"{name}={reader.example}")
     return options
 
 

@@ -1,0 +1,116 @@
+"""`downpour:push=P,fetch=F`: Downpour SGD (DistBelief, Dean et al. 2012), as the servers see it.
+
+A worker takes local steps on weights of its own, sends the sum of its gradients after every P of them and fetches the
+servers' weights every F; it waits for neither. One step of this policy is one push:
+
+    worker 0   |-local-|-local-|-local-|-local-|-local-|-local-|      P = 2
+                               `push 0         `push 1 may go once push 0 is answered
+    servers                       apply 0         apply 1
+
+Every push is applied when it comes, and its answer carries the permission for the push after the next: one push may be
+under way while the next is accumulated, as in `delay:1`. `warm=N` is the warm start: the worker of the lowest rank trains
+alone until N local steps are made (whole pushes of them), the others are held at their first. If it leaves, the next one
+takes its place and goes on counting where it was.
+
+Where this departs from the printed listing:
+1. the listing pushes when step % P = 0, so its first push holds one gradient; here each push holds exactly P, except that
+   the last one of a worker may hold fewer;
+2. at most one push of a worker is under way; the listing has no bound, and a slow server would pile them up;
+3. a fetch overwrites local progress there; here the local steps that the fetched weights cannot contain yet are added to
+   them, so that P = F = 1 with one worker is plain SGD whatever the network does;
+4. the update rule is the user's optimizer, not always Adagrad, at its rate divided by the active workers (`scale=1`: whole).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import SCALE, Mode, positive_number, whole_number
+from polytempo.sync.policy import Policy
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """What a worker does between pushes."""
+
+    push: int = 1  #: local steps in a push
+    fetch: int = 1  #: local steps from one fetch to the next
+    alpha: float | None = None  #: rate of a local step; None: the optimizer's
+
+
+class Downpour(Policy):
+    """One push under way for each worker, and a warm start."""
+
+    def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: float | None = None) -> None:
+        super().__init__(workers)
+        self.push = push
+        self.warm = warm
+        self.scale = scale
+        self._warm_pushes = math.ceil(warm / push)
+        self._made = 0  # pushes of the warm start
+        self._alone: int | None = None  # whoever makes them
+
+    def begin_at(self, step: int) -> None:
+        super().begin_at(step)
+        self._made = step
+
+    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+        progress = self.progress
+        progress.move(push.worker, push.step + 1)
+        actions: list[Action] = [
+            Apply((push,), self.scale or 1 / len(progress.pushed)),
+            Release(push.worker, push.step + 2, progress.slowest),
+        ]
+        if self._made < self._warm_pushes:
+            self._made += 1
+            if self._made == self._warm_pushes:
+                actions += self._start(now)
+        return actions
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        if self._made < self._warm_pushes:
+            if self._alone is not None:
+                self.room.enter(worker, step)
+                return [self._hold(worker, step)]
+            self._alone = worker
+        return [Release(worker, step + ahead, self.progress.slowest) for ahead in range(2)]
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        if worker != self._alone:
+            return []
+        self._alone = None
+        if not self.room:
+            return []
+        successor, step = min(self.room)
+        self.room.remove(successor, step)
+        return self._started(successor, step, now)
+
+    def _hold(self, worker: int, step: int) -> Hold:
+        assert self._alone is not None
+        made = min(self._made * self.push, self.warm)
+        reason = f"warm start: worker {self._alone} has made {made} of {self.warm} steps"
+        return Hold(worker, step, (self._alone,), 1, reason)
+
+
+def _build(
+    workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: float | None = None
+) -> Policy:
+    return Downpour(workers, push, warm, scale)  # fetches and local steps are the worker's own affair
+
+
+DOWNPOUR = Mode(
+    "downpour",
+    "downpour:push=5,fetch=5",
+    "local steps; a push each P and a fetch each F of them, waiting for neither; warm=N: one worker alone at first",
+    _build,
+    options={
+        "push": whole_number("push", at_least=1, example="5"),
+        "fetch": whole_number("fetch", at_least=1, example="5"),
+        "warm": whole_number("warm", at_least=0, example="100"),
+        "alpha": positive_number("alpha", "0.1"),
+        **SCALE,
+    },
+)
