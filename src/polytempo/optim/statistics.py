@@ -41,4 +41,5 @@ def norm_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _tracks(module: torch.nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), torch.Tensor) for name in ("running_mean", "running_var"))
+    kept = all(isinstance(getattr(module, name, None), torch.Tensor) for name in ("running_mean", "running_var"))
+    return kept and hasattr(module, "momentum") and hasattr(module, "reset_running_stats")
