@@ -1,0 +1,29 @@
+"""Memory for rows that costs nothing until a row is written.
+
+Pages of an anonymous mapping are zero and exist only once they are written to. `torch.zeros` writes them all, and NumPy asks
+for huge pages, of which every scattered row would claim a whole one.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+
+def lazy_zeros(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of which the system holds only the pages that were written."""
+    nbytes = rows * width * dtype.itemsize
+    if not nbytes:
+        return torch.zeros((rows, width), dtype=dtype)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=rows * width).view(rows, width)
+
+
+def grown(rows: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
+    """The first `used` rows in room for `capacity`; the same tensor where it has that room."""
+    if capacity <= rows.shape[0]:
+        return rows
+    larger = lazy_zeros(capacity, rows.shape[1], rows.dtype)
+    larger[:used] = rows[:used]
+    return larger

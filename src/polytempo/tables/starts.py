@@ -1,0 +1,113 @@
+"""What a row holds before anybody has pushed to it: numbers that depend on (seed, id, column) and on nothing else.
+
+So a row is the same on any shard of any number of shards, after a restart, and in whatever batch it is first asked for, and
+a row that nobody has pushed to needs no memory. The numbers are a hash of the three (the finaliser of splitmix64), made in
+blocks. "normal" goes through the machine's log, cos and sin: different kinds of machines may differ in the last bit there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import numpy.typing
+import torch
+
+from polytempo.errors import UsageError, nearest
+
+Words = numpy.typing.NDArray[numpy.uint64]
+Numbers = numpy.typing.NDArray[numpy.float64]
+
+NAMES = ("zeros", "uniform", "normal")
+#: Numbers that are made at once: they stay in the cache through all the steps of the hash.
+BLOCK = 1 << 14
+GOLDEN = 0x9E3779B97F4A7C15
+WORD = (1 << 64) - 1
+
+
+def check_start(text: str) -> None:
+    """Refuse a start that cannot be read."""
+    _read(text, 1)
+
+
+def start_values(start: str, seed: int, ids: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """The first values of these rows."""
+    name, scale = _read(start, dim)
+    result = torch.zeros((ids.numel(), dim), dtype=dtype)
+    if name == "zeros" or not dim:
+        return result
+    make = _uniform if name == "uniform" else _normal
+    keys = mix(ids.numpy().astype(numpy.uint64) + numpy.uint64(_mixed(seed & WORD)))
+    rows = max(1, BLOCK // dim)
+    for first in range(0, ids.numel(), rows):
+        result[first : first + rows] = torch.from_numpy(make(keys[first : first + rows], dim, scale))
+    return result
+
+
+def mix(words: Words) -> Words:
+    """Each word hashed, in place: every bit of it decides about every bit of the result."""
+    words ^= words >> numpy.uint64(30)
+    words *= numpy.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> numpy.uint64(27)
+    words *= numpy.uint64(0x94D049BB133111EB)
+    words ^= words >> numpy.uint64(31)
+    return words
+
+
+def _mixed(word: int) -> int:
+    return int(mix(numpy.array([(word + GOLDEN) & WORD], dtype=numpy.uint64))[0])
+
+
+def _hashes(keys: Words, columns: int) -> Words:
+    steps = numpy.arange(1, columns + 1, dtype=numpy.uint64) * numpy.uint64(GOLDEN)
+    words: Words = keys[:, None] + steps
+    return mix(words)
+
+
+def _units(keys: Words, columns: int) -> Numbers:
+    """From 0 to 1, without 1."""
+    numbers: Numbers = (_hashes(keys, columns) >> numpy.uint64(11)).astype(numpy.float64)
+    numbers *= 2.0**-53
+    return numbers
+
+
+def _uniform(keys: Words, dim: int, bound: float) -> Numbers:
+    numbers = _units(keys, dim)
+    numbers *= 2 * bound
+    numbers -= bound
+    return numbers
+
+
+def _normal(keys: Words, dim: int, deviation: float) -> Numbers:
+    """Two normal numbers from two uniform ones (Box and Muller)."""
+    pairs = (dim + 1) // 2
+    units = _units(keys, 2 * pairs)
+    radius = numpy.sqrt(-2.0 * numpy.log1p(-units[:, 0::2])) * deviation
+    angle = units[:, 1::2] * (2 * math.pi)
+    numbers: Numbers = numpy.empty((len(keys), 2 * pairs))
+    numbers[:, 0::2] = radius * numpy.cos(angle)
+    numbers[:, 1::2] = radius * numpy.sin(angle)
+    return numbers[:, :dim]
+
+
+def _read(text: str, dim: int) -> tuple[str, float]:
+    """The name of a start and its scale."""
+    name, colon, number = text.partition(":")
+    if name not in NAMES:
+        raise UsageError(f"expected a start of {', '.join(NAMES)}, got {text!r}{nearest(name, NAMES)}")
+    if name == "zeros" and not colon:
+        return name, 0.0
+    if name == "uniform" and not colon:
+        return name, 1 / math.sqrt(max(dim, 1))
+    scale = _number(number) if name != "zeros" else math.nan
+    if not 0 < scale < math.inf:
+        forms = {"zeros": "'zeros'", "uniform": "'uniform' or 'uniform:0.1'", "normal": "'normal:0.01'"}
+        raise UsageError(f"expected start={forms[name]}, got {text!r}")
+    return name, scale
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

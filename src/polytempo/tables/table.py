@@ -1,0 +1,251 @@
+"""One shard of a table: rows and what rules keep beside them, in slots; pulls, updates, and what goes into a checkpoint.
+
+    ids  ->  slots (index)  ->  gathered rows  ->  rule  ->  scattered back
+
+Reading never writes: a row that nobody has pushed to has no place yet, and a pull works its first values out. So a table of
+any size costs the memory of the rows that were pushed to, and a checkpoint holds those alone. Rules calculate in float32 at
+least; rows of fewer bits are rounded once an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from polytempo.errors import PeerError, UsageError
+from polytempo.protocol.values import TableInfo
+from polytempo.tables.checks import DTYPES, Checks
+from polytempo.tables.clocks import RangeClocks
+from polytempo.tables.combine import RowPush as RowPush
+from polytempo.tables.combine import Rows, combined, squeezed
+from polytempo.tables.index import HashIndex, RangeIndex
+from polytempo.tables.memory import grown, lazy_zeros
+from polytempo.tables.routing import range_ids, range_slots
+from polytempo.tables.rules import checked_hyper, rule
+from polytempo.tables.starts import start_values
+
+#: Clocks of a table without a bound have one key for all rows.
+ONE_KEY = 1
+NEWEST = 0  # the only "worker" of the clock of versions
+Slots: TypeAlias = torch.Tensor | slice
+
+
+class Table:
+    """The rows of `info` that live on one shard."""
+
+    def __init__(self, info: TableInfo, shard: int, shards: int) -> None:
+        self.checks = Checks(info, shard, shards)
+        self.info, self.shard, self.shards = info, shard, shards
+        self.rule, self.dtype = rule(info.rule), DTYPES[info.dtype]
+        self.wide = torch.float32 if self.dtype.itemsize == 2 else self.dtype  #: what is calculated in
+        self.index = RangeIndex(info.rows, shard, shards) if info.rows else HashIndex(shard, shards)
+        self.values = lazy_zeros(self.index.capacity, info.dim, self.dtype)
+        self.state: dict[str, torch.Tensor] = {}  # made when a rule first asks for it
+        self.versions = lazy_zeros(self.index.capacity if info.mirrored else 0, 1, torch.int64)
+        self.clocks, self.newest = (RangeClocks(info.rows or ONE_KEY) for _ in range(2))
+        self.steps = 0  #: updates so far, with and without rows
+
+    @property
+    def count(self) -> int:
+        """Rows that exist: those that were pushed to, filled or loaded."""
+        return self.index.count
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows that exist and of the index; what the system holds is more, by parts of pages."""
+        kept = [self.values, *self.state.values(), *([self.versions] if self.info.mirrored else [])]
+        width = sum(int(rows.shape[1]) * int(rows.element_size()) for rows in kept)
+        return self.index.nbytes + self.count * width
+
+    # Reading.
+
+    def pull(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these ids, in their order."""
+        self.checks.ids(ids)
+        if isinstance(self.index, RangeIndex) and self.info.start == "zeros":
+            return self.values.index_select(0, self.index.slots(ids))
+        slots = self.index.find(ids)
+        missing = slots < 0
+        if not bool(missing.any()):
+            return self.values.index_select(0, slots)
+        result = torch.empty((ids.numel(), self.info.dim), dtype=self.dtype)
+        result[~missing] = self.values[slots[~missing]]
+        result[missing] = self._first(ids[missing])
+        return result
+
+    def pull_range(self, start: int, stop: int) -> torch.Tensor:
+        """This shard's rows of a range of ids, ascending."""
+        self.checks.span(start, stop)
+        if self.info.start == "zeros":
+            return self.values[range_slots(start, stop, self.shard, self.shards)].clone()
+        return self.pull(range_ids(start, stop, self.shard, self.shards))
+
+    def changed_since(self, version: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, ascending, and rows of a mirrored table that were changed after `version`; -1: all rows that exist."""
+        if not self.info.mirrored:
+            raise UsageError(f"table {self.info.name!r} is not mirrored: it does not know which rows changed; pull by id")
+        ids, slots = self.index.touched()
+        later = self.versions[slots, 0] > version
+        return ids[later], self.values[slots[later]]
+
+    def version_of(self, start: int, stop: int) -> int:
+        """The newest version in which a push covered any of these ids; -1 for none."""
+        return self.newest.highest(*self._keys(start, stop)).get(NEWEST, -1)
+
+    def clock(self, start: int, stop: int) -> dict[int, int]:
+        """For each worker the step whose push has reached all these ids."""
+        return self.clocks.lowest(*self._keys(start, stop))
+
+    # Writing.
+
+    def fill(self, ids: torch.Tensor, values: torch.Tensor, version: int = 0) -> None:
+        """Set these rows; what rules keep beside them stays."""
+        self.checks.rows(ids, values)
+        unique, rows = squeezed_last(ids, values)
+        self._set(self._touch(unique), rows, version)
+
+    def update(self, pushes: Sequence[RowPush], hyper: Mapping[str, float], rate: float, version: int) -> None:
+        """One update of these pushes, whose rows become one by the rule. Nothing is changed where one is refused.
+
+        Each update counts as a step of the table: give also those that have no rows on this shard.
+        """
+        options = self._checked(pushes, hyper)
+        if not pushes:
+            return
+        self.steps += 1
+        how = self.rule.combine
+        spans = {push.span for push in pushes}
+        total = combined([self._rows(push, how) for push in pushes], how)
+        slots = self._touch_span(*pushes[0].span) if len(spans) == 1 and pushes[0].span else self._touch(total.ids)
+        self._apply(slots, total.values, {**options, "step": float(self.steps)}, rate, version)
+        for push in pushes:
+            self._stamp(push, version)
+
+    def _checked(self, pushes: Sequence[RowPush], hyper: Mapping[str, float]) -> dict[str, float]:
+        for push in pushes:
+            self.checks.push(push)
+        if pushes and sum(push.weight for push in pushes) <= 0:
+            raise PeerError(f"table {self.info.name!r}: expected pushes of which one has a weight above 0, got none")
+        try:
+            return checked_hyper(self.info.rule, hyper)
+        except UsageError as error:
+            raise PeerError(f"table {self.info.name!r}: {error}") from None
+
+    def _rows(self, push: RowPush, how: str) -> Rows:
+        values = push.values.to(self.wide)
+        if push.span is not None:
+            return Rows(range_ids(*push.span, self.shard, self.shards), values, push.weight)
+        assert push.ids is not None
+        return squeezed(push.ids, values, push.weight, how)
+
+    def _apply(self, slots: Slots, pushed: torch.Tensor, hyper: dict[str, float], rate: float, version: int) -> None:
+        rows = self.values[slots].to(self.wide)
+        kept = {name: self._state(name, width) for name, width in self.rule.state(self.info.dim, hyper).items()}
+        state = {name: whole[slots] for name, whole in kept.items()}
+        self.rule.apply(rows, state, pushed, hyper, rate)
+        for name, whole in kept.items():
+            self._put(whole, slots, state[name])
+        self._set(slots, rows, version)
+
+    def _set(self, slots: Slots, rows: torch.Tensor, version: int) -> None:
+        self._put(self.values, slots, rows)
+        if self.info.mirrored:
+            self.versions[slots] = version
+
+    def _put(self, whole: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
+        """Write rows back; those of a run of slots may be the table's own memory, and are there already."""
+        if isinstance(slots, torch.Tensor):
+            whole.index_copy_(0, slots, rows.to(whole.dtype))
+        elif whole[slots].data_ptr() != rows.data_ptr():
+            whole[slots] = rows
+
+    def _state(self, name: str, width: int) -> torch.Tensor:
+        if name not in self.state:
+            self.state[name] = lazy_zeros(self.index.capacity, width, self.wide)
+        return self.state[name]
+
+    # Rows come into being.
+
+    def _first(self, ids: torch.Tensor) -> torch.Tensor:
+        return start_values(self.info.start, self.info.seed, ids, self.info.dim, self.dtype)
+
+    def _touch(self, ids: torch.Tensor) -> torch.Tensor:
+        """The slots of these rows, which exist from now on."""
+        before = self.index.count
+        slots, fresh = self.index.touch(ids)
+        self._grow(before)
+        if self.info.start != "zeros" and bool(fresh.any()):
+            self.values[slots[fresh]] = self._first(ids[fresh])
+        return slots
+
+    def _touch_span(self, start: int, stop: int) -> slice:
+        """The same for a range of a bounded table."""
+        assert isinstance(self.index, RangeIndex)
+        slots = range_slots(start, stop, self.shard, self.shards)
+        fresh = self.index.touch_slots(slots)
+        if self.info.start != "zeros" and bool(fresh.any()):
+            ids = range_ids(start, stop, self.shard, self.shards)
+            self.values[slots][fresh] = self._first(ids[fresh])
+        return slots
+
+    def _grow(self, used: int) -> None:
+        capacity = self.index.capacity
+        self.values = grown(self.values, used, capacity)
+        self.state = {name: grown(rows, used, capacity) for name, rows in self.state.items()}
+        if self.info.mirrored:
+            self.versions = grown(self.versions, used, capacity)
+
+    # Clocks.
+
+    def _keys(self, start: int, stop: int) -> tuple[int, int]:
+        self.checks.span(start, stop)
+        return start, stop
+
+    def _stamp(self, push: RowPush, version: int) -> None:
+        """A range stamps its ids; a list of ids stamps them all."""
+        if push.worker < 0:
+            return
+        start, stop = push.span or (0, self.clocks.keys)
+        self.clocks.set(push.worker, start, stop, push.step)
+        self.newest.set(NEWEST, start, stop, version)
+
+    # Checkpoints.
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """The rows that exist: their ids, ascending, values, and what rules keep beside them; and the count of updates."""
+        ids, slots = self.index.touched()
+        kept = {"values": self.values, **{f"state.{name}": rows for name, rows in self.state.items()}}
+        if self.info.mirrored:
+            kept["versions"] = self.versions
+        steps = torch.tensor([self.steps])
+        return {"ids": ids, "steps": steps, **{name: rows[slots] for name, rows in kept.items()}}
+
+    def saved_clocks(self) -> dict[str, Any]:
+        """Whose pushes have reached which ids, as plain data."""
+        return {"clocks": self.clocks.saved(), "versions": self.newest.saved()}
+
+    def load(self, saved: Sequence[Mapping[str, torch.Tensor]], clocks: Mapping[str, Any] | None = None) -> None:
+        """Take from what any number of shards have saved the rows that live here; `clocks` is any one shard's."""
+        for part in saved:
+            own = part["ids"] % self.shards == self.shard
+            ids = part["ids"][own]
+            self.checks.rows(ids, part["values"][own])
+            slots = self._touch(ids)
+            self._set(slots, part["values"][own], 0)
+            for name, rows in part.items():
+                if name.startswith("state."):
+                    self._put(self._state(name.removeprefix("state."), rows.shape[1]), slots, rows[own])
+            if self.info.mirrored and "versions" in part:
+                self.versions[slots] = part["versions"][own]
+            self.steps = max(self.steps, int(part["steps"]))
+        if clocks is not None:
+            self.clocks.load(clocks["clocks"])
+            self.newest.load(clocks["versions"])
+
+
+def squeezed_last(ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each id once; of several rows the last."""
+    rows = squeezed(ids, values, 1.0, "last")
+    return rows.ids, rows.values
