@@ -26,6 +26,7 @@ from polytempo.filters.sparse import Significant, TopK
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SELECTORS = ("topk", "significant", "sign")
+NAMES = ("none", *SELECTORS, *CASTS)
 KNOWN = "none, bf16, fp16, topk:0.01, significant:1e-3, sign, and a selection with a cast such as topk:0.01+bf16"
 
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -145,7 +146,7 @@ def parse_chain(text: str) -> ChainSpec:
     if parts in ([""], ["none"]):
         return ChainSpec(Dense())
     names = [_name(part, text) for part in parts]
-    if len(parts) > 2 or (len(parts) == 2 and not (names[0] in SELECTORS and names[1] in CASTS)):
+    if len(parts) > 1 and not (len(parts) == 2 and names[0] in SELECTORS and names[1] in CASTS):
         raise UsageError(f"expected a selection, a cast, or one of each in this order, got {text!r}; known: {KNOWN}")
     if names[0] == "sign" and len(parts) == 2:
         raise UsageError(f"sign sends single bits, which cannot be cast, got {text!r}; write sign")
@@ -155,10 +156,10 @@ def parse_chain(text: str) -> ChainSpec:
 
 def _name(part: str, text: str) -> str:
     name, colon, _ = part.partition(":")
-    if name not in (*SELECTORS, *CASTS):
-        near = nearest(name.lower(), ("none", *SELECTORS, *CASTS)) if name else ""
+    if name not in NAMES:
+        near = nearest(name.lower(), NAMES)
         raise UsageError(f"unknown filter {name!r} in {text!r}{near}; known: {KNOWN}")
-    if colon and name in ("sign", *CASTS):
+    if colon and name not in ("topk", "significant"):
         raise UsageError(f"{name} takes no number, got {part!r}; write {name}")
     return name
 

@@ -46,17 +46,16 @@ class Code(ABC):
 
 @dataclass(frozen=True)
 class Dense(Code):
-    """Every value, in the dtype of its way."""
+    """Every value, in the dtype of its way. What is not cast is sent from where it is, and nothing is held."""
 
     buffers = 1
     text = ""
 
     def encode(self, held: torch.Tensor, form: Form) -> list[Bytes]:
         sent = narrow(held, form)
-        message = as_bytes(sent.clone() if sent is held else sent)
         held.sub_(sent.to(form.dtype))
         clear(held)
-        return [message]
+        return [as_bytes(sent)]
 
     def decode(self, buffers: Sequence[Bytes], form: Form) -> torch.Tensor:
         return as_values(buffers[0], form.size, form.wire, "values").to(form.dtype)
