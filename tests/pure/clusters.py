@@ -20,6 +20,11 @@ MODES = (
     "every:4,wait=1",
     "delay:0",
     "delay:3",
+    "downpour",
+    "downpour:push=2,fetch=3,warm=7",
+    "asup",
+    "asup,bound=1,drop=2",
+    "asp,drop=3,lr=staleness",
 )
 
 #: One worker is always slower.

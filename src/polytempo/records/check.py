@@ -4,11 +4,13 @@ The rules stand here a second time, in their plainest form, so that a mistake in
 passes shows: time never goes back; nobody starts before all initial workers joined; each started step has one release, and a
 hold before it only with need; the mode's bound holds at every release; nobody stays held who may start, at any moment; a
 joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every server, in
-versions 1, 2, 3, ...; barrier modes apply nothing stale.
+versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing stale; during a
+warm start one worker pushes and all others wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ def rules_for(spec: Spec) -> Rules:
     argument: Any = spec.arguments[0] if spec.arguments else 0
     if name == "bsp":
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
+    if name == "asup" and "bound" in spec.options:
+        name, argument = "ssp", spec.options["bound"]
     if name == "ssp":
         return Rules(lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
     if name == "dssp":
@@ -51,7 +55,7 @@ def rules_for(spec: Spec) -> Rules:
         return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
     if name == "bsp+backup":  # rounds, checked apart
         return Rules(lambda c, low: True, lambda c, low: True)
-    return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay
+    return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
 
 
 class RecordChecker:
@@ -72,6 +76,9 @@ class RecordChecker:
         self._accepted: Counter[int] = Counter()  # accepted pushes by worker
         self._applied: dict[int, Counter[int]] = {}  # the same on each server
         self._round = 0
+        self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
+        self._alone: int | None = None
+        self._begun = False
         self._group: list[Line] = []
 
     def feed(self, line: Line) -> None:
@@ -98,13 +105,15 @@ class RecordChecker:
         group, self._group = self._group, []
         if not group:
             return
+        gives = self.spec.corrections.gives
+        stale = {line["worker"] for line in group if line["kind"] == "discard" and gives(line["reason"])}
         dropped = {line["worker"] for line in group if line["kind"] in ("discard", "refuse")}
         for line in group:
             self._require(line, line["t"] >= self._t, "time goes back")
             self._t = line["t"]
             handler = getattr(self, f"_{line['kind']}", None)
             if line["kind"] == "push":
-                self._push(line, line["worker"] in dropped)
+                self._push(line, line["worker"] in dropped - stale, line["worker"] in stale)
             elif handler is not None:
                 handler(line)
         self._nobody_forgotten(group[-1])
@@ -114,6 +123,9 @@ class RecordChecker:
         self._require(line, worker not in self._pushed, "joined twice")
         self._missing.discard(worker)
         lowest = self._slowest()
+        if not self._begun:
+            self._begun = True
+            self._warm -= line["step"]  # above 0 in a job that goes on from a checkpoint
         if lowest is not None and self.spec.mode.name != "bsp+backup":
             self._require(line, line["step"] == lowest, f"a joiner starts at the slowest one's step, {lowest}")
         self._pushed[worker] = line["step"]
@@ -123,8 +135,9 @@ class RecordChecker:
         for state in (self._pushed, self._held, self._released):
             state.pop(line["worker"], None)
         self._missing.discard(line["worker"])
+        self._alone = None if line["worker"] == self._alone else self._alone
 
-    def _push(self, line: Line, dropped: bool) -> None:
+    def _push(self, line: Line, dropped: bool, stale: bool) -> None:
         worker, step = line["worker"], line["step"]
         if worker not in self._pushed:
             self._require(line, dropped, "a push of somebody who is not a member must be discarded")
@@ -135,10 +148,12 @@ class RecordChecker:
         if not dropped:
             self._pushed[worker] = step + 1
             self._arrivals[step] += 1
-            self._accepted[worker] += 1
+            self._accepted[worker] += not stale
+            self._warm -= 1
 
     def _discard(self, line: Line) -> None:
-        if line["worker"] in self._pushed:
+        if line["worker"] in self._pushed and not self.spec.corrections.gives(line["reason"]):
+            self._require(line, self.spec.mode.barrier, "discarded, although the mode applies every push")
             self._require(line, self._arrivals[line["step"]] > 0, "discarded, although its round is open")
             self._discarded.add(line["worker"])
 
@@ -150,6 +165,8 @@ class RecordChecker:
         )
         if self._missing:
             self._require(line, set(line["waiting_for"]) <= self._missing, "waits for somebody who is there")
+        elif self._warm > 0:
+            self._require(line, line["waiting_for"] == [self._alone], "waits for somebody who does not train alone")
         else:
             lowest = self._slowest()
             assert lowest is not None
@@ -172,13 +189,16 @@ class RecordChecker:
         self._released[worker] = step
         self._held.pop(worker, None)
         self._check_bound(line, lowest)
+        if self._warm > 0:
+            self._require(line, self._alone in (None, worker), f"a release while worker {self._alone} trains alone")
+            self._alone = worker
 
     def _check_bound(self, line: Line, lowest: int) -> None:
         worker, step, name = line["worker"], line["step"], self.spec.mode.name
         ahead = step - self._pushed[worker]
-        allowed = self.spec.arguments[0] if name == "delay" else 0
+        allowed = self.spec.ahead
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
-        if name != "delay":
+        if not allowed:
             self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
         if name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
             self._round = step
@@ -201,6 +221,9 @@ class RecordChecker:
         """Between two events nobody may be held who could start."""
         lowest = self._slowest()
         if self._missing or lowest is None:
+            return
+        if self._warm > 0:
+            self._require(line, self._alone is not None, "everybody waits for a warm start that nobody makes")
             return
         for step in set(self._held.values()):
             self._require(line, self.rules.may_wait(step, lowest), f"somebody is still held for step {step} without need")

@@ -9,6 +9,8 @@ the weights the step is computed on: with it the engine knows every gradient's s
 which weights to take.
 
 Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
+Where staleness is to be corrected, `Corrections` has a word on every update before it is made. Modes with local steps have
+an engine of their own, in `local`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import Line, action_line, apply_line, event_line
@@ -24,8 +26,11 @@ from polytempo.simulate.budget import Budget
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import stretched
 from polytempo.simulate.links import Route
+from polytempo.simulate.stuck import who_waits
+from polytempo.simulate.trainee import Trainee
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
-from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.corrections import NOTHING, Corrections
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.policy import Policy
 
@@ -37,22 +42,7 @@ ANY_LIFE = -1
 PROGRESS_EVERY = (8192, 64)
 
 Entry = tuple[float, int, int, Worker, int, int, int]
-
-
-class Trainee(Protocol):
-    """Whoever computes real gradients beside the run. Versions are numbered 0, 1, 2, ... by update."""
-
-    def keep(self, version: int) -> None:
-        """One reader of this version more; it is the newest, or has readers already."""
-
-    def drop(self, version: int) -> None:
-        """One reader of this version less."""
-
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """Make the next version from gradients taken at these versions; each of them has then one reader less."""
-
-    def observe(self, now: float) -> None:
-        """Evaluate."""
+Handler = Callable[[float, Worker, int, int], None]
 
 
 class Engine:
@@ -69,6 +59,7 @@ class Engine:
         trainee: Trainee | None = None,
         observe_every: float | None = None,
         progress: Callable[[float], None] | None = None,
+        corrections: Corrections = NOTHING,
     ) -> None:
         self.now = 0.0
         self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
@@ -77,6 +68,8 @@ class Engine:
         self._cluster, self._policy, self._route, self._budget = cluster, policy, route, budget
         self._record, self._trainee, self._progress = record, trainee, progress
         self._observe_every = observe_every
+        self._corrections = corrections
+        self._decide = self._corrected if corrections.any else policy.handle
         self._steps_each = budget.steps_each
         self._heap: list[Entry] = []
         self._order = 0
@@ -104,17 +97,7 @@ class Engine:
         self._plan_membership()
         if self._observe_every:
             self._plan(0.0, OBSERVE, self.workers[0], life=ANY_LIFE)
-        handlers = (
-            self._computed,
-            self._arrived,
-            self._answered,
-            self._join,
-            self._leave,
-            self._crash,
-            self._notice,
-            self._wake,
-            self._observe,
-        )
+        handlers = self._handlers()
         heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
         count, every = 0, PROGRESS_EVERY[self._trainee is not None]
         while heap and not self._stopped:
@@ -132,9 +115,23 @@ class Engine:
                 progress(self._budget.used(now, sum(w.steps for w in self.workers), self._samples, len(self.workers)))
         self._finish()
 
+    def _handlers(self) -> tuple[Handler, ...]:
+        """What is done about each kind of entry, in the order of their numbers."""
+        return (
+            self._computed,
+            self._arrived,
+            self._answered,
+            self._join,
+            self._leave,
+            self._crash,
+            self._notice,
+            self._wake,
+            self._observe,
+        )
+
     def _finish(self) -> None:
         if not self._stopped and self._policy.members:
-            raise StuckError(self._who_waits())
+            raise StuckError(f"nothing can happen after {self.now:g} s: {who_waits(self._policy, self.workers)}")
         for worker in self.workers:
             if worker.alive:
                 worker.settle(self.now, self._route is not None)
@@ -185,11 +182,11 @@ class Engine:
         worker.flying -= 1
         self._pushed(now, worker, step, version)
 
-    def _pushed(self, now: float, worker: Worker, step: int, version: int) -> None:
+    def _pushed(self, now: float, worker: Worker, step: int, version: int, samples: int = 0) -> None:
         worker.used = version
-        push = Pushed(worker.rank, step, worker.batch)
+        push = Pushed(worker.rank, step, samples or worker.batch)
         if self._record is None:
-            self._carry_out(self._policy.handle(push, now), now)
+            self._carry_out(self._decide(push, now), now)
         else:
             self._feed(push, now)
         if worker.leaving:
@@ -209,21 +206,25 @@ class Engine:
         if step > worker.allowed or worker.leaving or step >= self._steps_each:
             self._stay(now, worker)
             return
+        worker.next_step = step + 1
+        if self._trainee:
+            self._trainee.keep(worker.weights)
+        self._compute(now, worker, step, worker.weights)
+
+    def _compute(self, now: float, worker: Worker, step: int, version: int) -> None:
+        """A worker is busy from now on, for the time of one step."""
         if self._route is not None:
             worker.communicating += now - worker.since - worker.held_for
             worker.held_for = 0.0
         worker.busy = True
         worker.since = now
-        worker.next_step = step + 1
-        if self._trainee:
-            self._trainee.keep(worker.weights)
         if not worker.step_times:
             worker.draw()
         end = now + worker.step_times.pop()
         if worker.stalls:
             end = stretched(now, end - now, worker.stalls)
         self._order += 1
-        heapq.heappush(self._heap, (end, self._order, COMPUTED, worker, worker.life, step, worker.weights))
+        heapq.heappush(self._heap, (end, self._order, COMPUTED, worker, worker.life, step, version))
 
     def _stay(self, now: float, worker: Worker) -> None:
         """A worker that is free starts nothing now; one that has done its steps, and has its last answer, leaves."""
@@ -271,11 +272,23 @@ class Engine:
 
     def _feed(self, event: Event, now: float) -> None:
         """Hand an event to the policy, record it, and do what is ordered."""
-        actions = self._policy.handle(event, now)
+        actions = self._decide(event, now)
         if self._record is not None:
             for line in self._lines(event, actions, now):
                 self._record(line)
         self._carry_out(actions, now)
+
+    def _corrected(self, event: Event, now: float) -> list[Action]:
+        """What the policy orders, with a word on stale gradients: updates are slower, or become discards."""
+        actions = self._policy.handle(event, now)
+        return [self._judged(action) if type(action) is Apply else action for action in actions]
+
+    def _judged(self, apply: Apply) -> Apply | Discard:
+        push = apply.pushes[0]  # modes with corrections apply single pushes
+        verdict = self._corrections.verdict(self.updates - self.workers[push.worker].used)
+        if verdict.drop:
+            return Discard(push.worker, push.step, verdict.drop)
+        return Apply(apply.pushes, apply.rate * verdict.rate)
 
     def _lines(self, event: Event, actions: list[Action], now: float) -> Iterator[Line]:
         version = self.updates
@@ -294,10 +307,14 @@ class Engine:
         for action in actions:
             self._acts[type(action)](action, now)
         if self._answers and self._route is not None:
-            arrivals = self._route.answer([worker.rank for worker in self._answers], now, self._together)
-            for (worker, step), at in zip(self._answers.items(), arrivals, strict=True):
-                self._plan(at, ANSWERED, worker, step, self._read())
+            self._answer(self._route, now)
             self._answers.clear()
+
+    def _answer(self, route: Route, now: float) -> None:
+        """Weights and permissions go out, in one message to each."""
+        arrivals = route.answer([worker.rank for worker in self._answers], now, self._together)
+        for (worker, step), at in zip(self._answers.items(), arrivals, strict=True):
+            self._plan(at, ANSWERED, worker, step, self._read())
 
     def _release(self, release: Release, now: float) -> None:
         worker, step = self.workers[release.worker], release.step
@@ -321,7 +338,9 @@ class Engine:
                 self._go(now, worker)
 
     def _hold(self, hold: Hold, now: float) -> None:
-        self.workers[hold.worker].held_since = now
+        worker = self.workers[hold.worker]
+        if worker.held_since == NOT_HELD:  # else it is held on, for another reason
+            worker.held_since = now
 
     def _admit(self, admit: Admit, now: float) -> None:
         self.workers[admit.worker].next_step = admit.step
@@ -365,7 +384,7 @@ class Engine:
         worker = self.workers[action.worker]
         worker.discarded += 1
         worker.wasted += worker.spent if self._route else now - worker.since
-        worker.resuming = True
+        worker.resuming = not self._corrections.gives(action.reason)  # one that was too stale is behind nobody
         if self._trainee:
             self._trainee.drop(worker.used)
 
@@ -376,17 +395,3 @@ class Engine:
         if self._trainee and self._observe_every and self._heap:
             self._trainee.observe(now)
             self._plan(now + self._observe_every, OBSERVE, worker, life=ANY_LIFE)
-
-    def _who_waits(self) -> str:
-        holds = self._policy.holds()
-        waits = "; ".join(_wait_text(hold) for hold in holds[:NAMED_AT_MOST]) or "nobody is held"
-        more = f" and {len(holds) - NAMED_AT_MOST} more wait" if len(holds) > NAMED_AT_MOST else ""
-        gone = [rank for rank in self._policy.members if not self.workers[rank].alive]
-        crashed = f"; crashed and not noticed: {', '.join(map(str, gone[:NAMED_AT_MOST]))}" if gone else ""
-        return f"nothing can happen after {self.now:g} s: {waits}{more}{crashed}"
-
-
-def _wait_text(hold: Hold) -> str:
-    others = hold.waiting_count - len(hold.waiting_for)
-    names = ", ".join(map(str, hold.waiting_for)) + (f" and {others} more" if others else "")
-    return f"worker {hold.worker} waits for {names} ({hold.reason})"

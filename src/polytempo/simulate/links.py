@@ -70,6 +70,15 @@ class ServerRoute:
         passed = self._out.pass_through(start, len(workers) * self._server_seconds)
         return [self._at_both_ends(passed, worker, start) for worker in workers]
 
+    def permit(self, worker: int, now: float) -> float:
+        """When a permission without weights, decided on now, is there."""
+        return max(now, self._updates.free_at) + self._latency[worker]
+
+    def fetch(self, worker: int, now: float) -> float:
+        """When the weights of this moment are at a worker that asks for them now."""
+        passed = self._out.pass_through(now, self._server_seconds)
+        return self._at_both_ends(passed, worker, now) + self._latency[worker]  # the question has its way, too
+
     def _at_both_ends(self, passed_server: float, worker: int, start: float) -> float:
         return max(passed_server, start + self._own_seconds[worker]) + self._latency[worker]
 
@@ -97,8 +106,11 @@ class AllReduceRoute:
 
 def make_route(cluster: Cluster, via: str) -> Route | None:
     """The route for `via` ("ps" or the name of an all-reduce), or None when nothing takes time on the way."""
-    if via != "ps":
-        return AllReduceRoute(cluster, via)
+    return make_server_route(cluster) if via == "ps" else AllReduceRoute(cluster, via)
+
+
+def make_server_route(cluster: Cluster) -> ServerRoute | None:
+    """The route to the servers, or None when nothing takes time on the way."""
     latencies = [cluster.link.latency, *(link.latency for link in cluster.links.values())]
     limits = [cluster.link.bandwidth, cluster.servers.bandwidth, cluster.servers.update_rate]
     limits += [link.bandwidth for link in cluster.links.values()]

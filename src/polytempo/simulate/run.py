@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from polytempo.errors import UsageError, nearest
 from polytempo.records.lines import Line
 from polytempo.simulate.budget import Budget
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective import ALGORITHMS, best_all_reduce
-from polytempo.simulate.engine import Engine, Trainee
-from polytempo.simulate.links import make_route
+from polytempo.simulate.engine import Engine
+from polytempo.simulate.links import make_route, make_server_route
+from polytempo.simulate.local import LocalEngine
 from polytempo.simulate.outcome import Outcome, sum_up
+from polytempo.simulate.trainee import LocalTrainee, Trainee
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
@@ -26,7 +28,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[Line], None] | None = None,
-    trainee: Trainee | None = None,
+    trainee: Trainee | LocalTrainee | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
@@ -38,19 +40,29 @@ def simulate_job(
     """
     spec = parse_spec(sync)
     way = resolve_via(spec, via, cluster)
-    engine = Engine(
+    engine = _engine(
+        spec,
         cluster,
-        spec.policy(cluster.workers),
-        make_route(cluster, way),
+        way,
         Budget(**budget),
-        seed,
-        record,
         trainee,
-        observe_every,
-        progress,
+        seed=seed,
+        record=record,
+        observe_every=observe_every,
+        progress=progress,
+        corrections=spec.corrections,
     )
     engine.run()
     return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes)
+
+
+def _engine(
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainee: Trainee | LocalTrainee | None, **options: Any
+) -> Engine:
+    policy, local = spec.policy(cluster.workers), spec.local
+    if local is None:
+        return Engine(cluster, policy, make_route(cluster, way), budget, trainee=trainee, **options)
+    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainee, trainee), **options)
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:

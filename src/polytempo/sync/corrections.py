@@ -27,6 +27,9 @@ from typing import Any
 from polytempo.errors import SpecError
 from polytempo.sync.mode import Reader, fraction, number, whole_number
 
+#: The reason of every drop begins with this; the staleness follows.
+STALE = "staleness "
+
 
 @dataclass(frozen=True)
 class Compensation:
@@ -63,13 +66,13 @@ class Corrections:
     def verdict(self, staleness: int) -> Verdict:
         """What becomes of a push that is so stale."""
         if self.most is not None and staleness > self.most:
-            return Verdict(0.0, f"staleness {staleness} is above {self.most}")
+            return Verdict(0.0, f"{STALE}{staleness} is above {self.most}")
         rate = self.decay**staleness
         return Verdict(rate / max(1, staleness) if self.by_staleness else rate)
 
     def gives(self, reason: str) -> bool:
         """Is this a reason for which a push may be dropped?"""
-        word = reason.split(" ")[1] if reason.startswith("staleness ") else ""
+        word = reason.removeprefix(STALE).split(" ")[0] if reason.startswith(STALE) else ""
         return word.isascii() and word.isdigit() and self.verdict(int(word)).drop == reason
 
     def momentum_for(self, momentum: float, mean_staleness: float) -> float:

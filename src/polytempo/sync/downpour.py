@@ -3,19 +3,21 @@
 A worker takes local steps on weights of its own, sends the sum of its gradients after every P of them and fetches the
 servers' weights every F; it waits for neither. One step of this policy is one push:
 
-    worker 0   |-local-|-local-|-local-|-local-|-local-|-local-|      P = 2
-                               `push 0         `push 1 may go once push 0 is answered
-    servers                       apply 0         apply 1
+    worker    |-local-|-local-|-local-|-local-|  waits for the answer to push 0  |-local-|-local-|      P = 2
+                              `push 0         `push 1
+    servers                               apply 0        apply 1
 
-Every push is applied when it comes, and its answer carries the permission for the push after the next: one push may be
-under way while the next is accumulated, as in `delay:1`. `warm=N` is the warm start: the worker of the lowest rank trains
-alone until N local steps are made (whole pushes of them), the others are held at their first. If it leaves, the next one
-takes its place and goes on counting where it was.
+Every push is applied when it comes, and its answer carries the permission to begin with the push after the next: one push
+may be under way while the next is accumulated, as in `delay:1`.
+
+`warm=N` is the warm start: the worker of the lowest rank trains alone until N local steps are made (whole pushes of them),
+the others are held at their first. If it leaves, the next one takes its place and goes on counting where it was.
 
 Where this departs from the printed listing:
 1. the listing pushes when step % P = 0, so its first push holds one gradient; here each push holds exactly P, except that
    the last one of a worker may hold fewer;
-2. at most one push of a worker is under way; the listing has no bound, and a slow server would pile them up;
+2. a worker waits when a push becomes due while the one before is not answered yet; the listing has no bound, and a slow
+   server would pile them up;
 3. a fetch overwrites local progress there; here the local steps that the fetched weights cannot contain yet are added to
    them, so that P = F = 1 with one worker is plain SGD whatever the network does;
 4. the update rule is the user's optimizer, not always Adagrad, at its rate divided by the active workers (`scale=1`: whole).
