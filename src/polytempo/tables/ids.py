@@ -71,16 +71,16 @@ def coalesce(ids: torch.Tensor, values: torch.Tensor, how: str = "sum") -> tuple
     ordered, order = torch.sort(ids, stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     if unique.numel() == ids.numel():
-        return unique, values[order]
+        return unique, values.index_select(0, order)
     lasts = counts.cumsum(0) - 1
     if how == "last":
-        return unique, values[order[lasts]]
+        return unique, values.index_select(0, order[lasts])
     firsts = lasts - counts + 1
     later = torch.ones(ids.numel(), dtype=torch.bool)
     later[firsts] = False
-    result = values[order[firsts]]
+    result = values.index_select(0, order[firsts])
     groups = torch.repeat_interleave(torch.arange(unique.numel()), counts)[later]
-    reduce_rows(result, groups, values[order[later]], how)
+    reduce_rows(result, groups, values.index_select(0, order[later]), how)
     return unique, result
 
 

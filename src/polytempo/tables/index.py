@@ -35,6 +35,9 @@ class Index(Protocol):
     def touch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The slot of each id, and which of them came into being."""
 
+    def ids_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The ids of the rows in these slots."""
+
     def touched(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All ids whose rows exist, ascending, and their slots."""
 
@@ -62,11 +65,11 @@ class RangeIndex:
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
         slots = self.slots(ids)
-        return torch.where(self._exists[slots] != 0, slots, FREE)
+        return torch.where(self._exists.index_select(0, slots) != 0, slots, FREE)
 
     def touch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self.slots(ids)
-        fresh = self._exists[slots] == 0
+        fresh = self._exists.index_select(0, slots) == 0
         if bool(fresh.any()):
             new = slots[fresh].unique()
             self._exists[new] = 1
@@ -80,9 +83,12 @@ class RangeIndex:
         self.count += int(fresh.sum())
         return fresh
 
+    def ids_of(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots * self.shards + self.shard
+
     def touched(self) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self._exists.nonzero().squeeze(1)
-        return slots * self.shards + self.shard, slots
+        return self.ids_of(slots), slots
 
 
 class HashIndex:
@@ -119,6 +125,9 @@ class HashIndex:
             self._append(unique[order])
             slots[fresh] = numbers[back]
         return torch.from_numpy(slots), torch.from_numpy(fresh)
+
+    def ids_of(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._ids).index_select(0, slots)
 
     def touched(self) -> tuple[torch.Tensor, torch.Tensor]:
         ids, slots = torch.from_numpy(self._ids[: self.count]).sort()

@@ -23,7 +23,7 @@ class Routing:
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Rows in the order of the ids, picked apart like them."""
-        return [values] if len(self.parts) == 1 else [values[places] for places in self.places]
+        return [values] if len(self.parts) == 1 else [values.index_select(0, places) for places in self.places]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The shards' rows, back in the order of the ids."""
@@ -32,7 +32,7 @@ class Routing:
             return parts[0]
         result = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
         for places, part in zip(self.places, parts, strict=True):
-            result[places] = part
+            result.index_copy_(0, places, part)
         return result
 
 

@@ -16,6 +16,7 @@ import torch
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.values import TableInfo
+from polytempo.tables.changes import Changes
 from polytempo.tables.checks import DTYPES, Checks
 from polytempo.tables.clocks import RangeClocks
 from polytempo.tables.combine import RowPush as RowPush
@@ -40,10 +41,15 @@ class Table:
         self.info, self.shard, self.shards = info, shard, shards
         self.rule, self.dtype = rule(info.rule), DTYPES[info.dtype]
         self.wide = torch.float32 if self.dtype.itemsize == 2 else self.dtype  #: what is calculated in
-        self.index = RangeIndex(info.rows, shard, shards) if info.rows else HashIndex(shard, shards)
+        self._clear()
+
+    def _clear(self) -> None:
+        info, bounded = self.info, self.info.rows > 0
+        self.index = RangeIndex(info.rows, self.shard, self.shards) if bounded else HashIndex(self.shard, self.shards)
         self.values = lazy_zeros(self.index.capacity, info.dim, self.dtype)
         self.state: dict[str, torch.Tensor] = {}  # made when a rule first asks for it
         self.versions = lazy_zeros(self.index.capacity if info.mirrored else 0, 1, torch.int64)
+        self.changes = Changes()
         self.clocks, self.newest = (RangeClocks(info.rows or ONE_KEY) for _ in range(2))
         self.steps = 0  #: updates so far, with and without rows
 
@@ -55,7 +61,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Memory of the rows that exist and of the index; what the system holds is more, by parts of pages."""
-        kept = [self.values, *self.state.values(), *([self.versions] if self.info.mirrored else [])]
+        kept = [self.values, *self.state.values(), *self._mirror().values()]
         width = sum(int(rows.shape[1]) * int(rows.element_size()) for rows in kept)
         return self.index.nbytes + self.count * width
 
@@ -86,9 +92,12 @@ class Table:
         """Ids, ascending, and rows of a mirrored table that were changed after `version`; -1: all rows that exist."""
         if not self.info.mirrored:
             raise UsageError(f"table {self.info.name!r} is not mirrored: it does not know which rows changed; pull by id")
-        ids, slots = self.index.touched()
-        later = self.versions[slots, 0] > version
-        return ids[later], self.values[slots[later]]
+        slots = self.changes.since(version)
+        if slots is None:
+            slots = self.index.touched()[1]
+            slots = slots[self.versions.view(-1).index_select(0, slots) > version]
+        ids, order = self.index.ids_of(slots).sort()
+        return ids, self.values.index_select(0, slots[order])
 
     def version_of(self, start: int, stop: int) -> int:
         """The newest version in which a push covered any of these ids; -1 for none."""
@@ -141,9 +150,9 @@ class Table:
         return squeezed(push.ids, values, push.weight, how)
 
     def _apply(self, slots: Slots, pushed: torch.Tensor, hyper: dict[str, float], rate: float, version: int) -> None:
-        rows = self.values[slots].to(self.wide)
+        rows = _taken(self.values, slots).to(self.wide)
         kept = {name: self._state(name, width) for name, width in self.rule.state(self.info.dim, hyper).items()}
-        state = {name: whole[slots] for name, whole in kept.items()}
+        state = {name: _taken(whole, slots) for name, whole in kept.items()}
         self.rule.apply(rows, state, pushed, hyper, rate)
         for name, whole in kept.items():
             self._put(whole, slots, state[name])
@@ -153,6 +162,7 @@ class Table:
         self._put(self.values, slots, rows)
         if self.info.mirrored:
             self.versions[slots] = version
+            self.changes.add(version, slots, self.count)
 
     def _put(self, whole: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
         """Write rows back; those of a run of slots may be the table's own memory, and are there already."""
@@ -216,33 +226,49 @@ class Table:
     def saved(self) -> dict[str, torch.Tensor]:
         """The rows that exist: their ids, ascending, values, and what rules keep beside them; and the count of updates."""
         ids, slots = self.index.touched()
-        kept = {"values": self.values, **{f"state.{name}": rows for name, rows in self.state.items()}}
-        if self.info.mirrored:
-            kept["versions"] = self.versions
-        steps = torch.tensor([self.steps])
-        return {"ids": ids, "steps": steps, **{name: rows[slots] for name, rows in kept.items()}}
+        kept = {"values": self.values, **{f"state.{name}": rows for name, rows in self.state.items()}, **self._mirror()}
+        rows = {name: whole.index_select(0, slots) for name, whole in kept.items()}
+        return {"ids": ids, "steps": torch.tensor([self.steps]), **rows}
 
     def saved_clocks(self) -> dict[str, Any]:
         """Whose pushes have reached which ids, as plain data."""
         return {"clocks": self.clocks.saved(), "versions": self.newest.saved()}
 
     def load(self, saved: Sequence[Mapping[str, torch.Tensor]], clocks: Mapping[str, Any] | None = None) -> None:
-        """Take from what any number of shards have saved the rows that live here; `clocks` is any one shard's."""
-        for part in saved:
-            own = part["ids"] % self.shards == self.shard
-            ids = part["ids"][own]
-            self.checks.rows(ids, part["values"][own])
-            slots = self._touch(ids)
-            self._set(slots, part["values"][own], 0)
-            for name, rows in part.items():
+        """Become what any number of shards have saved, as far as it lives here; `clocks` is what any one of them saved."""
+        parts = [self._own(part) for part in saved]
+        self._clear()
+        for part in parts:
+            slots = self._touch(part["ids"])
+            self._set(slots, part["values"], 0)
+            for name in part:
                 if name.startswith("state."):
-                    self._put(self._state(name.removeprefix("state."), rows.shape[1]), slots, rows[own])
-            if self.info.mirrored and "versions" in part:
-                self.versions[slots] = part["versions"][own]
+                    self._put(self._state(name.removeprefix("state."), part[name].shape[1]), slots, part[name])
+            if self.info.mirrored:
+                self.versions[slots] = part["versions"]
             self.steps = max(self.steps, int(part["steps"]))
+        self.changes.forget(int(self.versions.max()) if self.versions.numel() else -1)
         if clocks is not None:
             self.clocks.load(clocks["clocks"])
             self.newest.load(clocks["versions"])
+
+    def _own(self, part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The rows of a saved part that live here."""
+        missing = [name for name in ("ids", "steps", "values", *self._mirror()) if name not in part]
+        if missing:
+            raise PeerError(f"table {self.info.name!r}: expected saved rows to have {missing[0]!r}, got {', '.join(part)}")
+        own = (part["ids"] % self.shards == self.shard).nonzero().squeeze(1)
+        rows = {name: whole if name == "steps" else whole.index_select(0, own) for name, whole in part.items()}
+        self.checks.rows(rows["ids"], rows["values"])
+        return rows
+
+    def _mirror(self) -> dict[str, torch.Tensor]:
+        return {"versions": self.versions} if self.info.mirrored else {}
+
+
+def _taken(whole: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """A copy of these rows; of a run of slots the table's own memory."""
+    return whole[slots] if isinstance(slots, slice) else whole.index_select(0, slots)
 
 
 def squeezed_last(ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
