@@ -252,6 +252,7 @@ CASES = [
     Case("ssp:2", 3800, 2, lambda c, low: c - low <= 2),
     Case("every:2", 1600, 1, lambda c, low: c // 2 <= low // 2),
     Case("delay:1", 6000, 5, lambda c, low: True),
+    Case("downpour:push=2,warm=3", 1000, 5, lambda c, low: False, allowed=lambda c, low: True),
 ]
 
 
@@ -279,7 +280,7 @@ WHOLE = [
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
     """`make check` walks some of the modes; the others take seconds each."""
-    return [pytest.mark.long] if case.sync in ("dssp:0..2", "dssp:1..2", "asp", "delay:1") else []
+    return [pytest.mark.long] if case.sync in ("dssp:0..2", "dssp:1..2", "asp", "delay:1", "downpour:push=2,warm=3") else []
 
 
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES), *WHOLE])

@@ -24,9 +24,10 @@ from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.spec import parse_spec
 
 BARRIERS = ("bsp", "bsp+backup:1", "bsp+backup:2")
-EAGER = ("asp", "asp,scale=1", "ssp:0", "ssp:1", "ssp:3,scale=0.5", "every:1", "every:3", "delay:0", "delay:2")
+EAGER = ("asp", "asp,scale=1", "ssp:0", "ssp:1", "ssp:3,scale=0.5", "every:1", "every:3", "delay:0", "delay:2", "asup")
+WARM = ("downpour", "downpour:push=2,warm=5", "downpour:warm=3,scale=2")
 TIMED = ("dssp:0..2", "dssp:1..4", "dssp-paper:1..4", "every:3,wait=0.5", "every:2,wait=2,scale=3")
-MODES = (*BARRIERS, *EAGER, *TIMED)
+MODES = (*BARRIERS, *EAGER, "asup,bound=1", *WARM, *TIMED)
 
 every_mode = pytest.mark.parametrize("sync", MODES)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -161,8 +162,8 @@ class Opinion:
         assert self.allowed(step, job.slowest()), f"{release} breaks {self.name}:{self.argument}"
         assert (worker, step) not in self._started, "released twice"
         self._started.add((worker, step))
-        ahead = int(self.argument) if self.name == "delay" else 0
-        assert job.steps[worker] <= step <= job.steps[worker] + ahead
+        ahead = {"delay": self.argument, "downpour": 1}.get(self.name, 0)
+        assert job.steps[worker] <= step <= job.steps[worker] + int(ahead)
 
     def look_at_members(self, job: Job) -> None:
         computing = job.computing()
@@ -182,10 +183,41 @@ class Open(Opinion):
 
 
 class Bounded(Opinion):
-    """ssp: c - min <= s."""
+    """ssp, and asup with a bound: c - min <= s."""
 
     def free(self, step: int, slowest: int) -> bool:
-        return step - slowest <= int(self.argument)
+        return step - slowest <= int(self.options.get("bound", self.argument or 1000))
+
+
+class Warmed(Opinion):
+    """downpour: nobody is kept, but during the warm start all except one, the lowest of those who could have been it."""
+
+    def __init__(self, sync: str, workers: int) -> None:
+        super().__init__(sync.replace(":", ","), workers)
+        self.needed = -(-int(self.options.get("warm", 0)) // int(self.options.get("push", 1)))
+        self.alone: int | None = None
+        self.pushes = 0
+
+    def free(self, step: int, slowest: int) -> bool:
+        return self.pushes >= self.needed
+
+    def allowed(self, step: int, slowest: int) -> bool:
+        return True
+
+    def happened(self, job: Job, event: Event, now: float, actions: list[Action]) -> None:
+        self.pushes += isinstance(event, Pushed)
+        waited = set(job.steps) if self.alone not in job.steps else set()
+        self.alone = self.alone if self.alone in job.steps else None
+        if not self.free(0, 0) and not job.awaited and waited:
+            self.alone = min(waited)
+            assert only(Release, actions) == [
+                Release(self.alone, job.steps[self.alone] + more, job.slowest()) for more in (0, 1)
+            ]
+
+    def look_at_members(self, job: Job) -> None:
+        super().look_at_members(job)
+        assert self.free(0, 0) or job.computing() == [self.alone]
+        assert all(hold.waiting_for == (self.alone,) for hold in job.policy.holds())
 
 
 class Dynamic(Opinion):
@@ -287,6 +319,8 @@ class Rounds(Opinion):
 OPINIONS = {
     "asp": Open,
     "delay": Open,
+    "asup": Bounded,
+    "downpour": Warmed,
     "ssp": Bounded,
     "dssp": Dynamic,
     "dssp-paper": Dynamic,
@@ -427,7 +461,18 @@ def test_without_explanations_the_decisions_are_the_same(sync: str, game: Game) 
 
 @pytest.mark.parametrize(
     ("sync", "same_as"),
-    [("dssp:0..0", "ssp:0"), ("dssp:2..2", "ssp:2"), ("delay:0", "asp"), ("ssp:1000", "asp"), ("every:1000", "asp")],
+    [
+        ("dssp:0..0", "ssp:0"),
+        ("dssp:2..2", "ssp:2"),
+        ("delay:0", "asp"),
+        ("ssp:1000", "asp"),
+        ("every:1000", "asp"),
+        ("asup", "asp"),
+        ("asup,bound=2,momentum=0.5", "ssp:2"),
+        ("downpour:push=3,fetch=2", "delay:1"),
+        ("asp,drop=1,lr=staleness", "asp"),
+        ("ssp:1,dc=1,momentum=async", "ssp:1"),
+    ],
 )
 @given(game=GAMES)
 @moderately
