@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from polytempo.errors import JobEnded as JobEnded
     from polytempo.errors import PolytempoError as PolytempoError
     from polytempo.errors import UsageError as UsageError
+    from polytempo.optim.asup import AsuP as AsuP
     from polytempo.simulate.cluster import Cluster as Cluster
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from polytempo.train.communicate import send as send
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
+    from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
     from polytempo.train.session import init as init
     from polytempo.train.session import is_initialized as is_initialized
     from polytempo.train.session import local_rank as local_rank
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from polytempo.train.session import size as size
     from polytempo.train.states import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.states import broadcast_parameters as broadcast_parameters
+    from polytempo.train.statistics import statistics as statistics
     from polytempo.virtual.train import train_virtually as train_virtually
 
 __version__ = VERSION
@@ -67,6 +70,9 @@ _WHERE = {
     "DistributedOptimizer": "polytempo.train.optimizer",
     "DistributedSampler": "polytempo.train.sampler",
     "JobEnded": "polytempo.errors",
+    "AsuP": "polytempo.optim.asup",
+    "ServerEmbedding": "polytempo.train.server_embedding",
+    "statistics": "polytempo.train.statistics",
     **dict.fromkeys(
         ("init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop", "shutdown", "size"),
         "polytempo.train.session",
@@ -95,11 +101,13 @@ _WHERE = {
 }
 
 __all__ = [
+    "AsuP",
     "Cluster",
     "DistributedOptimizer",
     "DistributedSampler",
     "JobEnded",
     "PolytempoError",
+    "ServerEmbedding",
     "UsageError",
     "__version__",
     "all_gather",
@@ -132,6 +140,7 @@ __all__ = [
     "shutdown",
     "simulate_job",
     "size",
+    "statistics",
     "train_virtually",
 ]
 

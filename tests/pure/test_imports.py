@@ -20,15 +20,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "records": ({"errors", "sync"}, set()),
     "simulate": ({"errors", "version", "sync", "records"}, set()),
     "protocol": ({"errors"}, {"msgspec"}),
-    "coordinate": ({"errors", "sync", "records", "protocol"}, set()),
+    "coordinate": ({"errors", "sync", "records", "protocol"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "collectives": ({"errors", "transport"}, {"torch", "numpy"}),
+    "optim": ({"errors"}, {"torch"}),
+    "tables": ({"errors", "protocol"}, {"torch", "numpy"}),
+    "filters": ({"errors"}, {"torch", "numpy"}),
     "parameter_server": (
-        {"errors", "records", "protocol", "coordinate", "transport", "collectives"},
+        {"errors", "sync", "records", "protocol", "coordinate", "transport", "collectives", "optim", "tables", "filters"},
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
     "train": (
-        {"errors", "sync", "protocol", "transport", "collectives", "parameter_server"},
+        {"errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "filters", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
     "torch_backend": ({"errors", "collectives", "train"}, {"torch"}),
@@ -41,14 +44,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "version", "sync", "records", "protocol", "coordinate", "transport", "parameter_server", "train"},
         {"rich", "torch"},
     ),
-    "virtual": ({"errors", "sync", "records", "simulate"}, {"torch", "numpy"}),
+    "virtual": ({"errors", "sync", "records", "simulate", "optim"}, {"torch", "numpy"}),
     "report": ({"errors", "records", "simulate"}, {"matplotlib"}),
     "cli": (
         {"errors", "version", "sync", "records", "simulate", "coordinate", "transport", "launch", "virtual", "report"},
         {"typer", "rich", "yaml", "torch"},
     ),
     "__main__": ({"cli"}, set()),
-    "__init__": ({"version", "errors", "simulate", "sync", "virtual", "train", "torch_backend"}, set()),
+    "__init__": ({"version", "errors", "simulate", "sync", "optim", "virtual", "train", "torch_backend"}, set()),
 }
 
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.

@@ -52,6 +52,8 @@ def some(annotation: Any) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(some, arguments))
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*map(some, arguments))
     if origin is tuple:
         return st.lists(some(arguments[0]), max_size=2).map(tuple)
     if origin is dict:

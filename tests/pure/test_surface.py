@@ -17,11 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
+        "AsuP",
         "Cluster",
         "DistributedOptimizer",
         "DistributedSampler",
         "JobEnded",
         "PolytempoError",
+        "ServerEmbedding",
         "UsageError",
         "__version__",
         "all_gather",
@@ -54,6 +56,7 @@ def test_public_names() -> None:
         "shutdown",
         "simulate_job",
         "size",
+        "statistics",
         "train_virtually",
     ]
     for name in polytempo.__all__:

@@ -23,7 +23,8 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import PushId
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client, Line
+from polytempo.train.client import Client
+from polytempo.train.lines import Line, Outstanding
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.memory import Bell, MemoryChannel
 from polytempo.transport.pool import Pool
@@ -66,7 +67,7 @@ def test_answers_to_an_earlier_try_are_not_mixed_with_those_to_the_repeat() -> N
     client = Client(channels, 0, 0, Pool())
     line = Line("0", joined=True)
     client._lines["0"] = line
-    client.push(Push(id=PushId("0", 0, 0, 0)), [[], []])
+    client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[], []]))
     client.repeat("0")
     assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 1]
     channels[0].say(answer(0, attempt=0, version=1))

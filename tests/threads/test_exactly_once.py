@@ -18,6 +18,7 @@ from torch import nn
 from polytempo.protocol.messages import Answer, AnyMessage, Push, decode
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
+from polytempo.train.lines import Outstanding
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 from polytempo.transport.channel import Channel
@@ -97,9 +98,9 @@ def twice(session: Session) -> None:
     assert client is not None
     push = client.push
 
-    def push_twice(head: Push, parts: Any, *ahead: Any) -> None:
-        push(head, parts, *ahead)
-        client.repeat(head.id.track)
+    def push_twice(waiting: Outstanding, *ahead: Any) -> None:
+        push(waiting, *ahead)
+        client.repeat(waiting.push.id.track)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -140,10 +141,10 @@ def replace_connections(sync: str, servers: int) -> None:
         assert client is not None
         push = client.push
 
-        def push_and_cut(head: Push, parts: Any, *ahead: Any) -> None:
-            push(head, parts, *ahead)
-            if head.id.step % 2 == 0:
-                shard = (head.id.step // 2 + session.rank) % servers
+        def push_and_cut(waiting: Outstanding, *ahead: Any) -> None:
+            push(waiting, *ahead)
+            if waiting.push.id.step % 2 == 0:
+                shard = (waiting.push.id.step // 2 + session.rank) % servers
                 client.reconnect(shard, job.connect(shard, client.pool))
 
         client.push = push_and_cut  # type: ignore[method-assign]

@@ -12,7 +12,8 @@ from helpers import assert_close, check_record, copied, made_gradients, made_par
 from lossy import LossyJob, UnreliableChannel, disturb
 
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import Answer, AnyMessage, Failed, Push, Saved
+from polytempo.protocol.messages import Answer, AnyMessage, Push
+from polytempo.protocol.servers import Failed, Saved
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer

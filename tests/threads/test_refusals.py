@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[list[nn.Parameter], Session], objec
     ),
     "compression": (
         "bsp",
-        "compression is planned",
+        "topk",
         lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s, compression="topk"),
     ),
     "a clip of nothing": (

@@ -43,7 +43,7 @@ class Account:
 
     def pushed(self, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
-        self.steps += sign
+        self.steps += sign * push.count
         self.samples += sign * push.samples
         self.computing_s += sign * push.computed
         self.exchanging_s += sign * push.exchanged
@@ -53,7 +53,7 @@ class Account:
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
-        self.steps -= 1
+        self.steps -= push.count
         self.samples -= push.samples
         self.discarded += 1
         self.wasted_s += push.computed

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from polytempo.coordinate.ledger import Account, sum_up
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.plan import JobPlan
@@ -148,7 +150,7 @@ class Sequencer:
             return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=again))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
-        if track.spec.mode.name == "delay" and push.id.step > seat.exchange + 1:
+        if track.spec.ahead and push.id.step > seat.exchange + 1:
             seat.ahead[push.id.step] = push  # one before it was lost on the way, and will be sent again
             return []
         orders = self._accept(track, seat, push, now)
@@ -158,7 +160,8 @@ class Sequencer:
     def _accept(self, track: Track, seat: Seat, push: Push, now: float) -> list[Order]:
         """A new push, in its turn: the policy decides."""
         worker = push.id.worker
-        event = Pushed(worker, push.id.step, push.samples, track.hyper(push.hyper))
+        hyper = track.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
+        event = Pushed(worker, push.id.step, push.samples, hyper)
         track.count(event, push)
         before, seat.exchange, seat.attempt = seat.exchange, push.id.step, push.attempt
         self._tally(track, push)
@@ -185,7 +188,7 @@ class Sequencer:
     def _tally(self, track: Track, push: Push, sign: int = 1) -> None:
         if track.is_main:
             self.accounts[push.id.worker].pushed(push, sign)
-            self._steps += sign
+            self._steps += sign * push.count
             self._samples += sign * push.samples
 
     def _repeated(self, track: Track, seat: Seat, push: Push) -> list[Order]:
@@ -210,7 +213,10 @@ class Sequencer:
         """A worker wants to see one state of all shards."""
         if request.track not in self.tracks:
             return [self._refuse(request.worker, f"there is no optimizer {request.track} to read")]
-        return [ToShards(ReadHere(track=request.track, worker=request.worker, request=request.request, what=request.what))]
+        seat = self.tracks[request.track].seats.get(request.worker)
+        entry = ReadHere(track=request.track, worker=request.worker, request=request.request, what=request.what)
+        entry.exchange = seat.exchange if seat is not None else -1
+        return [ToShards(entry)]
 
     def metric(self, metric: Metric, now: float) -> list[Order]:
         """A worker's figure for the record."""
@@ -264,7 +270,7 @@ class Sequencer:
             push = track.drop(action.worker, action.step)
             if track.is_main:
                 self.accounts[action.worker].discard(push)
-                self._steps -= 1
+                self._steps -= push.count
                 self._samples -= push.samples
             return [ToShards(Drop(id=push.id))]
         if isinstance(action, Refuse):
@@ -374,4 +380,5 @@ class Sequencer:
 
 def _plain(proposal: Proposal) -> dict[str, Any]:
     tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in proposal.tensors]
-    return {"apply": proposal.apply, "optimizer": proposal.optimizer, "tensors": tensors}
+    tables = [list(structs.astuple(info)) for info in proposal.tables]
+    return {"apply": proposal.apply, "optimizer": proposal.optimizer, "tensors": tensors, "tables": tables}

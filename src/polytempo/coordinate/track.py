@@ -161,7 +161,15 @@ def disagreement(track: Track, worker: int, proposal: Proposal) -> str:
     return ""
 
 
-_COMPARED = {"sync": "sync", "apply": "apply", "optimizer": "the optimizer", "clip_norm": "clip_norm"}
+_COMPARED = {
+    "sync": "sync",
+    "apply": "apply",
+    "optimizer": "the optimizer",
+    "clip_norm": "clip_norm",
+    "push_filter": "the compression of pushes",
+    "pull_filter": "the compression of answers",
+    "tables": "the tables",
+}
 
 
 def hyper_of(groups: Sequence[dict[str, Any]]) -> Hyper:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save
 
@@ -38,6 +39,8 @@ class SavedShard:
 
     values: list[tuple[str, int, torch.Tensor]]  # dtype, where it starts, the elements
     runs: list[RunState]
+    rows: dict[str, torch.Tensor]  # of tables, by their number and a name
+    clocks: list[dict[str, Any]]  # of tables
 
 
 def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Store]) -> tuple[str, str, dict[str, Any]]:
@@ -56,7 +59,14 @@ def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Sto
             held = {n: v for n, v in run.state.items() if isinstance(v, torch.Tensor)}
             tensors |= {f"{track}.state.{index}.{n}": v.contiguous() for n, v in held.items()}
             runs.append({"dtype": run.dtype, "start": run.start, "stop": run.stop, "names": list(held), "plain": plain})
-        contents[track] = {"values": [[dtype, start] for dtype, start, _ in values], "runs": runs}
+        rows = store.rows.saved()
+        tensors |= {f"{track}.table.{n}": v for n, v in rows.items()}
+        contents[track] = {
+            "values": [[dtype, start] for dtype, start, _ in values],
+            "runs": runs,
+            "rows": list(rows),
+            "clocks": store.rows.saved_clocks(),
+        }
     partial = directory / f"{name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
@@ -91,6 +101,9 @@ def read_shards(directory: Path, track: str, proposal: Proposal) -> list[SavedSh
     if saved["optimizer"] != proposal.optimizer:
         there = saved["optimizer"] or "none"
         raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {proposal.optimizer}")
+    tables = [list(msgspec.structs.astuple(info)) for info in proposal.tables]
+    if saved.get("tables", []) != tables:
+        raise UsageError(f"the checkpoint {directory.name} has other tables: {saved.get('tables', [])}, the script {tables}")
     return [_read_shard(directory / file["file"], track, file["tensors"][track]) for file in manifest["files"]]
 
 
@@ -101,7 +114,8 @@ def _read_shard(path: Path, track: str, contents: Mapping[str, Any]) -> SavedSha
     for index, run in enumerate(contents["runs"]):
         held = {name: tensors[f"{track}.state.{index}.{name}"] for name in run["names"]}
         runs.append(RunState(run["dtype"], run["start"], run["stop"], {**run["plain"], **held}))
-    return SavedShard(values, runs)
+    rows = {name: tensors[f"{track}.table.{name}"] for name in contents.get("rows", ())}
+    return SavedShard(values, runs, rows, contents.get("clocks", []))
 
 
 def load_values(shards: Sequence[SavedShard], store: Store) -> list[Bytes]:

@@ -16,13 +16,11 @@ from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
     AnyMessage,
-    Arrived,
     Ask,
     Assigned,
     Beat,
     Entries,
     Expecting,
-    Failed,
     Finish,
     Finished,
     Gone,
@@ -30,19 +28,17 @@ from polytempo.protocol.messages import (
     Leave,
     Look,
     Metric,
-    Norm,
-    NormTotal,
     Notice,
     Post,
     Push,
     Read,
     Register,
-    Saved,
     StatusRequest,
     Stop,
     Stopped,
     encode,
 )
+from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import PushId
 from polytempo.records.writer import RecordWriter
 from polytempo.transport.channel import Peer

@@ -20,10 +20,13 @@ from queue import SimpleQueue
 import torch
 
 from polytempo.parameter_server.checkpoint import load_values, read_shards, write_shard
-from polytempo.parameter_server.state import pack, unpack
+from polytempo.parameter_server.rows import row_buffers
+from polytempo.parameter_server.state import as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
-from polytempo.protocol.log import Entry, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
-from polytempo.protocol.messages import Answer, AnyMessage, Failed, Norm, Push, ReadAnswer, Saved
+from polytempo.protocol.log import Drop, Entry, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
+from polytempo.protocol.messages import Answer, AnyMessage, Push, ReadAnswer
+from polytempo.protocol.rows import Pull, Rows
+from polytempo.protocol.servers import Failed, Norm, Saved
 from polytempo.protocol.values import PushId, Share
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
@@ -33,6 +36,8 @@ from polytempo.transport.pool import Pool
 HAND_OVER = 300e-6
 #: An update for which everybody waits may keep the desk from its other business for so long.
 PATIENCE = 50e-3
+#: Pulling so many rows takes about as long as handing it over.
+FEW_ROWS = 4096
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
 
@@ -47,6 +52,15 @@ class ForWorker:
     done: Done | None = None
 
 
+@dataclass
+class PullHere:
+    """Rows that a worker asks for, outside the log: it gets them as they are when its turn comes."""
+
+    worker: int
+    pull: Pull
+    ids: Bytes | None = None
+
+
 class Keeper:
     """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
 
@@ -59,7 +73,7 @@ class Keeper:
         self.stores: dict[str, Store] = {}
         self.pool = pool
         self._checkpoints, self._resume = checkpoints, resume
-        self._entries: SimpleQueue[tuple[Entry, Pushes] | None] = SimpleQueue()
+        self._entries: SimpleQueue[tuple[Entry | PullHere, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[ForWorker | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
@@ -67,7 +81,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
         self._thread.start()
 
-    def put(self, entry: Entry, pushes: Pushes) -> None:
+    def put(self, entry: Entry | PullHere, pushes: Pushes) -> None:
         """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
         if self._given == self._finished and self._is_small(entry):
             self._try(entry, pushes)
@@ -75,7 +89,9 @@ class Keeper:
             self._given += 1
             self._entries.put((entry, pushes))
 
-    def _is_small(self, entry: Entry) -> bool:
+    def _is_small(self, entry: Entry | PullHere) -> bool:
+        if isinstance(entry, PullHere):
+            return entry.ids is not None and entry.ids.nbytes <= 8 * FEW_ROWS
         if isinstance(entry, Update):
             alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
             allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
@@ -107,7 +123,7 @@ class Keeper:
             del item  # the memory of pushes
             self._finished += 1
 
-    def _try(self, entry: Entry, pushes: Pushes) -> bool:
+    def _try(self, entry: Entry | PullHere, pushes: Pushes) -> bool:
         try:
             self._carry_out(entry, pushes)
             return True
@@ -121,11 +137,16 @@ class Keeper:
         if threading.current_thread() is self._thread:
             self.bell.ring()
 
-    def _carry_out(self, entry: Entry, pushes: Pushes) -> None:
+    def _carry_out(self, entry: Entry | PullHere, pushes: Pushes) -> None:
         if isinstance(entry, Update):
             self._update(entry, pushes)
         elif isinstance(entry, Reply):
             self._reply(entry)
+        elif isinstance(entry, PullHere):
+            self._pull(entry)
+        elif isinstance(entry, Drop):
+            push, buffers = pushes[entry.id]
+            self.stores[entry.id.track].note([(push, 0.0, buffers)])
         elif isinstance(entry, Setup):
             self._set_up(entry)
         elif isinstance(entry, Seed):
@@ -148,14 +169,17 @@ class Keeper:
             shards = read_shards(self._resume, entry.track, entry.proposal)
             store.seed(load_values(shards, store))
             store.load_state([run for shard in shards for run in shard.runs])
+            store.rows.load([shard.rows for shard in shards], shards[0].clocks)
 
     def _seed(self, push: Push, buffers: list[Bytes]) -> None:
         store = self.stores[push.id.track]
         count = len(store.stretches)
         store.seed(buffers[:count])
         store.shares = (Share(push.id.worker, 1.0),)
+        rest = len(buffers) - row_buffers(push)
+        store.rows.seed(push, buffers[rest:])
         if push.state:
-            store.load_state(unpack(push.state, buffers[count:]))
+            store.load_state(unpack(push.state, buffers[count:rest]))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
         store = self.stores[entry.track]
@@ -179,7 +203,9 @@ class Keeper:
 
     def _reply(self, entry: Reply) -> None:
         store = self.stores[entry.track]
-        buffers, done = ([], None) if store.averages and entry.version == 0 else store.lend()
+        empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
+        dense, done = ([], None) if empty else store.lend()
+        rows, of_rows = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [])
         answer = Answer(
             track=entry.track,
             shard=self.shard,
@@ -194,8 +220,25 @@ class Keeper:
             absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
             members=entry.members,
             shares=store.shares if entry.members else (),
+            rows=rows,
         )
-        self._report(ForWorker(entry.worker, answer, buffers, done))
+        self._report(ForWorker(entry.worker, answer, [*dense, *of_rows] if of_rows else dense, done))
+
+    def _pull(self, entry: PullHere) -> None:
+        """Rows as they are now, or which steps have reached a span."""
+        pull, store = entry.pull, self.stores[entry.pull.track]
+        table = store.rows.tables[pull.table]
+        answer = Rows(track=pull.track, shard=self.shard, request=pull.request, version=store.version)
+        if pull.what == "clock":
+            span = pull.span or (0, table.info.rows)
+            answer.clock, answer.version = table.clock(*span), table.version_of(*span)
+            self._report(ForWorker(entry.worker, answer))
+            return
+        if entry.ids is not None:
+            rows = table.pull(as_tensor(entry.ids, "int64"))
+        else:
+            rows = table.pull_range(*(pull.span or (0, 0)))
+        self._report(ForWorker(entry.worker, answer, [as_bytes(rows)]))
 
     def _answer_to_load(self, entry: LoadState) -> Answer:
         identity = entry.id
@@ -221,7 +264,14 @@ class Keeper:
             self._report(ForWorker(entry.worker, self._read_answer(entry, store, b""), buffers, done))
 
     def _read_answer(self, entry: ReadHere, store: Store, state: bytes) -> ReadAnswer:
-        return ReadAnswer(track=entry.track, shard=self.shard, request=entry.request, version=store.version, state=state)
+        return ReadAnswer(
+            track=entry.track,
+            shard=self.shard,
+            request=entry.request,
+            version=store.version,
+            state=state,
+            exchange=entry.exchange,
+        )
 
     def _save(self, name: str) -> None:
         if self._checkpoints is None:

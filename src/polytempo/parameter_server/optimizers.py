@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError, nearest
+from polytempo.optim.asup import AsuP
 
 ELEMENTWISE = (
     "SGD",
@@ -27,6 +28,8 @@ ELEMENTWISE = (
     "ASGD",
 )
 WHOLE = ("Adafactor", "Muon")
+#: Of this library: element-wise, too.
+OWN: dict[str, type] = {"AsuP": AsuP}
 REASONS = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it works on sparse gradients",
@@ -38,7 +41,7 @@ BARRIER_ONLY = ("Rprop",)
 def check_optimizer(cls: type, barrier: bool) -> str:
     """The name under which a server runs this class; refused with the reason where none can."""
     name = cls.__name__
-    known = name in ELEMENTWISE + WHOLE and getattr(torch.optim, name, None) is cls
+    known = OWN.get(name) is cls or (name in ELEMENTWISE + WHOLE and getattr(torch.optim, name, None) is cls)
     if not known:
         why = REASONS.get(name, "only torch.optim's own classes are run there, by name" + nearest(name, ELEMENTWISE + WHOLE))
         raise UsageError(f'a server cannot run {name}: {why}; use apply="delta", which runs it on the worker')
@@ -56,10 +59,10 @@ def is_whole(name: str) -> bool:
 
 def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """An optimizer of the named class over these parameters, a list for each group."""
-    if name not in ELEMENTWISE + WHOLE:
-        raise UsageError(f"a server runs {', '.join(ELEMENTWISE + WHOLE)}, not {name!r}")
+    if name not in (*ELEMENTWISE, *WHOLE, *OWN):
+        raise UsageError(f"a server runs {', '.join((*ELEMENTWISE, *WHOLE, *OWN))}, not {name!r}")
     described = [{**settle(group), "params": list(own)} for group, own in zip(groups, params, strict=True)]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(described)
+    optimizer: torch.optim.Optimizer = (OWN.get(name) or getattr(torch.optim, name))(described)
     if name == "Adagrad":  # reads this one from its arguments, not from the group
         for group in optimizer.param_groups:
             for param in group["params"]:

@@ -21,24 +21,25 @@ import zmq
 
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
-from polytempo.parameter_server.keeper import ForWorker, Keeper
+from polytempo.parameter_server.keeper import ForWorker, Keeper, PullHere
+from polytempo.parameter_server.key_lists import KeyDesk, Unknown
 from polytempo.parameter_server.staged import StagedBuckets
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
 from polytempo.protocol.messages import (
     AnyMessage,
-    Arrived,
     Entries,
-    Failed,
     Hello,
-    NormTotal,
     Push,
     Refused,
+    Resend,
     Staged,
     Stopped,
     Welcome,
     decode,
     encode,
 )
+from polytempo.protocol.rows import Pull, UnknownKeys
+from polytempo.protocol.servers import Arrived, Failed, NormTotal
 from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
 from polytempo.transport.poller import Poller
@@ -66,6 +67,7 @@ class Server:
         self._to_first = to_first
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
         self._staged = StagedBuckets(keeper.pool)
+        self._keys = KeyDesk(keeper.shard)
         self._workers: dict[int, Peer] = {}
         self._poller = Poller()
         for endpoint in endpoints:
@@ -152,6 +154,9 @@ class Server:
                 raise PeerError("somebody who has said who it is cannot be somebody else")
             self._welcome(peer)  # the first welcome was lost
             return
+        if isinstance(message, Pull) and peer.who.role == "worker":
+            self._pull(peer, message, buffers)
+            return
         if not isinstance(message, Push | Staged):
             if self._first is None:
                 raise PeerError(f"{type(message).__name__} belongs to the first server")
@@ -163,20 +168,47 @@ class Server:
         if isinstance(message, Staged):
             self._staged.keep(message, buffers)
             return
-        whole = self._whole(message, buffers)
+        try:
+            whole = self._whole(message, buffers)
+        except Unknown:
+            peer.send(encode(Resend(id=message.id)))
+            return
         if whole is not None:  # else the worker will ask what became of it, and send it again
             self._arrived[message.id] = message, whole
             self._report_arrival(message)
 
+    def _pull(self, peer: Peer, pull: Pull, buffers: list[Bytes]) -> None:
+        """Rows for a worker, outside the log."""
+        store = self.keeper.stores.get(pull.track)
+        if store is None or (
+            pull.span is None and (pull.what != "rows" or bool(buffers) == bool(pull.keys and pull.keys.known))
+        ):
+            raise PeerError("a pull was refused: there is no such track, or it says no rows")
+        try:
+            ids = [self._keys.list_of(peer.who.rank, pull.keys, iter(buffers))] if pull.span is None else []
+        except Unknown:
+            peer.send(encode(UnknownKeys(shard=self.keeper.shard, request=pull.request)))
+            return
+        store.rows.check_pull(pull.table, pull.span, ids)
+        self.keeper.put(PullHere(peer.who.rank, pull, ids[0] if ids else None), {})
+        self._deliver_all()
+
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
         """A push as the store wants it; refused when it does not fit, None when a part was lost on the way."""
         store = self.keeper.stores.get(push.id.track)
-        if store is None or push.kind in ("state", "seed") or push.skip:
+        if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
             return buffers
+        rows: list[Bytes] = []
+        if push.rows or push.wants:
+            buffers, rows = self._keys.whole(push, buffers)
+            store.rows.check_rows(push, rows)
+        if push.skip:
+            return rows
         whole = self._staged.assemble(push, buffers, store.expected)
-        if whole is not None:
-            store.check(whole)
-        return whole
+        if whole is None:
+            return None
+        store.check(whole)
+        return [*whole, *rows] if rows else whole
 
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:
@@ -219,15 +251,23 @@ class Server:
             elif isinstance(entry, Seed | LoadState):
                 self.keeper.put(entry, {entry.id: self._arrived.pop(entry.id)})
             elif isinstance(entry, Drop):
-                self._arrived.pop(entry.id, None)
+                self._drop(entry)
             elif isinstance(entry, ForgetWorker):
                 self._forget(entry)
             else:
                 self.keeper.put(entry, {})
 
+    def _drop(self, entry: Drop) -> None:
+        """A push is not applied; its answer shall still bring what it wanted."""
+        push, buffers = self._arrived.pop(entry.id, (None, []))
+        store = self.keeper.stores.get(entry.id.track)
+        if push is not None and store is not None and store.rows and push.kind != "seed":
+            self.keeper.put(entry, {entry.id: (push, buffers)})
+
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""
         self._staged.forget(entry.worker, entry.incarnation)
+        self._keys.forget(entry.worker)
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
                 del self._arrived[identity]

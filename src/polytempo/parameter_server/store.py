@@ -22,6 +22,7 @@ import torch
 from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.errors import PeerError
 from polytempo.parameter_server.optimizers import build, is_whole, settle
+from polytempo.parameter_server.rows import TrackTables
 from polytempo.parameter_server.state import RunState, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
@@ -87,6 +88,7 @@ class Store:
         self._loan = Loan()
         self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
+        self.rows = TrackTables(proposal, shard, shards)
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if proposal.apply == "server":
@@ -178,11 +180,15 @@ class Store:
         self.version += 1
         weight = sum(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
+        self.note(parts)
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
-        mean = self._mean([(samples, self.tensors_of(buffers)) for _, samples, buffers in parts])
+        dense = len(self.stretches)
+        mean = self._mean([(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts])
+        if self.rows:
+            self.rows.update([(push, samples, buffers[dense:]) for push, samples, buffers in parts], rate, self.version)
         first = parts[0][0]
         self._own()
         if first.kind == "delta":
@@ -195,6 +201,12 @@ class Store:
             if self.proposal.clip_norm is not None and barrier:
                 mean = self._clipped(mean, self.proposal.clip_norm, total)
             self._step(mean, first.hyper, rate, self.absent)
+
+    def note(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]]) -> None:
+        """Remember what the answers to these pushes shall bring."""
+        for push, _, buffers in parts:
+            if self.rows or not push.values:
+                self.rows.note(push, buffers)
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
         """The weighted mean, summed in the order given. Of one push it is the push itself, which nobody may write."""

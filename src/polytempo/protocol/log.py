@@ -58,6 +58,7 @@ class ReadHere(Message):
     worker: int
     request: int
     what: str
+    exchange: int = -1  #: the reader's last push before this place
 
 
 class LoadState(Message):

@@ -4,11 +4,11 @@ A message is one header and any number of raw buffers. Nothing that is received 
 one of these is refused. Buffers are checked against the layout by whoever uses them.
 
     worker   -> first server   Hello, Register, Ask, Read, Leave, Metric, Post, Look
-    worker   -> every server   Hello, Push and Staged (with buffers)
+    worker   -> every server   Hello, Push, Staged and Pull (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
-    server   -> worker         Welcome, Answer and ReadAnswer (with buffers), Held, SendSeed, Resend, Refused, Departed,
-                               Post (what was looked for), Stopped
+    server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Resend, UnknownKeys,
+                               Refused, Departed, Post (what was looked for), Stopped
     launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
 """
@@ -21,6 +21,8 @@ import msgspec
 
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Entry
+from polytempo.protocol.rows import Pull, RowAnswer, RowPart, Rows, UnknownKeys, Want
+from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import Message, Piece, Position, Proposal, PushId, Share, StagedBucket
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
@@ -69,6 +71,11 @@ class Push(Message):
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
     staged: tuple[StagedBucket, ...] = ()  #: what was sent ahead and counts
     patches: tuple[Piece, ...] = ()  #: if that is so: what the buffers are
+    rows: tuple[RowPart, ...] = ()  #: of tables; their buffers come after the dense ones
+    wants: tuple[Want, ...] = ()  #: rows that the answer shall bring; the buffers of their ids come last
+    rules: tuple[dict[str, Any], ...] = ()  #: hyper-parameters of each table's rule
+    count: int = 1  #: local steps whose gradients are in it
+    values: bool = True  #: shall the answer bring the dense values?
 
 
 class Staged(Message):
@@ -110,9 +117,6 @@ class Metric(Message):
     values: dict[str, float | int | str]
 
 
-# Between servers.
-
-
 class Post(Message):
     """Where I can be reached, for other workers."""
 
@@ -126,45 +130,7 @@ class Look(Message):
     key: str
 
 
-class Arrived(Message):
-    """A push is here in full, at this shard."""
-
-    shard: int
-    id: PushId
-    attempt: int
-
-
-class Norm(Message):
-    """The squared norm of this shard's part of an update."""
-
-    shard: int
-    track: str
-    version: int
-    square: float
-
-
-class NormTotal(Message):
-    """The sum over all shards."""
-
-    track: str
-    version: int
-    square: float
-
-
-class Saved(Message):
-    """This shard's part of a checkpoint is on the disk."""
-
-    shard: int
-    name: str
-    file: str
-    digest: str
-    tensors: dict[str, Any]
-
-
-class Failed(Message):
-    """A server cannot go on."""
-
-    cause: str
+# Between servers; more in `servers.py`.
 
 
 class Entries(Message):
@@ -200,6 +166,8 @@ class Answer(Message):
     absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
+    rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
+    spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
 
 
 class ReadAnswer(Message):
@@ -210,6 +178,7 @@ class ReadAnswer(Message):
     request: int
     version: int
     state: bytes = b""
+    exchange: int = -1  #: the reader's last push that is in it
 
 
 class Held(Message):
@@ -346,6 +315,9 @@ AnyMessage = (
     | Metric
     | Post
     | Look
+    | Pull
+    | Rows
+    | UnknownKeys
     | Arrived
     | Norm
     | NormTotal

@@ -42,6 +42,9 @@ class Proposal(msgspec.Struct, frozen=True):
     tensors: tuple[TensorInfo, ...]
     groups: tuple[dict[str, Any], ...]  #: hyper-parameters at the start
     clip_norm: float | None = None
+    tables: tuple[TableInfo, ...] = ()
+    push_filter: str = ""  #: how dense pushes are compressed, and dense values in answers
+    pull_filter: str = ""
 
 
 class PushId(msgspec.Struct, array_like=True, frozen=True):

@@ -17,8 +17,8 @@ from polytempo.protocol.ballot import Outcome
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
-from polytempo.train.client import Line
 from polytempo.train.flat import Copier, Flat
+from polytempo.train.lines import Line, Outstanding
 from polytempo.train.means import MeanExchange
 from polytempo.train.rounds import Rounds, digest_of, gather_bytes, say_where_they_differ
 from polytempo.train.session import Session
@@ -50,7 +50,7 @@ class GroupExchange(MeanExchange):
         client, group = self.session.client, self._rounds.group
         if client is not None:
             with self.session.lock:
-                client.register(self.name, self.proposal, lambda: (b"", [[] for _ in range(client.shards)]), self.line)
+                client.register(self.name, self.proposal, lambda: ({}, [[] for _ in range(client.shards)]), self.line)
             self.step = self.line.released
         text = _described(self.proposal)
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:
@@ -110,7 +110,7 @@ class GroupExchange(MeanExchange):
             **about,
         )
         with self.session.lock:
-            client.push(push, [[] for _ in range(client.shards)])
+            client.push(Outstanding(push, [[] for _ in range(client.shards)]))
 
     def traffic(self) -> tuple[int, int]:
         sent = sum(link.payload_sent for link in self._rounds.world.engine.links.values())

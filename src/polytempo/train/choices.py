@@ -1,49 +1,14 @@
-"""The arguments of a `DistributedOptimizer`, checked, and its hyper-parameters as they travel."""
+"""The arguments of a `DistributedOptimizer`, checked."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from polytempo.errors import UsageError, nearest
-
-#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
-PLAIN = (bool, int, float, str, type(None))
-
-
-class Hyper:
-    """The hyper-parameters of all groups as they travel. They seldom change; what was looked at is not looked at again."""
-
-    def __init__(self) -> None:
-        self._seen: list[Any] = []
-        self._plain: tuple[dict[str, Any], ...] = ()
-
-    def of(self, groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """As they are now."""
-        groups = list(groups)
-        seen = [value for group in groups for name, value in group.items() if name != "params"]
-        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
-        if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
-            self._plain = tuple(
-                {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
-                for group in groups
-            )
-            self._seen = seen
-        return self._plain
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A hyper-parameter as it can travel."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, tuple | list):
-        return tuple(_plain(name, item) for item in value)
-    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
+from polytempo.sync.spec import Spec
+from polytempo.train.session import Session
 
 
 def names_of(
@@ -57,9 +22,7 @@ def names_of(
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
-def check_choices(
-    apply: str, via: str | None, compression: object | None, buffers: str, clip_norm: float | None, nonfinite: str
-) -> None:
+def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | None, nonfinite: str) -> None:
     """Refuse arguments that cannot be."""
     choices = {
         "apply": (apply, ("server", "delta")),
@@ -70,7 +33,18 @@ def check_choices(
     for name, (given, known) in choices.items():
         if given not in known:
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
-    if compression is not None:
-        raise UsageError("compression is planned but not available yet; leave it out")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
+
+
+def goes_via_peers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
+    """Do gradients travel among workers, without servers? Refused where what is asked for cannot be."""
+    wanted = via or "auto"
+    possible, servers = spec.mode.name == "bsp" and not server_tables, session.client is not None
+    if server_tables and (wanted == "allreduce" or not servers):
+        raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
+    if wanted == "allreduce" and not possible:
+        raise UsageError(f"via='allreduce' needs sync='bsp', this is {spec.text}; use via='ps'")
+    if not servers and (wanted == "ps" or not possible):
+        raise UsageError("there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'")
+    return possible and (not servers or (session.job.via if wanted == "auto" else wanted) == "allreduce")

@@ -3,6 +3,7 @@
     register   -> the first answer: the values the job starts from
     push       -> an answer from every shard, all from one place of the log
     read       -> the same without a push
+    pull       -> rows of a table, from the shards that have them (`pulls.py`)
 
 An answer counts when all shards have given it with the same attempt number. When nothing was heard for `retry` seconds the
 first server is asked; it says "held" or "send it again", and a repeat has the next attempt number, so that answers to the
@@ -16,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,7 +47,10 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
+from polytempo.protocol.rows import Rows, UnknownKeys
 from polytempo.protocol.values import Proposal, PushId
+from polytempo.train.lines import Line, MakeSeed, Outstanding, Reading
+from polytempo.train.pulls import Pulls
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cores import Companion
 from polytempo.transport.mesh import SAY_AFTER
@@ -56,49 +59,6 @@ from polytempo.transport.pool import Pool
 
 if TYPE_CHECKING:
     from polytempo.train.ahead import SendAhead
-
-
-#: The optimizer's state, described, and for each shard its buffers.
-MakeSeed = Callable[[], tuple[bytes, list[list[Bytes]]]]
-
-
-@dataclass
-class Outstanding:
-    """A push that was not answered yet: kept to be sent again."""
-
-    push: Push
-    parts: list[list[Bytes]]  # for each shard its buffers
-    answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
-
-
-NO_ANSWER = Answer(track="", shard=0, exchange=-1, attempt=0, step=-1, version=0, stop=False)
-
-
-@dataclass
-class Line:
-    """What this worker knows of one track."""
-
-    name: str
-    released: int = -1  # the last step it may start
-    version: int = 0
-    waited: float = 0.0  # by the mode, all in all, once the job had started
-    staleness: int = 0  # of the last push that was answered
-    skipped: bool = False
-    outstanding: dict[int, Outstanding] = field(default_factory=dict)  # by exchange
-    started: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
-    joined: bool = False
-    seed: MakeSeed | None = None
-    held: Held | None = None
-    answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
-    take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
-
-
-@dataclass
-class Reading:
-    """A read under way."""
-
-    request: int
-    answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)
 
 
 class Client:
@@ -115,11 +75,12 @@ class Client:
         self.pool = pool
         self._channels = list(channels)
         self._lines: dict[str, Line] = {}
-        self._reading: Reading | None = None
+        self._readings: dict[int, Reading] = {}  # by request
         self._requests = 0
         self._found: dict[str, str] = {}
         self._overlapping = False
         self._welcomes: set[int] = set()
+        self.pulls = Pulls(self._tell, len(self._channels))
         self._poller = Poller()
         for channel in channels:
             self._poller.register(channel.pollable(), zmq.POLLIN)
@@ -140,22 +101,24 @@ class Client:
         self._tell(0, Register(track=name, proposal=proposal))
         self._wait(lambda: line.joined, "all workers to make their optimizer", None, line)
 
-    def push(self, push: Push, parts: list[list[Bytes]], ahead: SendAhead | None = None) -> None:
+    def push(self, waiting: Outstanding, ahead: SendAhead | None = None) -> None:
         """Send a push to all shards; its answer comes to `wait_for_release` or `settle`.
 
         What was sent ahead is not sent again, unless the push must be repeated.
         """
+        push = waiting.push
         line = self._lines[push.id.track]
-        line.outstanding[push.id.step] = waiting = Outstanding(push, parts)
+        line.outstanding[push.id.step] = waiting
         line.held = None
         if ahead is None:
             self._send(waiting)
             return
         for shard, (staged, patches, rest) in enumerate(ahead.commit()):
             if staged:
-                self._tell(shard, msgspec.structs.replace(push, staged=staged, patches=patches), rest)
+                rows = waiting.rows[shard] if waiting.rows else []
+                self._tell(shard, msgspec.structs.replace(push, staged=staged, patches=patches), [*rest, *rows])
             else:
-                self._tell(shard, push, parts[shard])
+                self._tell(shard, push, waiting.buffers(shard))
 
     def stage(self, shard: int, message: Staged, buffers: list[Bytes]) -> None:
         """Send a bucket ahead of its push."""
@@ -173,12 +136,30 @@ class Client:
 
     def read(self, name: str, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
         """The values or state of all shards, at one place of the log."""
-        reading = self._reading = Reading(-1)
-        self._read_again(name, what)
-        again = lambda: self._read_again(name, what)  # noqa: E731
+        reading = self.start_read(name, what)
+        again = lambda: self.read_again(reading)  # noqa: E731
         self._wait(lambda: len(reading.answers) == self.shards, "what it reads", again)
-        self._reading = None
+        return self.end_read(reading)
+
+    def start_read(self, name: str, what: str) -> Reading:
+        """Begin to read; it is there when all shards have answered."""
+        reading = Reading(name, what)
+        self.read_again(reading)
+        return reading
+
+    def end_read(self, reading: Reading) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """What was read, shard by shard."""
+        del self._readings[reading.request]
         return [reading.answers[shard] for shard in range(self.shards)]
+
+    def pulled(self, request: int) -> list[tuple[int, Rows, list[Bytes]]]:
+        """Wait for the rows that were asked for: shard, header and buffers of each answer."""
+        self._wait(lambda: self.pulls.is_done(request), "rows of a table", lambda: self.pulls.send_again(request))
+        return self.pulls.take(request)
+
+    def poll(self) -> None:
+        """Take what has come, without waiting."""
+        self._receive(0)
 
     def metric(self, values: dict[str, float | int | str]) -> None:
         """A figure for the record."""
@@ -248,8 +229,8 @@ class Client:
             self._tell(shard, self._hello())
 
     def _send(self, waiting: Outstanding) -> None:
-        for shard, buffers in enumerate(waiting.parts):
-            self._tell(shard, waiting.push, buffers)
+        for shard in range(len(waiting.parts)):
+            self._tell(shard, waiting.push, waiting.buffers(shard))
 
     def _tell(self, shard: int, message: AnyMessage, buffers: Sequence[Bytes] = ()) -> None:
         try:
@@ -266,6 +247,9 @@ class Client:
     def _send_again(self, identity: PushId) -> None:
         waiting = self._lines[identity.track].outstanding.get(identity.step)
         if waiting is not None:
+            if waiting.plain is not None:
+                waiting.push, waiting.rows = waiting.plain()
+                waiting.plain = None
             waiting.push = msgspec.structs.replace(waiting.push, attempt=waiting.push.attempt + 1)
             waiting.answers.clear()
             self._send(waiting)
@@ -283,12 +267,14 @@ class Client:
         self._poller.register(channel.pollable(), zmq.POLLIN)
         channel.send(encode(self._hello()))
 
-    def _read_again(self, name: str, what: str) -> None:
-        assert self._reading is not None
+    def read_again(self, reading: Reading) -> None:
+        """Ask for it, again if it was asked for before: then only the new answers count."""
+        self._readings.pop(reading.request, None)
         self._requests += 1
-        self._reading.request = self._requests
-        self._reading.answers.clear()
-        self._tell(0, Read(track=name, worker=self.rank, request=self._requests, what=what))
+        reading.request = self._requests
+        reading.answers.clear()
+        self._readings[reading.request] = reading
+        self._tell(0, Read(track=reading.track, worker=self.rank, request=self._requests, what=reading.what))
 
     # Waiting and hearing.
 
@@ -334,8 +320,12 @@ class Client:
         if isinstance(message, Answer):
             self._answered(self._lines[message.track], message, buffers)
         elif isinstance(message, ReadAnswer):
-            if self._reading is not None and message.request == self._reading.request:
-                self._reading.answers[message.shard] = message, buffers
+            if message.request in self._readings:
+                self._readings[message.request].answers[message.shard] = message, buffers
+        elif isinstance(message, Rows):
+            self.pulls.heard(message, buffers)
+        elif isinstance(message, UnknownKeys):
+            self.pulls.send_keys(message.request, message.shard)
         elif isinstance(message, Held):
             self._lines[message.track].held = message
         elif isinstance(message, Resend):
@@ -359,8 +349,8 @@ class Client:
         line = self._lines[name]
         assert line.seed is not None
         identity = PushId(name, self.rank, self.incarnation, -1)
-        state, parts = line.seed()
-        self._send(Outstanding(Push(id=identity, kind="seed", state=state), parts))
+        about, parts = line.seed()
+        self._send(Outstanding(Push(id=identity, kind="seed", **about), parts))
 
     def _answered(self, line: Line, answer: Answer, buffers: list[Bytes]) -> None:
         if not line.joined:
@@ -387,8 +377,21 @@ class Client:
         line.held, line.answer = None, first
         if first.stop:
             self.stop = True
+        if first.rows:
+            answers = self._take_rows(line, answers)
         parts = {shard: buffers for shard, (_, buffers) in answers.items() if buffers}
         if parts:
             line.take(parts, first.absent)
         for _, buffers in answers.values():
             self.give_back(buffers)
+
+    def _take_rows(
+        self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]]
+    ) -> dict[int, tuple[Answer, list[Bytes]]]:
+        """The rows of tables in these answers; what is left is dense."""
+        rows, dense = {}, {}
+        for shard, (answer, buffers) in answers.items():
+            cut = len(buffers) - sum(2 if part.changed else 1 for part in answer.rows)
+            rows[shard], dense[shard] = (answer.rows, buffers[cut:]), (answer, buffers[:cut])
+        line.take_rows(answers[0][0].exchange, rows)
+        return dense

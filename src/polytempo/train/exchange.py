@@ -16,8 +16,10 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
 from polytempo.train.ahead import SendAhead
-from polytempo.train.client import Client, Line
+from polytempo.train.client import Client
 from polytempo.train.flat import Copier, Flat
+from polytempo.train.lines import Line, Outstanding
+from polytempo.train.row_traffic import RowTraffic, WorkerTable
 from polytempo.train.session import Session
 from polytempo.train.staging import Staging
 from polytempo.transport.channel import Bytes
@@ -36,6 +38,7 @@ class Exchange:
         params: Sequence[torch.Tensor],
         state: Sequence[RunState] = (),
         staged: bool = False,
+        tables: Sequence[WorkerTable] = (),
     ) -> None:
         assert session.client is not None
         self.name = name
@@ -44,7 +47,7 @@ class Exchange:
         self.session = session
         self.spec = parse_spec(proposal.sync)
         self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
-        delay = self.spec.arguments[0] if self.spec.mode.name == "delay" else 0
+        delay = self.spec.ahead
         self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1)
         if delay:
             self.client.overlap()
@@ -55,6 +58,8 @@ class Exchange:
         self.sending = True  #: not while gradients are accumulated
         self.averages = proposal.apply == "mean"
         self.line = Line(name)
+        self.rows = RowTraffic(self.client, name, tables)
+        self.line.take_rows = self.rows.take
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
         self.step = 0
         self.waited = 0.0
@@ -75,12 +80,14 @@ class Exchange:
     def _identity(self) -> PushId:
         return PushId(self.name, self.client.rank, self.client.incarnation, self.step)
 
-    def _seed(self) -> tuple[bytes, list[list[Bytes]]]:
+    def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
         flat = self.copier.next_flat()
         self.copier.gather(flat, lambda param: param.detach())
         state, buffers = pack(self._first_state) if self._first_state else (b"", [])
-        return state, [[*part, *buffers] for part in flat.parts]
+        rows, of_rows = self.rows.seed()
+        about = {"state": state, "rows": rows}
+        return about, [[*part, *buffers, *own] for part, own in zip(flat.parts, of_rows, strict=True)]
 
     def flat_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Flat, tuple[int, ...]]:
         """A flat copy of `of(param)` for each parameter, and those that have none."""
@@ -109,13 +116,14 @@ class Exchange:
             **about,
         )
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
+        waiting = self.rows.fill(Outstanding(push, parts))
         companion = self.client.companion if torch.get_num_threads() == 1 else None
         with self.session.lock, companion or nullcontext():
             if skip and self._ahead is not None:
                 self._ahead.drop()
-            self.client.push(push, parts, None if skip else self._ahead)
+            self.client.push(waiting, None if skip else self._ahead)
             self.client.wait_for_release(self.name, self.step + 1)
-        self.step = self.line.released if self.spec.mode.name != "delay" else self.step + 1
+        self.step = self.step + 1 if self.spec.ahead else self.line.released
         self.waited = time.perf_counter() - began
 
     def settle(self) -> None:
@@ -147,7 +155,8 @@ class Exchange:
             self._loads -= 1
             identity = PushId(self.name, self.client.rank, self.client.incarnation, self._loads)
             state, buffers = pack(runs)
-            self.client.push(Push(id=identity, kind="state", state=state), [buffers for _ in range(self.client.shards)])
+            push = Push(id=identity, kind="state", state=state)
+            self.client.push(Outstanding(push, [buffers for _ in range(self.client.shards)]))
             self.client.settle(self.name)
 
     def traffic(self) -> tuple[int, int]:
@@ -157,3 +166,19 @@ class Exchange:
     def check_same(self, params: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that were added or replaced after the start."""
         self.copier.check_same(params)
+
+
+def change_of(
+    exchange: Exchange, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, kind: str
+) -> tuple[Flat, Any]:
+    """Run an optimizer on this worker: the new values, or as "delta" what it has changed; and what the closure said."""
+    if kind == "value":
+        optimizer.step()
+        return exchange.flat_of(lambda param: param.detach())[0], None
+    flat, _ = exchange.flat_of(lambda param: param.detach())
+    with torch.enable_grad():
+        loss = optimizer.step(closure)
+    for index, param in enumerate(exchange.copier.params):
+        view = flat.views[index]
+        view.neg_().add_(param.detach().to(view.device))
+    return flat, loss

@@ -140,11 +140,8 @@ class Copier:
             if tensor is None:
                 absent.append(index)
                 continue
-            if tensor.layout != torch.strided:
-                name = next(p.info.name for p in self.layout.places if p.index == index)
-                raise UsageError(
-                    f"{name} has a sparse gradient, which a parameter server does not take yet; use sparse=False"
-                )
+            if tensor.layout != torch.strided:  # of an embedding that nobody told us of: all its rows travel
+                tensor = tensor.to_dense()
             targets.append(flat.views[index])
             sources.append(tensor.clone() if flat.holds(tensor) else tensor)  # another's view: it may be written first
         if self._on_gpu:
@@ -185,7 +182,7 @@ class Copier:
             for index in self._order:
                 if index not in absent:
                     param = self.params[index]
-                    if param.grad is None:
+                    if param.grad is None or param.grad.layout != torch.strided:
                         param.grad = torch.empty_like(param)
                     param.grad.copy_(flat.views[index], non_blocking=True)
             self._synchronize()

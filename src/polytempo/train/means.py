@@ -11,8 +11,8 @@ import torch
 
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.values import Proposal
-from polytempo.train.client import Line
 from polytempo.train.flat import Copier, Flat
+from polytempo.train.lines import Line
 from polytempo.train.staging import Staging
 
 #: These only read gradients, so the mean may be handed to them where it lies; not to their foreach forms.
@@ -55,7 +55,7 @@ class MeanExchange(ABC):
         """Make `.grad` of every parameter the mean, to be looked at and changed."""
         for index, param in enumerate(self.copier.params):
             if index not in self.absent:
-                if param.grad is None:
+                if param.grad is None or param.grad.layout != torch.strided:
                     param.grad = torch.empty_like(param)
                 param.grad.copy_(self._mean.views[index])
 

@@ -11,31 +11,37 @@ With `via="allreduce"` no server holds anything: workers average gradients among
 optimizer on the mean, whatever `apply` says.
 
 Alone, without a launcher, the wrapped optimizer simply runs.
+
+Given the model, it also carries its sparse embeddings and its `ServerEmbedding`s: their rows go with the same pushes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.optimizers import check_optimizer
+from polytempo.filters.directions import parse_compression
 from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
 from polytempo.train.buffers import average_buffers
 from polytempo.train.by_group import GroupExchange
-from polytempo.train.choices import Hyper, check_choices, names_of
-from polytempo.train.exchange import Exchange
-from polytempo.train.flat import Flat, describe
+from polytempo.train.choices import check_choices, goes_via_peers, names_of
+from polytempo.train.downpour import Downpour
+from polytempo.train.exchange import Exchange, change_of
+from polytempo.train.finite import FiniteWatch
+from polytempo.train.flat import Flat
 from polytempo.train.means import MeanExchange
+from polytempo.train.model_tables import ModelTables
 from polytempo.train.peers import PeerExchange
+from polytempo.train.proposing import Hyper, Proposing, RuleAlone
 from polytempo.train.session import Session, current
 from polytempo.train.state_dict import runs_of, torch_state
-from polytempo.train.wrappers import is_watched, step_plainly
+from polytempo.train.wrappers import is_watched, multiply, step_plainly
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -52,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         sync: str | None = None,
         via: str | None = None,
         apply: str = "server",
-        compression: object | None = None,
+        compression: str | Mapping[str, str] | None = None,
         buffers: str = "local",
         clip_norm: float | None = None,
         nonfinite: str = "count",
@@ -64,12 +70,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session or current()
         self._spec = parse_spec(sync or self._session.job.sync)
-        self._apply, self._clip_norm, self._nonfinite, self._buffers = apply, clip_norm, nonfinite, buffers
-        check_choices(apply, via, compression, buffers, clip_norm, nonfinite)
+        self._apply, self._clip_norm, self._buffers = apply, clip_norm, buffers
+        check_choices(apply, via, buffers, clip_norm, nonfinite)
+        compressed = parse_compression(compression)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
         together = self._session.client is not None or self._session.size > 1
-        here = apply == "delta" or (together and self._goes_via_peers(via))
+        tables = ModelTables(model)
+        here = apply == "delta" or (together and goes_via_peers(self._spec, via, self._session, bool(tables.embeddings)))
         if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
             raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
         self._name = self._session.next_track()
@@ -78,38 +86,41 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._names = names_of(self._params, named_parameters, model)
         self._model = model
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._hyper = Hyper()
+        mirrors = together and not here and self._spec.local is None
+        tables.find(model if mirrors else None, optimizer, self._params, self._groups)
+        self._tables, self._dense = tables, tables.dense
+        if clip_norm is not None and tables.all:
+            raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
+        self._hyper = Hyper(self._spec, optimizer)
+        self._proposing = Proposing(self._spec, apply, optimizer, compressed, clip_norm)
+        self._proposing.check(here, together)
+        self._watch = FiniteWatch(self._names, self._session.rank, nonfinite)
         self._agreed = False  # synchronize() was called since the last step
-        self._nonfinite_seen = 0
         self._alone_steps = 0
         self._syncing = True
         self._exchange = self._join(via) if together else None
+        self._downpour: Downpour | None = None
+        if isinstance(self._exchange, Exchange) and self._spec.local is not None:
+            self._downpour = Downpour(self._exchange, self._spec.local, self.param_groups, self._hyper)
+        tables.attach(self._exchange, lambda: self.param_groups[0]["lr"])
+        self._rule = RuleAlone(self._spec, self._hyper, self) if self._exchange is None and self._spec.mode.rule else None
         self._mean: Exchange | PeerExchange | None = None
         self._session.computing_from(time.perf_counter())
 
     def _join(self, via: str | None) -> Exchange | MeanExchange:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
-        if self._goes_via_peers(via):
+        if goes_via_peers(self._spec, via, self._session, bool(self._tables.embeddings)):
             if self._session.client is not None and self._session.job.meeting:
                 return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
             self._session.joining.append(self.join)
             return GroupExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
-            runs = runs_of(self.inner.state_dict()["state"], proposal.tensors)
+            runs = runs_of(self.inner.state_dict()["state"], proposal.tensors, self._dense)
             self.inner.state.clear()
-        return Exchange(self._session, self._name, proposal, self._params, runs, staged=self._apply == "server")
-
-    def _goes_via_peers(self, via: str | None) -> bool:
-        wanted = via or "auto"
-        possible, servers = self._spec.mode.name == "bsp", self._session.client is not None
-        if wanted == "allreduce" and not possible:
-            raise UsageError(f"via='allreduce' needs sync='bsp', this is {self._spec.text}; use via='ps'")
-        if not servers and (wanted == "ps" or not possible):
-            raise UsageError(
-                "there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'"
-            )
-        return possible and (not servers or (self._session.job.via if wanted == "auto" else wanted) == "allreduce")
+        staged = self._apply == "server" and not proposal.push_filter
+        params = [self._params[index] for index in self._dense]
+        return Exchange(self._session, self._name, proposal, params, runs, staged=staged, tables=self._tables.all)
 
     # It shares everything with the optimizer it wraps.
 
@@ -172,6 +183,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return loss
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        self._tables.step_alone()
+        if self._rule is not None:
+            self._rule.step()
+            return loss
         result = self.inner.step(closure)
         return loss if closure is None else result
 
@@ -179,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         flat: Flat | None = None
         if not skip:
             flat, absent = exchange.gradients()
-            about |= {"absent": absent, "nonfinite": self._look_at(flat)}
+            about |= {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step)}
         exchange.push(flat, self._hyper.of(self.param_groups), average=not self._agreed, samples=samples, **about)
         self._apply_mean(exchange)
 
@@ -195,13 +210,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _step_together(
         self, exchange: Exchange | MeanExchange, closure: Callable[[], Any] | None, samples: float | None
     ) -> Any:
-        exchange.check_same([param for group in self.param_groups for param in group["params"]])
+        now = [param for group in self.param_groups for param in group["params"]]
+        exchange.check_same([now[i] for i in self._dense] if len(now) == len(self._params) else now)
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
         weight = 1.0 if samples is None else samples
         if isinstance(exchange, MeanExchange):
             return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
+        if self._downpour is not None:
+            self._downpour.step(skip, samples=weight, computed=computed, **self._position(samples))
+            return None
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
         flat: Flat | None = None
@@ -218,23 +237,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._clip_norm is not None and not self._spec.mode.barrier:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
         flat, absent = exchange.gradients()
-        return flat, {"absent": absent, "nonfinite": self._look_at(flat)}
+        return flat, {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step)}
 
     def _change(self, exchange: Exchange, closure: Callable[[], Any] | None) -> tuple[Flat, dict[str, Any]]:
         """Run the wrapped optimizer; what it changed is what is pushed."""
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
-        if self._spec.mode.barrier:
-            self.inner.step()
-            flat, _ = exchange.flat_of(lambda param: param.detach())
-            return flat, {"kind": "value", "nonfinite": self._look_at(flat)}
-        flat, _ = exchange.flat_of(lambda param: param.detach())
-        with torch.enable_grad():
-            self._closure_loss = self.inner.step(closure)
-        for index, param in enumerate(self._params):
-            view = flat.views[index]
-            view.neg_().add_(param.detach().to(view.device))
-        return flat, {"kind": "delta", "nonfinite": self._look_at(flat)}
+        kind = "value" if self._spec.mode.barrier else "delta"
+        flat, self._closure_loss = change_of(exchange, self.inner, closure, kind)
+        return flat, {"kind": kind, "nonfinite": self._watch.look_at(flat, exchange.step)}
 
     def _position(self, samples: float | None) -> dict[str, Any]:
         sampler = self._session.sampler
@@ -243,28 +254,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         sampler.trained(samples)
         return {"position": sampler.position()}
 
-    def _look_at(self, flat: Flat) -> bool:
-        if flat.is_finite(everything=self._nonfinite == "refuse"):
-            return False
-        self._nonfinite_seen += 1
-        if self._nonfinite == "refuse":
-            name = next(
-                n for n, i in zip(self._names, range(len(self._params)), strict=True) if not flat.views[i].isfinite().all()
-            )
-            raise UsageError(
-                f"worker {self._session.rank}, step {self.stats['step']}: {name} has a gradient that is not finite; "
-                "lower the learning rate, clip, or count such gradients with nonfinite='count'"
-            )
-        return True
-
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             grads = [param.grad for param in self._params if param.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, float(1.0 / scale))
+            multiply([grad for grad in grads if grad.layout == torch.strided], float(1.0 / scale))
+            multiply([grad._values() for grad in grads if grad.layout != torch.strided], float(1.0 / scale))
+            self._tables.scale(float(1.0 / scale))
         return found is not None and bool(found)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of rows too."""
+        super().zero_grad(set_to_none)
+        self._tables.drop()
 
     # Agreeing on gradients.
 
@@ -353,14 +356,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
         state: dict[str, Any] = self.inner.state_dict()
         if isinstance(self._exchange, Exchange) and self._apply == "server":
-            state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors)
+            state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors, self._dense)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, for the whole job where the servers keep it."""
         self.inner.load_state_dict(state_dict)
         if isinstance(self._exchange, Exchange) and self._apply == "server":
-            runs = runs_of(state_dict["state"], self._exchange.proposal.tensors)
+            runs = runs_of(state_dict["state"], self._exchange.proposal.tensors, self._dense)
             self.inner.state.clear()
             self._exchange.load_state(runs)
 
@@ -379,22 +382,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "staleness": stale,
             "bytes_sent": sent,
             "bytes_received": received,
-            "nonfinite": self._nonfinite_seen,
+            "nonfinite": self._watch.seen,
+            "spread": exchange.line.answer.spread if exchange is not None else 0.0,
         }
 
     def _proposal(self, mean: bool = False, peers: bool = False) -> Proposal:
-        on_server = self._apply == "server" and not mean and not peers
-        name = check_optimizer(type(self.inner), self._spec.mode.barrier) if on_server else ""
-        if peers:  # each worker keeps its own, and all must begin alike
-            name = type(self.inner).__name__ + (" with state" if self.inner.state else "")
-        return Proposal(
-            sync=self._spec.text,
-            apply="peers" if peers else "mean" if mean else self._apply,
-            optimizer=name,
-            tensors=describe(self._params, self._names, self._groups),
-            groups=self._hyper.of(self.param_groups),
-            clip_norm=self._clip_norm if on_server or peers else None,
-        )
+        chosen = range(len(self._params)) if mean or peers else self._dense
+        tables = () if mean or peers else tuple(table.info for table in self._tables.all)
+        described = self._proposing.describe(self._params, self._names, self._groups, chosen)
+        hyper = self._hyper.of(self.param_groups)
+        return self._proposing.propose("mean" if mean else "peers" if peers else "", described, hyper, tables)
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)

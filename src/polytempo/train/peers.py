@@ -20,8 +20,9 @@ from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
-from polytempo.train.client import Client, Line
+from polytempo.train.client import Client
 from polytempo.train.flat import Copier, Flat
+from polytempo.train.lines import Line, Outstanding
 from polytempo.train.means import MeanExchange
 from polytempo.train.session import Session
 from polytempo.train.staging import Staging
@@ -72,7 +73,7 @@ class PeerExchange(MeanExchange):
         self.waited = 0.0
         session.mesh()  # it listens before anybody is told of this worker
         with session.lock:
-            self.client.register(name, proposal, lambda: (b"", self._nothing()), self.line)
+            self.client.register(name, proposal, lambda: ({}, self._nothing()), self.line)
         self.step = self.first_step = self.line.released
         self.board: Board = main.board if main else self._open_board()
         area = Area(self.board.slot_bytes(session.rank))
@@ -125,7 +126,7 @@ class PeerExchange(MeanExchange):
             **about,
         )
         with self.session.lock:
-            self.client.push(push, self._nothing())
+            self.client.push(Outstanding(push, self._nothing()))
             self.client.wait_for_release(self.name, self.step + 1)
             if average and not self.line.skipped:
                 self._average()

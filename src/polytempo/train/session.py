@@ -57,6 +57,7 @@ class Session:
         self.way = Way()
         self.least = job.size  #: with fewer workers left, one without a sequencer gives up
         self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
+        self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
 
     def computing_from(self, now: float) -> None:
@@ -125,6 +126,9 @@ class Session:
 
     def close(self, reason: str = "finished") -> None:
         """Leave the job; first help others to end what they do, if this worker has no part in it any more."""
+        if reason == "finished" and self.client is not None:
+            for flush in self.flushing:
+                flush()
         client, self.client = self.client, None
         if self._mesh is not None:
             self._mesh.close()

@@ -13,21 +13,23 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
 
 
-def torch_state(runs: Sequence[RunState], tensors: Sequence[TensorInfo]) -> dict[int, dict[str, Any]]:
-    """State by parameter number, as torch's `state_dict()["state"]`."""
+def torch_state(
+    runs: Sequence[RunState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors."""
     result = {}
     for place in lay_out(tensors, 1).places:
         state = of_tensor(runs, place.info.dtype, place.start, place.stop, place.info.shape)
         if state:
-            result[place.index] = state
+            result[numbers[place.index]] = state
     return dict(sorted(result.items()))
 
 
-def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo]) -> list[RunState]:
+def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]) -> list[RunState]:
     """The same the other way: one run for each parameter that has state."""
     runs = []
     for place in lay_out(tensors, 1).places:
-        own = {name: _on_cpu(name, value, place.info) for name, value in state.get(place.index, {}).items()}
+        own = {name: _on_cpu(name, value, place.info) for name, value in state.get(numbers[place.index], {}).items()}
         runs.append(RunState(place.info.dtype, place.start, place.stop, own))
     return runs
 

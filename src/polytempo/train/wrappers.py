@@ -26,3 +26,9 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
         inspect.unwrap(type(optimizer).step)(optimizer)
     else:
         optimizer.step()
+
+
+def multiply(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply all of them in place."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)

@@ -1,0 +1,146 @@
+"""Downpour SGD at the worker: local steps, accumulated pushes, fetches that are not waited for (`sync/downpour.py`).
+
+    step     local: w -= alpha * g, and g is added to what the next push will hold
+    push     after each P of them; waits only while the push before is unanswered
+    fetch    after each F of them; when it has come, at the end of a step, its values are taken, and the local steps that
+             they cannot contain yet are made again on top
+
+Which of this worker's pushes fetched values contain, the servers say: the read stands at one place of their log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polytempo.sync.downpour import LocalSteps
+from polytempo.train.exchange import Exchange
+from polytempo.train.flat import Flat
+from polytempo.train.lines import Reading
+from polytempo.train.proposing import Hyper
+
+#: A sum of gradients, by parameter.
+Gradients = dict[int, torch.Tensor]
+
+
+@dataclass
+class Accumulated:
+    """What the next push will hold."""
+
+    flat: Flat
+    absent: frozenset[int]
+    count: int = 0
+    samples: float = 0.0
+    computed: float = 0.0
+
+    def views(self) -> Gradients:
+        """The sum of each parameter's gradients, but of those that had none."""
+        return {index: view for index, view in self.flat.views.items() if index not in self.absent}
+
+
+class Downpour:
+    """Local steps of one optimizer."""
+
+    def __init__(self, exchange: Exchange, local: LocalSteps, groups: Sequence[dict[str, Any]], hyper: Hyper) -> None:
+        self._exchange, self._local, self._groups, self._hyper = exchange, local, groups, hyper
+        self.steps = 0
+        self._sum: Accumulated | None = None
+        self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
+        self._fetch: tuple[Reading, float] | None = None  # and when it was asked for
+        exchange.session.flushing.append(self.flush)
+
+    def step(self, skip: bool, samples: float, computed: float, **about: Any) -> None:
+        """One local step, and what is due after it."""
+        self.steps += 1
+        if not skip:
+            self._accumulate()
+        if self._sum is not None:
+            self._sum.count += 1
+            self._sum.samples += samples
+            self._sum.computed += computed
+        if self.steps % self._local.push == 0:
+            self.flush(**about)
+        if self.steps % self._local.fetch == 0:
+            self._ask()
+        self._install()
+
+    def _accumulate(self) -> None:
+        copier = self._exchange.copier
+        params = copier.params
+        if self._sum is None:
+            flat = copier.next_flat()
+            self._sum = Accumulated(flat, frozenset(copier.gather(flat, lambda param: param.grad)))
+        else:
+            views = self._sum.flat.views
+            have = [index for index in views if params[index].grad is not None]
+            for index in have:
+                views[index].add_(_dense(params[index].grad).to(views[index].device))
+            self._sum.absent -= frozenset(have)
+        for index, rate in self._rates().items():
+            if params[index].grad is not None:
+                params[index].add_(_dense(params[index].grad), alpha=-rate)
+
+    def _rates(self) -> dict[int, float]:
+        """The rate of a local step, for each parameter."""
+        infos = self._exchange.proposal.tensors
+        own = self._local.alpha
+        return {i: float(self._groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
+
+    def flush(self, **about: Any) -> None:
+        """Push what was accumulated, however much it is."""
+        total, self._sum = self._sum, None
+        if total is None:
+            return
+        exchange = self._exchange
+        self._sent.append((exchange.step, {index: view.clone() for index, view in total.views().items()}))
+        exchange.push(
+            total.flat,
+            self._hyper.of(self._groups),
+            absent=tuple(sorted(total.absent)),
+            nonfinite=not total.flat.is_finite(everything=True),
+            samples=total.samples,
+            computed=total.computed,
+            count=total.count,
+            values=False,
+            **about,
+        )
+
+    def _ask(self) -> None:
+        """Start a fetch, unless one is under way; one that was lost is asked for again."""
+        client, now = self._exchange.client, time.monotonic()
+        with self._exchange.session.lock:
+            if self._fetch is None:
+                self._fetch = client.start_read(self._exchange.name, "params"), now
+            elif now - self._fetch[1] > client.retry:
+                client.read_again(self._fetch[0])
+                self._fetch = self._fetch[0], now
+
+    def _install(self) -> None:
+        """Take fetched values, if they have come."""
+        exchange = self._exchange
+        with exchange.session.lock:
+            exchange.client.poll()
+            if self._fetch is None or len(self._fetch[0].answers) < exchange.client.shards:
+                return
+            answers = exchange.client.end_read(self._fetch[0])
+        self._fetch = None
+        exchange.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
+        exchange.line.version = answers[0][0].version
+        contained = answers[0][0].exchange
+        self._sent = [(number, gradients) for number, gradients in self._sent if number > contained]
+        self._again([gradients for _, gradients in self._sent] + ([self._sum.views()] if self._sum else []))
+
+    def _again(self, missing: Sequence[Gradients]) -> None:
+        params = self._exchange.copier.params
+        for index, rate in self._rates().items():
+            for gradients in missing:
+                if index in gradients:
+                    params[index].add_(gradients[index].to(params[index].device), alpha=-rate)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

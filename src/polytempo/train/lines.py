@@ -1,0 +1,64 @@
+"""What a worker keeps of each conversation with the servers: a track, its pushes that wait for an answer, a read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.protocol.messages import Answer, Held, Push, ReadAnswer
+from polytempo.protocol.rows import RowAnswer
+from polytempo.transport.channel import Bytes
+
+#: What a push of first values says beside them, and for each shard its buffers.
+MakeSeed = Callable[[], tuple[dict[str, Any], list[list[Bytes]]]]
+#: For each shard the rows that came with its answer, and their buffers.
+RowsOfShards = dict[int, tuple[tuple[RowAnswer, ...], list[Bytes]]]
+
+
+@dataclass
+class Outstanding:
+    """A push that was not answered yet: kept to be sent again."""
+
+    push: Push
+    parts: list[list[Bytes]]  # for each shard its dense buffers
+    rows: list[list[Bytes]] = field(default_factory=list)  # and those of its tables
+    plain: Callable[[], tuple[Push, list[list[Bytes]]]] | None = None  # the push and its rows without cached keys
+    answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
+
+    def buffers(self, shard: int) -> list[Bytes]:
+        """All that goes to one shard."""
+        return [*self.parts[shard], *self.rows[shard]] if self.rows else self.parts[shard]
+
+
+NO_ANSWER = Answer(track="", shard=0, exchange=-1, attempt=0, step=-1, version=0, stop=False)
+
+
+@dataclass
+class Line:
+    """What this worker knows of one track."""
+
+    name: str
+    released: int = -1  # the last step it may start
+    version: int = 0
+    waited: float = 0.0  # by the mode, all in all, once the job had started
+    staleness: int = 0  # of the last push that was answered
+    skipped: bool = False
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)  # by exchange
+    started: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
+    joined: bool = False
+    seed: MakeSeed | None = None
+    held: Held | None = None
+    answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
+    take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
+    take_rows: Callable[[int, RowsOfShards], None] = lambda exchange, rows: None
+
+
+@dataclass
+class Reading:
+    """A read under way."""
+
+    track: str
+    what: str
+    request: int = -1
+    answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)

@@ -1,0 +1,104 @@
+"""`nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`: every worker holds the whole table, and only rows travel.
+
+A push carries the rows that have a gradient, an answer the rows that anybody has changed since the worker's last one. On the
+servers the wrapped optimizer's own rule runs on those rows, as torch runs it on sparse gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.parameter_server.state import dtype_name
+from polytempo.protocol.values import TableInfo
+from polytempo.train.row_traffic import SomeRows, WorkerTable
+
+Group = dict[str, Any]
+
+
+def _sgd(group: Group) -> dict[str, float]:
+    _refuse(group, "SGD", momentum=0, weight_decay=0, maximize=False)
+    return {"lr": float(group["lr"])}
+
+
+def _adagrad(group: Group) -> dict[str, float]:
+    _refuse(group, "Adagrad", weight_decay=0, maximize=False)
+    return {name: float(group[name]) for name in ("lr", "lr_decay", "eps", "initial_accumulator_value")}
+
+
+def _sparse_adam(group: Group) -> dict[str, float]:
+    _refuse(group, "SparseAdam", maximize=False)
+    beta1, beta2 = group["betas"]
+    return {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"])}
+
+
+#: For each optimizer that takes sparse gradients: the servers' rule, and its options from a group's.
+RULES: dict[type, tuple[str, Callable[[Group], dict[str, float]]]] = {
+    torch.optim.SGD: ("sgd", _sgd),
+    torch.optim.Adagrad: ("adagrad", _adagrad),
+    torch.optim.SparseAdam: ("sparse-adam", _sparse_adam),
+}
+
+
+def _refuse(group: Group, name: str, **wanted: object) -> None:
+    for option, value in wanted.items():
+        if group[option] != value:
+            raise UsageError(
+                f"{name} with {option}={group[option]} cannot take the sparse gradients of an embedding; "
+                f"give the embedding a group with {option}={value}, or use sparse=False"
+            )
+
+
+class MirroredTable(WorkerTable):
+    """One sparse embedding of a model."""
+
+    def __init__(self, name: str, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer, group: int) -> None:
+        rule, self._options = RULES[type(optimizer)]
+        rows, dim = weight.shape
+        self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, rule, mirrored=True)
+        self.weight, self._optimizer, self._group = weight, optimizer, group
+        self.hyper()
+
+    def hyper(self) -> dict[str, Any]:
+        return self._options(self._optimizer.param_groups[self._group])
+
+    def first_values(self) -> torch.Tensor:
+        return self.weight.detach().cpu()
+
+    def pushed(self) -> SomeRows | None:
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        if grad.layout == torch.strided:  # something dense was added to it
+            return torch.arange(self.info.rows), grad.detach().cpu()
+        grad = grad.detach().coalesce()
+        return grad.indices()[0].cpu(), grad.values().cpu()
+
+    def take_changed(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight = self.weight.detach()
+            weight[ids.to(weight.device)] = rows.to(weight.device)
+
+
+def mirrored_tables(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter], groups: Sequence[int]
+) -> list[MirroredTable]:
+    """The sparse embeddings of a model that this optimizer updates."""
+    group_of = {id(param): group for param, group in zip(params, groups, strict=True)}
+    found: dict[int, MirroredTable] = {}
+    for name, module in model.named_modules():
+        sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        if not sparse or id(module.weight) not in group_of or id(module.weight) in found:
+            continue
+        if module.max_norm is not None:
+            raise UsageError(
+                f"{name}: max_norm changes rows on this worker alone, where servers do not see it; leave it out"
+            )
+        if type(optimizer) not in RULES:
+            known = ", ".join(kind.__name__ for kind in RULES)
+            raise UsageError(f"{name} has sparse gradients, which {type(optimizer).__name__} does not take; use {known}")
+        found[id(module.weight)] = MirroredTable(f"{name}.weight", module.weight, optimizer, group_of[id(module.weight)])
+    return list(found.values())

@@ -1,0 +1,94 @@
+"""The tables of a model: which there are, and where their rows are.
+
+Rows of a `ServerEmbedding` are on the servers, or, in a job of one without a launcher, in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.tables.table import RowPush, Table
+from polytempo.train.exchange import Exchange
+from polytempo.train.mirrored import MirroredTable, mirrored_tables
+from polytempo.train.row_traffic import WorkerTable
+from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
+
+
+def embedding_tables(model: torch.nn.Module | None) -> list[EmbeddingTable]:
+    """The tables of a model's server embeddings, named after them."""
+    if model is None:
+        return []
+    found = {id(module): (name, module) for name, module in model.named_modules() if isinstance(module, ServerEmbedding)}
+    for name, module in found.values():
+        if module.table.source is not None:
+            raise UsageError(f"{name} belongs to another DistributedOptimizer already; one optimizer takes the whole model")
+    return [module.named(name) for name, module in found.values()]
+
+
+class ModelTables:
+    """All tables of one optimizer's model: those that workers mirror, then those that live on the servers."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self.embeddings = embedding_tables(model)
+        self.mirrored: list[MirroredTable] = []
+        self.dense: list[int] = []  #: numbers of the parameters that are no tables
+        self._here: list[tuple[EmbeddingTable, Table]] = []  # in a job of one
+        self._version = 0
+
+    @property
+    def all(self) -> list[WorkerTable]:
+        """In the order in which servers number them."""
+        return [*self.mirrored, *self.embeddings]
+
+    def find(
+        self,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[torch.nn.Parameter],
+        groups: Sequence[int],
+    ) -> None:
+        """Look for sparse embeddings, if a model is given: they become tables that workers mirror."""
+        self.mirrored = mirrored_tables(model, optimizer, params, groups) if model is not None else []
+        rows = {id(table.weight) for table in self.mirrored}
+        self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
+
+    def attach(self, exchange: object, rate: Callable[[], float]) -> None:
+        """Say where rows are: on the servers of an exchange, or here; `rate` is for those without a rate of their own."""
+        for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
+            table.rate = rate
+            if isinstance(exchange, Exchange):
+                table.source = _source(exchange, number)
+            else:
+                here = Table(table.info, 0, 1)
+                self._here.append((table, here))
+                table.source = here.pull
+
+    def step_alone(self) -> None:
+        """In a job of one: apply what was differentiated."""
+        self._version += 1
+        for table, here in self._here:
+            pushed = table.pushed()
+            table.wanted()
+            if pushed is not None:
+                here.update([RowPush(*pushed)], table.hyper(), 1.0, self._version)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of rows on servers."""
+        for table in self.embeddings:
+            table.scale(factor)
+
+    def drop(self) -> None:
+        """Forget the gradients of rows on servers."""
+        for table in self.embeddings:
+            table.drop()
+
+
+def _source(exchange: Exchange, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pull(ids: torch.Tensor) -> torch.Tensor:
+        with exchange.session.lock:
+            return exchange.rows.pulled(number, *exchange.rows.ask(number, ids))
+
+    return pull

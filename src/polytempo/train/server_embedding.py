@@ -1,0 +1,198 @@
+"""`ServerEmbedding`: an embedding whose table lives on the servers only.
+
+    forward    the batch's ids, each once, are pulled, looked up and differentiated as a small matrix of their own
+    backward   leaves one gradient for each id in it
+    step()     of the `DistributedOptimizer` that was given the model pushes them, in its own step of its clock
+
+So a worker's memory and a step's bytes depend on the ids of the batch. `prefetch(ids)` before `step()` names the next batch:
+its rows come with the answer to the push, as the mode has them then. A row begins at its first touch, from the table's seed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from polytempo.errors import UsageError
+from polytempo.parameter_server.state import dtype_name
+from polytempo.protocol.layout import ITEM_SIZES
+from polytempo.protocol.values import TableInfo
+from polytempo.tables.ids import checked_ids, coalesce
+from polytempo.tables.rules import checked_hyper, rule
+from polytempo.tables.starts import check_start
+from polytempo.train.row_traffic import SomeRows, WorkerTable
+
+MODES = (None, "sum", "mean")
+
+
+class EmbeddingTable(WorkerTable):
+    """What a `ServerEmbedding` tells the optimizer that carries it."""
+
+    def __init__(self, info: TableInfo, hyper: dict[str, Any], cached: bool) -> None:
+        self.info, self.cached = info, cached
+        self._hyper = hyper
+        self.rate: Callable[[], float] | None = None  #: where the learning rate comes from that was not given
+        self.source: Callable[[torch.Tensor], torch.Tensor] | None = None  #: rows of unique ids, from wherever they are
+        self._used: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and their rows, since the last push
+        self._next: torch.Tensor | None = None
+        self._ready: SomeRows | None = None
+
+    def hyper(self) -> dict[str, Any]:
+        if "lr" in self._hyper or self.rate is None:
+            return self._hyper
+        return {**self._hyper, "lr": float(self.rate())}
+
+    def use(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """These rows take part in what will be differentiated."""
+        self._used.append((ids, rows))
+
+    def drop(self) -> None:
+        """Forget what was differentiated (`zero_grad`)."""
+        self._used.clear()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for _, rows in self._used:
+            if rows.grad is not None:
+                rows.grad.mul_(factor)
+
+    def pushed(self) -> SomeRows | None:
+        used = [(ids, rows.grad) for ids, rows in self._used if rows.grad is not None]
+        self._used.clear()
+        self._ready = None
+        if not used:
+            return None
+        ids = torch.cat([ids for ids, _ in used])
+        return coalesce(ids, torch.cat([grad.detach().cpu() for _, grad in used]))
+
+    def want(self, ids: torch.Tensor) -> None:
+        """The next step will need these."""
+        self._next = torch.unique(ids)
+
+    def wanted(self) -> torch.Tensor | None:
+        wanted, self._next = self._next, None
+        return wanted
+
+    def take_wanted(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._ready = ids, rows.clone()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of unique, ascending ids: those that came already, and the others from the servers."""
+        assert self.source is not None
+        if self._ready is None or not self._ready[0].numel():
+            return self.source(ids)
+        have, values = self._ready
+        if torch.equal(have, ids):
+            return values
+        place = torch.searchsorted(have, ids).clamp_(max=have.numel() - 1)
+        here = have[place] == ids
+        result = torch.empty(ids.numel(), self.info.dim, dtype=values.dtype)
+        result[here] = values[place[here]]
+        missing = ids[~here]
+        if missing.numel():
+            result[~here] = self.source(missing)
+        return result
+
+
+class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
+    """Like `nn.Embedding`, or with `mode` like `nn.EmbeddingBag`, for tables that no worker could hold.
+
+    `rows=None`: any id from 0 to 2**63 - 1. `rule` and its options say how rows learn; without `lr` they follow the learning
+    rate of the wrapped optimizer's first group. `start`: "uniform" (within 1/sqrt(dim)), "uniform:A", "normal:S", "zeros".
+    `cache_keys`: batches come again, so their lists of ids need not be sent each time.
+    """
+
+    def __init__(
+        self,
+        rows: int | None,
+        dim: int,
+        *,
+        rule: str = "rowwise-adagrad",
+        lr: float | None = None,
+        start: str = "uniform",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        padding_idx: int | None = None,
+        mode: str | None = None,
+        cache_keys: bool = False,
+        **options: float,
+    ) -> None:
+        super().__init__()
+        _check(rows, dim, rule, dtype, mode)
+        check_start(start)
+        hyper = checked_hyper(rule, {**options, **({} if lr is None else {"lr": lr})})
+        if lr is None:
+            hyper.pop("lr", None)
+        self.rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
+        info = TableInfo("", rows or 0, dim, dtype_name(dtype), start, seed, rule)
+        self.table = EmbeddingTable(info, hyper, cache_keys)
+        self._device = torch.nn.Buffer(torch.empty(0), persistent=False)  # moves with the module
+
+    def named(self, name: str) -> EmbeddingTable:
+        """Its table, under the name it has in the model; tables with other names begin with other values."""
+        info = self.table.info
+        seed = zlib.crc32(name.encode()) ^ info.seed
+        self.table.info = TableInfo(name, info.rows, info.dim, info.dtype, info.start, seed, info.rule)
+        return self.table
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """The next batch has these ids: their rows shall come with the answer to the next `step()`."""
+        self.table.want(self._ids(ids)[0])
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows for ids of any shape; with `mode`, one row for each bag, as `nn.EmbeddingBag` has them."""
+        if self.table.source is None:
+            raise UsageError(
+                "this ServerEmbedding belongs to no optimizer yet; give the model: DistributedOptimizer(optimizer, model)"
+            )
+        flat, padding = self._ids(ids)
+        unique, places = torch.unique(flat, return_inverse=True)
+        rows = self.table.rows(unique).to(self._device.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self.table.use(unique, rows)
+        table = rows
+        if padding is not None:  # one row more, of zeros, that nobody learns
+            table = torch.cat([rows, rows.new_zeros(1, self.dim)])
+            places = torch.full(padding.shape, unique.numel()).masked_scatter_(~padding, places)
+        places = places.view(ids.shape).to(self._device.device)
+        if self.mode is None:
+            return functional.embedding(places, table)
+        index = None if padding is None else unique.numel()
+        return functional.embedding_bag(places, table, offsets, mode=self.mode, padding_idx=index)
+
+    def _ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The ids that are none of padding, checked; and where padding is."""
+        if self.padding_idx is None or not isinstance(ids, torch.Tensor):
+            return checked_ids(ids, self.table.info), None
+        padding = ids.detach().reshape(-1).cpu() == self.padding_idx
+        return checked_ids(ids.detach().reshape(-1).cpu()[~padding], self.table.info), padding
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def pull(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows as the servers have them now, to be looked at; one for each id, in their order."""
+        if self.table.source is None:
+            raise UsageError("this ServerEmbedding belongs to no optimizer yet, so there are no rows to pull")
+        unique, places = torch.unique(checked_ids(ids, self.table.info), return_inverse=True)
+        return self.table.source(unique)[places]
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        return f"{self.rows if self.rows else 'unbounded'}, {self.dim}, rule={self.table.info.rule!r}"
+
+
+def _check(rows: int | None, dim: int, name: str, dtype: torch.dtype, mode: str | None) -> None:
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise UsageError(f"expected rows to be a number from 1 on, or None for any id, got {rows!r}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+        raise UsageError(f"expected dim to be a number from 1 on, got {dim!r}")
+    if rule(name).combine != "mean":
+        raise UsageError(f"rule {name!r} does not learn from gradients; use sgd, adagrad, rowwise-adagrad or adam")
+    if dtype_name(dtype) not in ITEM_SIZES:
+        raise UsageError(f"expected dtype to be one of {', '.join(ITEM_SIZES)}, got {dtype}")
+    if mode not in MODES:
+        raise UsageError(f"expected mode to be None, 'sum' or 'mean', got {mode!r}")
