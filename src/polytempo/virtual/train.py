@@ -13,7 +13,9 @@ from polytempo.records.lines import Line
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
 from polytempo.virtual.data import Shards, Tensors, as_tensors
+from polytempo.virtual.local import LocalTrainee
 from polytempo.virtual.trainee import Loss, MakeOptimizer, Trainee
 
 Metric = Callable[[torch.Tensor, torch.Tensor], float]
@@ -26,6 +28,7 @@ class TrainingRun:
     outcome: Outcome
     curve: tuple[tuple[float, float], ...]  #: (simulated seconds, accuracy on the test data)
     model: nn.Module
+    spread: float = 0.0  #: of the gradients of different workers: their deviation over their mean, over the run
 
     @property
     def accuracy(self) -> float:
@@ -38,7 +41,7 @@ class TrainingRun:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**self.outcome.as_dict(), "curve": [list(point) for point in self.curve]}
+        return {**self.outcome.as_dict(), "curve": [list(point) for point in self.curve], "spread": self.spread}
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
@@ -71,16 +74,19 @@ def train_virtually(
 
     `data` is (train, test), each a pair of tensors or a data set. `optimizer` makes one from a list of parameters; in
     barrier modes it steps once a round on the mean gradient, in the others once a push at its rate divided by the number
-    of active workers. `cluster` gives step times, batches, links and the bytes that travel. The budget is any of `seconds`,
-    `steps`, `samples` (summed over workers), `steps_each`. Same seed, same result.
+    of active workers; `asup` brings its own, at the rate of the one given. `cluster` gives step times, batches, links and
+    the bytes that travel. The budget is any of `seconds`, `steps`, `samples` (summed over workers), `steps_each`. Same seed,
+    same result.
     """
+    spec = parse_spec(sync)
     train, test = as_tensors(data[0], "training data"), as_tensors(data[1], "test data")
     cluster = cluster or Cluster()
     ranks = cluster.ranks()
     batches = [cluster.batches.get(rank, cluster.batch) for rank in ranks]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        trainee = Trainee(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer)
+        kind = Trainee if spec.local is None else LocalTrainee
+        trainee = kind(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
         curve: dict[float, float] = {}  # of several looks in one moment the last counts
         trainee.observers.append(lambda now: curve.update({now: _evaluate(trainee, test, metric)}))
         outcome = simulate_job(
@@ -94,7 +100,7 @@ def train_virtually(
             progress=progress,
             **budget,
         )
-    return TrainingRun(outcome, tuple(curve.items()), trainee.evaluable())
+    return TrainingRun(outcome, tuple(curve.items()), trainee.evaluable(), trainee.spread.mean)
 
 
 def model_bytes(model: nn.Module) -> float:

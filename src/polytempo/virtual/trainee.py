@@ -4,8 +4,12 @@ There are two copies of the model: the *master*, on which updates are applied by
 the weights of a step are loaded to compute its gradient. The gradient of a step is computed when its push is applied.
 
 An update of one push takes its gradient as it is; of several, their mean weighted by samples, added in the order of the
-pushes. The learning rate of every group is multiplied by `rate` for that one step. Buffers, such as BatchNorm's running
-statistics, belong to each worker; for evaluation they are averaged.
+pushes. The learning rate of every group is multiplied by `rate` for that one step. What is to be done about staleness
+beyond the rate is done here: the gradient is compensated for what was applied since its weights were read, and the momentum
+of every group is corrected for that one step. (torch's SGD leaves its velocity alone in a step whose momentum is 0.)
+
+Buffers belong to each worker. For evaluation BatchNorm's running statistics are merged as those of one population, and other
+buffers are averaged.
 """
 
 from __future__ import annotations
@@ -16,8 +20,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from polytempo.optim.compensation import compensated
+from polytempo.optim.statistics import merged
+from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.events import Pushed
+from polytempo.sync.spec import Spec
 from polytempo.virtual.data import Shards, Tensors
+from polytempo.virtual.rules import optimizer_for
+from polytempo.virtual.spread import Spread
 from polytempo.virtual.versions import Versions
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,13 +38,19 @@ Gradient = list[torch.Tensor | None]
 class Trainee:
     """Real training beside a simulated run."""
 
-    def __init__(self, model: nn.Module, train: Tensors, shards: Shards, loss: Loss, make_optimizer: MakeOptimizer) -> None:
+    def __init__(
+        self, model: nn.Module, train: Tensors, shards: Shards, loss: Loss, make_optimizer: MakeOptimizer, spec: Spec
+    ) -> None:
         self.master = copy.deepcopy(model).train()
         self._worker = copy.deepcopy(model).train()
         self._train, self._shards, self._loss = train, shards, loss
         self._parameters = [p for p in self.master.parameters() if p.requires_grad]
         self._loadable = [p for p in self._worker.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self._parameters)
+        self.optimizer = optimizer_for(spec, make_optimizer(self._parameters))
+        self._corrections = spec.corrections
+        self._staleness = MeanStaleness()
+        self._squares: list[torch.Tensor] | None = None  # running means, for adaptive compensation
+        self.spread = Spread(self._parameters)
         self.versions = Versions(list(self._parameters))
         self._loaded = -1  # the version in the worker's model
         self._buffers: dict[int, list[torch.Tensor]] = {}
@@ -53,12 +69,11 @@ class Trainee:
     def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
         """Make one update of these pushes."""
         gradient = self._mean(pushes, versions)
+        if self._corrections.compensation:  # modes with corrections apply single pushes
+            gradient = self._compensated(gradient, self.versions.read(versions[0]))
         for version in versions:
             self.versions.drop(version)
-        self.versions.advance()
-        for parameter, grad in zip(self._parameters, gradient, strict=True):
-            parameter.grad = grad
-        self._step(rate)
+        self._update(gradient, [self.versions.newest - version for version in versions], rate)
 
     def observe(self, now: float) -> None:
         """Let the observers look at the master."""
@@ -67,20 +82,38 @@ class Trainee:
 
     # How it is done.
 
+    def _update(self, gradient: Gradient, staleness: list[int], rate: float) -> None:
+        """Make the next version."""
+        self.spread.look()
+        self.versions.advance()
+        for parameter, grad in zip(self._parameters, gradient, strict=True):
+            parameter.grad = grad
+        mean = [self._staleness.add(stale) for stale in staleness][-1]
+        self._step(rate, mean)
+
+    def _compensated(self, gradient: Gradient, read: list[torch.Tensor]) -> Gradient:
+        how = self._corrections.compensation
+        assert how is not None
+        if how.adaptive and self._squares is None:
+            self._squares = [torch.zeros_like(parameter) for parameter in self._parameters]
+        now = [parameter.detach() for parameter in self._parameters]
+        return compensated(gradient, now, read, how.strength, how.adaptive, how.memory, self._squares)
+
     def _mean(self, pushes: tuple[Pushed, ...], versions: list[int]) -> Gradient:
         total = sum(push.samples for push in pushes)
         mean: Gradient = [None] * len(self._parameters)
         for push, version in zip(pushes, versions, strict=True):
             weight = push.samples / total
-            for index, grad in enumerate(self._gradient(push.worker, push.step, version)):
+            self._load(version)
+            for index, grad in enumerate(self._gradient(push.worker, push.step)):
                 if grad is not None:
                     part = grad if weight == 1 else grad.mul_(weight)
                     so_far = mean[index]
                     mean[index] = part if so_far is None else so_far.add_(part)
         return mean
 
-    def _gradient(self, worker: int, step: int, version: int) -> Gradient:
-        self._load(version)
+    def _gradient(self, worker: int, step: int) -> Gradient:
+        """Of a worker's step, on the weights that are loaded."""
         self._load_buffers(worker)
         inputs, targets = self._train
         index = self._shards.batch(worker, step)
@@ -89,23 +122,30 @@ class Trainee:
         loss: torch.Tensor = self._loss(self._worker(inputs[index]), targets[index])
         loss.backward()
         self._save_buffers(worker)
-        return [parameter.grad for parameter in self._loadable]
+        gradient = [parameter.grad for parameter in self._loadable]
+        self.spread.take(worker, gradient)
+        return gradient
 
     def _load(self, version: int) -> None:
         if self._loaded != version:
-            with torch.no_grad():
-                for parameter, value in zip(self._loadable, self.versions.read(version), strict=True):
-                    parameter.copy_(value)
+            self._load_values(self.versions.read(version))
             self._loaded = version
 
-    def _step(self, rate: float) -> None:
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+    def _load_values(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self._loadable, values, strict=True):
+                parameter.copy_(value)
+
+    def _step(self, rate: float, mean_staleness: float) -> None:
+        groups, corrections = self.optimizer.param_groups, self._corrections
+        before = [{name: group[name] for name in ("lr", "momentum") if name in group} for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * rate
+            if corrections.adapts_momentum:
+                group["momentum"] = corrections.momentum_for(group["momentum"], mean_staleness)
         self.optimizer.step()
-        for group, lr in zip(groups, rates, strict=True):
-            group["lr"] = lr
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
 
     def _load_buffers(self, worker: int) -> None:
         if worker in self._buffers:
@@ -121,11 +161,21 @@ class Trainee:
             self._buffers[worker] = buffers
 
     def evaluable(self) -> nn.Module:
-        """The master's weights with the mean of the workers' buffers, in evaluation mode."""
+        """The master's weights with what the workers' buffers come to, in evaluation mode."""
         if not self._buffers:
             return self.master.eval()
         model = copy.deepcopy(self.master).eval()
-        for index, buffer in enumerate(model.buffers()):
-            values = torch.stack([buffers[index].to(torch.float64) for buffers in self._buffers.values()])
-            buffer.copy_(values.mean(0).to(buffer.dtype))
+        names = [name for name, _ in model.named_buffers()]
+        of = {name: [buffers[index] for buffers in self._buffers.values()] for index, name in enumerate(names)}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(_together(name, of).to(buffer.dtype))
         return model
+
+
+def _together(name: str, of: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+    """What the workers' buffers of one name come to: means and variances as those of one population, others their mean."""
+    layer, _, kind = name.rpartition("running_")
+    mean, variance = f"{layer}running_mean", f"{layer}running_var"
+    if kind in ("mean", "var") and mean in of and variance in of:
+        return merged(of[mean], of[variance])[kind == "var"]
+    return torch.stack([value.to(torch.float64) for value in of[name]]).mean(0)
