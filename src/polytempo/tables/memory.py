@@ -1,12 +1,13 @@
 """Memory for rows that costs nothing until a row is written.
 
 Pages of an anonymous mapping are zero and exist only once they are written to. `torch.zeros` writes them all, and NumPy asks
-for huge pages, of which every scattered row would claim a whole one.
+for huge pages, of which every scattered row would claim a whole one; here the system is asked not to use them.
 """
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -17,6 +18,8 @@ def lazy_zeros(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     if not nbytes:
         return torch.zeros((rows, width), dtype=dtype)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that has no huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=rows * width).view(rows, width)
 
 
