@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 
 import numpy
@@ -54,9 +55,14 @@ class TopK(Code):
     def check(self, form: Form) -> None:
         _check_size(form)
 
+    @cached_property
+    def share(self) -> Fraction:
+        """The decimal number that was written, not its nearest float: 0.07 of 100 are 7, not 8."""
+        return Fraction(repr(self.density))
+
     def count(self, size: int) -> int:
-        """How many of so many values are sent; the density is the decimal number that was written, not its nearest float."""
-        return min(size, max(1, ceil(Fraction(repr(self.density)) * size)))
+        """How many of so many values are sent."""
+        return min(size, max(1, ceil(self.share * size)))
 
     def encode(self, held: torch.Tensor, form: Form) -> list[Bytes]:
         return _pack(held, largest(magnitudes(held), self.count(form.size)), form)
