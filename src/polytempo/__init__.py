@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.sync.spec import parse_spec as parse_spec
+    from polytempo.train.arrays import Array as Array
     from polytempo.train.communicate import all_gather as all_gather
     from polytempo.train.communicate import all_reduce as all_reduce
     from polytempo.train.communicate import all_to_all as all_to_all
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from polytempo.train.communicate import reform as reform
     from polytempo.train.communicate import scatter as scatter
     from polytempo.train.communicate import send as send
+    from polytempo.train.kv import KV as KV
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
     from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
@@ -70,7 +72,9 @@ _WHERE = {
     "DistributedOptimizer": "polytempo.train.optimizer",
     "DistributedSampler": "polytempo.train.sampler",
     "JobEnded": "polytempo.errors",
+    "Array": "polytempo.train.arrays",
     "AsuP": "polytempo.optim.asup",
+    "KV": "polytempo.train.kv",
     "ServerEmbedding": "polytempo.train.server_embedding",
     "statistics": "polytempo.train.statistics",
     **dict.fromkeys(
@@ -101,6 +105,8 @@ _WHERE = {
 }
 
 __all__ = [
+    "KV",
+    "Array",
     "AsuP",
     "Cluster",
     "DistributedOptimizer",

@@ -17,11 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
+        "Array",
         "AsuP",
         "Cluster",
         "DistributedOptimizer",
         "DistributedSampler",
         "JobEnded",
+        "KV",
         "PolytempoError",
         "ServerEmbedding",
         "UsageError",

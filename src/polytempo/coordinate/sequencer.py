@@ -285,7 +285,12 @@ class Sequencer:
         return []
 
     def _apply(self, track: Track, action: Apply, now: float) -> list[Order]:
-        update, staleness = track.update(action)
+        verdict = track.verdict(action)
+        if verdict.drop:
+            push = action.pushes[0]
+            discard = Discard(push.worker, push.step, verdict.drop)
+            return self._written(track, action_line, discard, now) + self._carry_out(track, discard, now)
+        update, staleness = track.update(action, verdict.rate)
         if track.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
                 self.accounts[push.worker].stale(stale)

@@ -16,6 +16,7 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Part, Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, Line, apply_line
 from polytempo.sync.actions import Apply, Release
+from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
 from polytempo.sync.events import Hyper, Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec, parse_spec
@@ -56,6 +57,8 @@ class Track:
     seats: dict[int, Seat] = field(default_factory=dict)
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
+    corrections: Corrections = field(default_factory=Corrections)
+    _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], Hyper] = ((), ())  # of the last push: they seldom change
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
@@ -68,7 +71,14 @@ class Track:
         """A line of the record names its optimizer, unless that is the first."""
         return line if self.is_main else {**line, "optimizer": self.name}
 
-    def update(self, action: Apply) -> tuple[Update, list[int]]:
+    def verdict(self, action: Apply) -> Verdict:
+        """What becomes of an update, given how stale its push is. Modes with corrections apply single pushes."""
+        if not self.corrections.any:
+            return Verdict(1.0)
+        head = self._counted[id(action.pushes[0])][1]
+        return self.corrections.verdict(max(self.version - head.version, 0))
+
+    def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness = [], []
         for push in action.pushes:
@@ -78,10 +88,16 @@ class Track:
             if push.worker in self.seats:
                 self.seats[push.worker].staleness = staleness[-1]
         self.version += 1
-        barrier = self.spec.mode.barrier
-        return Update(
-            track=self.name, version=self.version, parts=tuple(parts), rate=action.rate, barrier=barrier
-        ), staleness
+        update = Update(
+            track=self.name,
+            version=self.version,
+            parts=tuple(parts),
+            rate=action.rate * factor,
+            barrier=self.spec.mode.barrier,
+        )
+        if self.corrections.adapts_momentum:
+            update.mean_staleness = self._mean.add(staleness[0])
+        return update, staleness
 
     def update_lines(self, action: Apply, now: float, shards: int, staleness: list[int]) -> list[Line]:
         """An update's lines in the record, one a server."""
@@ -139,7 +155,8 @@ def open_track(name: str, worker: int, proposal: Proposal, size: int, first_step
     policy = spec.policy(size)
     if not name.endswith(MEAN):
         policy.begin_at(first_step)
-    return Track(name, proposal, spec, policy, worker, seeded=proposal.apply == "mean" or name.endswith(MEAN))
+    seeded = proposal.apply == "mean" or name.endswith(MEAN)
+    return Track(name, proposal, spec, policy, worker, seeded, corrections=spec.corrections)
 
 
 def disagreement(track: Track, worker: int, proposal: Proposal) -> str:

@@ -23,7 +23,7 @@ from polytempo.parameter_server.checkpoint import load_values, read_shards, writ
 from polytempo.parameter_server.rows import row_buffers
 from polytempo.parameter_server.state import as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
-from polytempo.protocol.log import Drop, Entry, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
+from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Push, ReadAnswer
 from polytempo.protocol.rows import Pull, Rows
 from polytempo.protocol.servers import Failed, Norm, Saved
@@ -144,6 +144,9 @@ class Keeper:
             self._reply(entry)
         elif isinstance(entry, PullHere):
             self._pull(entry)
+        elif isinstance(entry, ForgetWorker):
+            for store in self.stores.values():
+                store.forget(entry.worker)
         elif isinstance(entry, Drop):
             push, buffers = pushes[entry.id]
             self.stores[entry.id.track].note([(push, 0.0, buffers)])
@@ -185,7 +188,7 @@ class Keeper:
         store = self.stores[entry.track]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
         began = time.perf_counter()
-        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry))
+        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
         self._took[entry.track] = time.perf_counter() - began
         for _, buffers in pushes.values():
             for buffer in buffers:
@@ -204,7 +207,8 @@ class Keeper:
     def _reply(self, entry: Reply) -> None:
         store = self.stores[entry.track]
         empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
-        dense, done = ([], None) if empty else store.lend()
+        said = None if empty else store.answers.say(entry.worker, entry.exchange, store.values)
+        dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
         rows, of_rows = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [])
         answer = Answer(
             track=entry.track,
@@ -221,6 +225,7 @@ class Keeper:
             members=entry.members,
             shares=store.shares if entry.members else (),
             rows=rows,
+            filtered=said is not None,
         )
         self._report(ForWorker(entry.worker, answer, [*dense, *of_rows] if of_rows else dense, done))
 
@@ -260,7 +265,7 @@ class Keeper:
             answer = self._read_answer(entry, store, state)
             self._report(ForWorker(entry.worker, answer, copies))
         else:
-            buffers, done = store.lend()
+            buffers, done = store.lend(entry.worker)
             self._report(ForWorker(entry.worker, self._read_answer(entry, store, b""), buffers, done))
 
     def _read_answer(self, entry: ReadHere, store: Store, state: bytes) -> ReadAnswer:

@@ -58,7 +58,10 @@ class TrackTables:
         for part in push.rows:
             info = self._info(part.table)
             count = self._span_rows(info, part.span) if part.span else self._ids(info, next(rest)).numel()
-            got, expected = next(rest).nbytes, count * info.dim * ITEM_SIZES[info.dtype]
+            form = part.form or info.dtype
+            if form not in ITEM_SIZES:
+                raise PeerError(f"rows of {info.name} were refused: {form!r} is none of {', '.join(ITEM_SIZES)}")
+            got, expected = next(rest).nbytes, count * info.dim * ITEM_SIZES[form]
             if got != expected:
                 raise PeerError(f"rows of {info.name} were refused: {got} bytes came for {count} rows, expected {expected}")
         for want in push.wants:
@@ -127,7 +130,8 @@ class TrackTables:
         for part in push.rows:
             info = self.tables[part.table].info
             ids = None if part.span else as_tensor(next(rest), "int64")
-            yield part, ids, as_tensor(next(rest), info.dtype).view(-1, info.dim)
+            values = as_tensor(next(rest), part.form or info.dtype).view(-1, info.dim)
+            yield part, ids, values.to(getattr(torch, info.dtype))
 
     # What answers bring.
 

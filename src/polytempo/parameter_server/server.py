@@ -204,7 +204,7 @@ class Server:
             store.rows.check_rows(push, rows)
         if push.skip:
             return rows
-        whole = self._staged.assemble(push, buffers, store.expected)
+        whole = self._staged.assemble(push, store.unfiltered(buffers), store.expected)
         if whole is None:
             return None
         store.check(whole)
@@ -268,6 +268,7 @@ class Server:
         """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""
         self._staged.forget(entry.worker, entry.incarnation)
         self._keys.forget(entry.worker)
+        self.keeper.put(entry, {})
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
                 del self._arrived[identity]

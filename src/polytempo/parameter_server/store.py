@@ -21,12 +21,16 @@ import torch
 
 from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.errors import PeerError
+from polytempo.filters.chain import parse_chain
+from polytempo.parameter_server.answer_filter import AnswerFilter
+from polytempo.parameter_server.corrected import Corrected
 from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.rows import TrackTables
-from polytempo.parameter_server.state import RunState, as_tensor, find
+from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, Share
+from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.pool import Pool
 
@@ -89,6 +93,9 @@ class Store:
         self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = TrackTables(proposal, shard, shards)
+        self.corrected = Corrected(parse_spec(proposal.sync).corrections)
+        self._push_filter = parse_chain(proposal.push_filter)
+        self.answers = AnswerFilter(parse_chain(proposal.pull_filter), self.stretches)
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if proposal.apply == "server":
@@ -134,8 +141,10 @@ class Store:
 
     # Values in and out.
 
-    def lend(self) -> tuple[list[Bytes], Done]:
-        """The memory of the values, to be sent; call the second when it was."""
+    def lend(self, worker: int | None = None) -> tuple[list[Bytes], Done]:
+        """The memory of the values, to be sent; call the second when it was. A worker will push what it makes of them."""
+        if worker is not None:
+            self.corrected.given(worker, self.version, self.values)
         self._loan.out()
         return self._bytes, self._loan.back
 
@@ -149,6 +158,23 @@ class Store:
         """Buffers of a push as flat tensors."""
         self.check(buffers)
         return [as_tensor(buffer, s.dtype) for buffer, s in zip(buffers, self.stretches, strict=True)]
+
+    def unfiltered(self, buffers: Sequence[Bytes]) -> list[Bytes]:
+        """A push as it was before its filter; refused when it cannot be one."""
+        if self._push_filter.is_lossless:
+            return list(buffers)
+        each = self._push_filter.buffers
+        if len(buffers) != each * len(self.stretches):
+            raise PeerError(f"a push of {len(buffers)} buffers came, {self._push_filter} has {each * len(self.stretches)}")
+        parts = [buffers[i * each : (i + 1) * each] for i in range(len(self.stretches))]
+        pairs = zip(parts, self.stretches, strict=True)
+        return [as_bytes(self._push_filter.decode(part, s.size, getattr(torch, s.dtype))) for part, s in pairs]
+
+    def forget(self, worker: int) -> None:
+        """A worker is gone."""
+        self.rows.forget(worker)
+        self.corrected.forget(worker)
+        self.answers.forget(worker)
 
     def check(self, buffers: Sequence[Bytes]) -> None:
         """Refuse buffers that do not fit this shard."""
@@ -174,7 +200,12 @@ class Store:
     # Updates.
 
     def update(
-        self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]], rate: float, barrier: bool, total: NormOf
+        self,
+        parts: Sequence[tuple[Push, float, Sequence[Bytes]]],
+        rate: float,
+        barrier: bool,
+        total: NormOf,
+        mean_staleness: float = 0.0,
     ) -> None:
         """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
         self.version += 1
@@ -200,7 +231,8 @@ class Store:
         else:
             if self.proposal.clip_norm is not None and barrier:
                 mean = self._clipped(mean, self.proposal.clip_norm, total)
-            self._step(mean, first.hyper, rate, self.absent)
+            mean = self.corrected.gradient(first.id.worker, first.version, mean, self.values)
+            self._step(mean, self.corrected.hyper(first.hyper, mean_staleness), rate, self.absent)
 
     def note(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]]) -> None:
         """Remember what the answers to these pushes shall bring."""

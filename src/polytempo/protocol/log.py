@@ -27,6 +27,7 @@ class Update(Message):
     parts: tuple[Part, ...]
     rate: float
     barrier: bool
+    mean_staleness: float = 0.0  #: of all pushes so far, where the mode corrects momentum by it
 
 
 class Drop(Message):

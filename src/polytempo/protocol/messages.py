@@ -167,6 +167,7 @@ class Answer(Message):
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
+    filtered: bool = False  #: the dense buffers are what the pull filter has left
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
 
 

@@ -24,6 +24,7 @@ class RowPart(msgspec.Struct, array_like=True, frozen=True):
     table: int
     span: tuple[int, int] | None = None
     keys: tuple[Keys, ...] = ()  #: one for each shard, where lists are cached
+    form: str = ""  #: the dtype in which rows travel, where it is not the table's
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):

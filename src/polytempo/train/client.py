@@ -129,6 +129,11 @@ class Client:
         line = self._lines[name]
         self._wait(lambda: line.released >= step, "an answer", lambda: self._ask(line), line)
 
+    def wait_for_answer(self, name: str, exchange: int) -> None:
+        """Wait until one push is answered."""
+        line = self._lines[name]
+        self._wait(lambda: exchange not in line.outstanding, "an answer", lambda: self._ask(line), line)
+
     def settle(self, name: str) -> None:
         """Wait until every push of a track is answered."""
         line = self._lines[name]
@@ -294,11 +299,7 @@ class Client:
                 again()
 
     def _say_waiting(self, seconds: float, what: str, line: Line | None) -> None:
-        why = f"{what}"
-        if line is not None and line.held is not None:
-            held = line.held
-            more = f" and {held.waiting_count - len(held.waiting_for)} more" if held.waiting_count > 8 else ""
-            why = f"workers {', '.join(map(str, held.waiting_for))}{more}: {held.reason}"
+        why = what if line is None else line.waits_for(what)
         sys.stderr.write(f"polytempo: worker {self.rank} has waited {seconds:.0f} s for {why}\n")
         sys.stderr.flush()
 

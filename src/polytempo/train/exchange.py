@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from polytempo.filters.chain import parse_chain
+from polytempo.parameter_server.answer_filter import Shadow
 from polytempo.parameter_server.optimizers import is_whole
 from polytempo.parameter_server.state import RunState, pack, unpack
 from polytempo.protocol.layout import lay_out
@@ -19,6 +21,7 @@ from polytempo.train.ahead import SendAhead
 from polytempo.train.client import Client
 from polytempo.train.flat import Copier, Flat
 from polytempo.train.lines import Line, Outstanding
+from polytempo.train.push_filters import PushFilters
 from polytempo.train.row_traffic import RowTraffic, WorkerTable
 from polytempo.train.session import Session
 from polytempo.train.staging import Staging
@@ -61,6 +64,10 @@ class Exchange:
         self.rows = RowTraffic(self.client, name, tables)
         self.line.take_rows = self.rows.take
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
+        self.filters = PushFilters(parse_chain(proposal.push_filter), self.layout)
+        self._shadow = Shadow(parse_chain(proposal.pull_filter), self.layout.shards)
+        if proposal.pull_filter:
+            self.line.take = self._take_difference
         self.step = 0
         self.waited = 0.0
         self._loads = -1
@@ -116,7 +123,7 @@ class Exchange:
             **about,
         )
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
-        waiting = self.rows.fill(Outstanding(push, parts))
+        waiting = self.rows.fill(Outstanding(push, parts if skip else self.filters.of(parts)))
         companion = self.client.companion if torch.get_num_threads() == 1 else None
         with self.session.lock, companion or nullcontext():
             if skip and self._ahead is not None:
@@ -125,6 +132,9 @@ class Exchange:
             self.client.wait_for_release(self.name, self.step + 1)
         self.step = self.step + 1 if self.spec.ahead else self.line.released
         self.waited = time.perf_counter() - began
+
+    def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        self.copier.scatter(self._shadow.hear(parts, self.line.answer.filtered))
 
     def settle(self) -> None:
         """Wait for the answers that are still under way (`delay`)."""

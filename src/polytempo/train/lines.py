@@ -53,6 +53,13 @@ class Line:
     take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
     take_rows: Callable[[int, RowsOfShards], None] = lambda exchange, rows: None
 
+    def waits_for(self, what: str) -> str:
+        """For people: whom this worker waits for, and why, if the mode has said."""
+        if self.held is None:
+            return what
+        more = f" and {self.held.waiting_count - len(self.held.waiting_for)} more" if self.held.waiting_count > 8 else ""
+        return f"workers {', '.join(map(str, self.held.waiting_for))}{more}: {self.held.reason}"
+
 
 @dataclass
 class Reading:

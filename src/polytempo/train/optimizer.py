@@ -375,6 +375,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             step, waited, stale, sent, received = self._alone_steps, 0.0, 0, 0, 0
         else:
             step, waited, stale = exchange.step, exchange.line.waited, exchange.line.staleness
+            step = self._downpour.steps if self._downpour is not None else step
             sent, received = exchange.traffic()
         return {
             "step": step,

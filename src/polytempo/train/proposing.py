@@ -77,6 +77,12 @@ class Proposing:
             raise UsageError(
                 f"{self._spec.text} brings its own rule; wrap SGD, whose lr and weight_decay it takes, not {name}"
             )
+        if self._spec.corrections.adapts_momentum and not rule and "momentum" not in self._inner.param_groups[0]:
+            raise UsageError(
+                f"momentum=async needs an optimizer with a momentum to correct, got {name}; use SGD with momentum"
+            )
+        if self._spec.corrections.any and self._apply == "delta":
+            raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
         if (rule or self._spec.local) and self._apply == "delta":
             raise UsageError(f"{self._spec.text} needs the gradients on the servers; leave apply='delta' out")
         if together and here and not self._compression.is_lossless:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from polytempo.parameter_server.state import as_bytes, as_tensor
 from polytempo.protocol.messages import Push
 from polytempo.protocol.rows import Keys, RowPart, Want
 from polytempo.protocol.values import TableInfo
-from polytempo.tables.routing import Routing, cut_range, route
+from polytempo.tables.routing import Routing, cut_range, join_range, route
 from polytempo.train.client import Client
 from polytempo.train.lines import Outstanding, RowsOfShards
 from polytempo.transport.channel import Bytes
@@ -27,11 +27,25 @@ from polytempo.transport.channel import Bytes
 SomeRows = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class SpanOfRows:
+    """All rows from `start` on."""
+
+    start: int
+    values: torch.Tensor
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Start and stop."""
+        return self.start, self.start + len(self.values)
+
+
 class WorkerTable(ABC):
     """A worker's side of a table. What it does not need to do, it does not."""
 
     info: TableInfo
     cached = False  #: do lists of ids come again, so that they should be remembered?
+    form = ""  #: the dtype in which pushed rows travel, where it is not the table's
 
     def hyper(self) -> dict[str, Any]:
         """Of the table's rule, as of now."""
@@ -41,7 +55,7 @@ class WorkerTable(ABC):
         """All rows, where the job starts from a worker's."""
         return None
 
-    def pushed(self) -> SomeRows | None:
+    def pushed(self) -> SomeRows | SpanOfRows | None:
         """What this step pushes."""
         return None
 
@@ -61,8 +75,9 @@ class Listed:
     """Ids of one table picked apart along the shards, with each shard's rows where they are pushed."""
 
     table: int
-    routing: Routing
+    routing: Routing | None
     cuts: list[torch.Tensor] | None = None
+    span: tuple[int, int] | None = None
 
 
 class RowTraffic:
@@ -95,7 +110,8 @@ class RowTraffic:
         lists = [] if waiting.push.skip else self._to_push()
         wanted = [(number, ids) for number, table in enumerate(self.tables) if (ids := table.wanted()) is not None]
         wants = [Listed(number, route(ids, self._client.shards)) for number, ids in wanted]
-        self._wanted[waiting.push.id.step] = [(ids, w.routing) for (_, ids), w in zip(wanted, wants, strict=True)]
+        pairs = zip(wanted, wants, strict=True)
+        self._wanted[waiting.push.id.step] = [(ids, w.routing) for (_, ids), w in pairs if w.routing is not None]
         head = msgspec.structs.replace(waiting.push, rules=tuple(table.hyper() for table in self.tables))
         push, buffers = self._listed(head, [*lists, *wants], cached=True)
         plain = lambda: self._listed(head, [*lists, *wants], cached=False)  # noqa: E731
@@ -104,20 +120,31 @@ class RowTraffic:
 
     def _to_push(self) -> list[Listed]:
         pushed = [(number, some) for number, table in enumerate(self.tables) if (some := table.pushed()) is not None]
-        routed = [(number, route(ids, self._client.shards), values) for number, (ids, values) in pushed]
-        return [Listed(number, routing, routing.cut(values)) for number, routing, values in routed]
+        return [self._cut(number, some) for number, some in pushed]
+
+    def _cut(self, number: int, some: SomeRows | SpanOfRows) -> Listed:
+        shards, form = self._client.shards, self.tables[number].form
+        if isinstance(some, SpanOfRows):
+            listed = Listed(number, None, cut_range(some.values, some.start, shards), some.span)
+        else:
+            routing = route(some[0], shards)
+            listed = Listed(number, routing, routing.cut(some[1]))
+        if not form or listed.cuts is None:
+            return listed
+        return replace(listed, cuts=[cut.to(getattr(torch, form)) for cut in listed.cuts])
 
     def _listed(self, head: Push, lists: Sequence[Listed], cached: bool) -> tuple[Push, list[list[Bytes]]]:
         """A push that names these rows, and for each shard their buffers."""
         keys = [self._keys(listed, cached) for listed in lists]
         both = list(zip(lists, keys, strict=True))
-        parts = tuple(RowPart(listed.table, None, key) for listed, key in both if listed.cuts is not None)
+        forms = [table.form for table in self.tables]
+        parts = tuple(RowPart(one.table, one.span, key, forms[one.table]) for one, key in both if one.cuts is not None)
         wants = tuple(Want(listed.table, key) for listed, key in both if listed.cuts is None)
         buffers = [_buffers(shard, both) for shard in range(self._client.shards)]
         return msgspec.structs.replace(head, rows=parts, wants=wants), buffers
 
     def _keys(self, listed: Listed, cached: bool) -> tuple[Keys, ...]:
-        if not self.tables[listed.table].cached:
+        if not self.tables[listed.table].cached or listed.routing is None:
             return ()
         keys = tuple(self._client.pulls.keys(shard, ids) for shard, ids in enumerate(listed.routing.parts))
         if cached:
@@ -147,6 +174,22 @@ class RowTraffic:
 
     # Outside of pushes.
 
+    def ask_span(self, number: int, span: tuple[int, int], what: str = "rows") -> int:
+        """Ask for all rows of a span, or for its clock."""
+        return self._client.pulls.ask_span(self._track, number, span, what)
+
+    def span_pulled(self, number: int, request: int, span: tuple[int, int]) -> torch.Tensor:
+        """The rows of a span."""
+        parts = [self._rows(self.tables[number], buffers[0]) for _, _, buffers in self._client.pulled(request)]
+        return join_range(parts, *span, self._client.shards)
+
+    def clock_pulled(self, request: int) -> tuple[int, dict[int, int]]:
+        """The newest version that has touched a span, and for each worker the step that has reached all of it."""
+        answers = [rows for _, rows, _ in self._client.pulled(request)]
+        common = set.intersection(*(set(rows.clock) for rows in answers))
+        clock = {worker: min(rows.clock[worker] for rows in answers) for worker in sorted(common)}
+        return max(rows.version for rows in answers), clock
+
     def ask(self, number: int, ids: torch.Tensor) -> tuple[int, Routing]:
         """Ask for rows; `pulled` waits for them."""
         routing = route(ids, self._client.shards)
@@ -165,7 +208,7 @@ def _buffers(shard: int, lists: Sequence[tuple[Listed, tuple[Keys, ...]]]) -> li
     """A shard's buffers: ids where it needs them, and rows."""
     buffers = []
     for listed, keys in lists:
-        if not keys or not keys[shard].known:
+        if listed.routing is not None and (not keys or not keys[shard].known):
             buffers.append(as_bytes(listed.routing.parts[shard]))
         if listed.cuts is not None:
             buffers.append(as_bytes(listed.cuts[shard]))

@@ -1,0 +1,210 @@
+"""`KV`: named arrays on the servers, for what is no neural network.
+
+    kv = KV({"w": Array(1_000_000, rule="prox", lr=0.1, l1=0.01)}, sync="delay:8")
+    w = kv["w"].pull(rows=ids).result()
+    kv["w"].push(gradient, rows=ids)
+
+Each push is one step of this worker's clock, and the mode says when the next may start: under `delay:8` up to eight pushes
+are under way, under `bsp` the pushes of all workers are one update, under `ssp:3` nobody is more than three pushes ahead.
+Nothing waits before it must: a push returns at once, and it is the next push or pull that waits for the mode's permission. A
+pull sees at least all that the mode promises to its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError, nearest
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import Proposal, PushId
+from polytempo.sync.spec import parse_spec
+from polytempo.tables.ids import checked_ids
+from polytempo.train.arrays import Array, ArrayTable, Future
+from polytempo.train.lines import Line, Outstanding
+from polytempo.train.local_arrays import LocalArrays
+from polytempo.train.row_traffic import RowTraffic
+from polytempo.train.session import Session, current
+
+#: An array's name, values, and the rows they are for: a list of ids, a start, or None for all.
+Part = tuple[str, Any, Any]
+
+
+class KV:
+    """Arrays on the servers, under one clock. All workers must make the same."""
+
+    def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None, session: Session | None = None) -> None:
+        self._session = session or current()
+        self._spec = parse_spec(sync or self._session.job.sync)
+        if not arrays:
+            raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
+        if self._spec.mode.rule or self._spec.local is not None:
+            raise UsageError(
+                f"{self._spec.text} is for models, and arrays have rules of their own; use asp, ssp:3, delay:8, ..."
+            )
+        self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
+        self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
+        self._client = self._session.client
+        if self._client is None and self._session.size > 1:
+            raise UsageError("arrays live on servers, and this job was not started by polytempo run; start it so")
+        self._name = self._session.next_track()
+        self._line = Line(self._name)
+        self.step = 0
+        tables = list(self._tables.values())
+        self._local = LocalArrays(tables) if self._client is None else None
+        if self._client is not None:
+            self._rows = RowTraffic(self._client, self._name, tables)
+            self._line.take_rows = self._rows.take
+            with self._session.lock:
+                self._client.register(self._name, self._proposal(), lambda: ({}, self._nothing()), self._line)
+            self.step = self._line.released - self._spec.ahead
+
+    def _proposal(self) -> Proposal:
+        tables = tuple(table.info for table in self._tables.values())
+        return Proposal(sync=self._spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=tables)
+
+    def _nothing(self) -> list[list[Any]]:
+        assert self._client is not None
+        return [[] for _ in range(self._client.shards)]
+
+    def __getitem__(self, name: str) -> ArrayHandle:
+        if name not in self._handles:
+            raise UsageError(
+                f"there is no array {name!r}; there are {', '.join(self._handles)}{nearest(name, self._handles)}"
+            )
+        return self._handles[name]
+
+    # Steps.
+
+    def push(self, *parts: Part, samples: float = 1.0) -> Future[int]:
+        """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
+        checked = [(self[name].table, self[name].table.some(values, rows)) for name, values, rows in parts]
+        for table, some in checked:
+            table.stage(some)
+        if self._local is not None:
+            self.step += 1
+            version = self._local.step()
+            return Future(lambda: True, lambda: version)
+        return self._send(samples)
+
+    def _send(self, samples: float) -> Future[int]:
+        client, line = self._client, self._line
+        assert client is not None
+        self.wait()
+        identity = PushId(self._name, client.rank, client.incarnation, self.step)
+        push = Push(
+            id=identity, version=line.version, samples=samples, sent=client.bytes_sent, received=client.bytes_received
+        )
+        with self._session.lock:
+            client.push(self._rows.fill(Outstanding(push, self._nothing())))
+        exchange, self.step = self.step, self.step + 1
+
+        def result() -> int:
+            with self._session.lock:
+                client.wait_for_answer(self._name, exchange)
+            return line.version
+
+        return Future(lambda: self._is_answered(exchange), result)
+
+    def _is_answered(self, exchange: int) -> bool:
+        assert self._client is not None
+        with self._session.lock:
+            self._client.poll()
+        return exchange not in self._line.outstanding
+
+    def wait(self) -> None:
+        """Until the mode lets this worker start its next step."""
+        if self._client is None:
+            return
+        with self._session.lock:
+            if self._spec.ahead:
+                self._client.wait_for_release(self._name, self.step)
+            else:
+                self._client.settle(self._name)
+                self.step = self._line.released
+
+    def finish(self) -> None:
+        """Until every push of this worker is answered."""
+        if self._client is not None:
+            with self._session.lock:
+                self._client.settle(self._name)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of this worker so far."""
+        sent = self._client.bytes_sent if self._client else 0
+        received = self._client.bytes_received if self._client else 0
+        line = self._line
+        return {
+            "step": self.step,
+            "waited_s": line.waited,
+            "staleness": line.staleness,
+            "bytes_sent": sent,
+            "bytes_received": received,
+        }
+
+    # For the handles.
+
+    def pull(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> Future[torch.Tensor]:
+        """Rows of one array: these, or a span."""
+        table = list(self._tables.values())[number]
+        if self._local is not None:
+            here = self._local.pull(number, ids, span)
+            return Future(lambda: True, lambda: here)
+        self.wait()
+        client, rows = self._client, self._rows
+        assert client is not None
+        with self._session.lock:
+            if ids is None:
+                request, routing = rows.ask_span(number, span), None
+            else:
+                unique, places = torch.unique(ids, return_inverse=True)
+                request, routing = rows.ask(number, unique)
+
+        def result() -> torch.Tensor:
+            with self._session.lock:
+                if routing is None:
+                    return table.shaped(rows.span_pulled(number, request, span))
+                return table.shaped(rows.pulled(number, request, routing)[places])
+
+        def done() -> bool:
+            with self._session.lock:
+                client.poll()
+                return client.pulls.is_done(request)
+
+        return Future(done, result)
+
+    def clock(self, number: int, span: tuple[int, int]) -> tuple[int, dict[int, int]]:
+        """The version and clocks of a span."""
+        if self._local is not None:
+            return self._local.clock(number, span)
+        with self._session.lock:
+            return self._rows.clock_pulled(self._rows.ask_span(number, span, "clock"))
+
+
+class ArrayHandle:
+    """One array of a `KV`."""
+
+    def __init__(self, kv: KV, number: int, table: ArrayTable) -> None:
+        self._kv, self._number, self.table = kv, number, table
+        self.name, self.info = table.info.name, table.info
+
+    def push(self, values: Any, *, rows: Any = None, start: int | None = None, samples: float = 1.0) -> Future[int]:
+        """One step of the clock: values for a list of rows, for a range from `start` on, or for the whole array."""
+        return self._kv.push((self.name, values, start if rows is None else rows), samples=samples)
+
+    def pull(self, *, rows: Any = None, start: int = 0, stop: int | None = None) -> Future[torch.Tensor]:
+        """Rows: a list of them in its order, a range, or the whole array."""
+        if rows is not None:
+            return self._kv.pull(self._number, checked_ids(rows, self.info), (0, 0))
+        return self._kv.pull(self._number, None, self.table.span(start, stop))
+
+    def clock(self, start: int = 0, stop: int | None = None) -> dict[int, int]:
+        """For each worker its latest step that has reached all rows of a range."""
+        return self._kv.clock(self._number, self.table.span(start, stop))[1]
+
+    def version(self, start: int = 0, stop: int | None = None) -> int:
+        """The newest version in which a push covered any row of a range; -1 for none."""
+        return self._kv.clock(self._number, self.table.span(start, stop))[0]

@@ -1,0 +1,55 @@
+"""Row pushes through a filter: which rows go now, and which wait.
+
+What is pushed is added to what earlier pushes left over; the rows that are large enough ("significant") or largest ("topk"),
+by their largest number, are sent, as they are or in two bytes a number; the rest waits. So sent + residual = produced. The
+residual is as large as the array, on every worker.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.filters.chain import CASTS, ChainSpec
+from polytempo.filters.codes import Dense
+from polytempo.filters.sparse import Significant, TopK
+from polytempo.parameter_server.state import dtype_name
+from polytempo.protocol.values import TableInfo
+
+
+class RowFilter:
+    """The filter of one array at one worker."""
+
+    def __init__(self, chain: ChainSpec, info: TableInfo) -> None:
+        if not isinstance(chain.code, Dense | TopK | Significant):
+            raise UsageError(f"array {info.name!r}: the filter {chain} is for dense pushes; use topk, significant or a cast")
+        if not info.rows:
+            raise UsageError(
+                f"array {info.name!r}: a filter keeps what it does not send, so the array needs a bound of rows"
+            )
+        self.chain = chain
+        self._cast = CASTS.get(chain.cast)
+        self.form = dtype_name(self._cast) if self._cast is not None else ""
+        self.residual = torch.zeros(info.rows, info.dim, dtype=getattr(torch, info.dtype))
+
+    def choose(self, ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows to send now; ids are unique and ascend."""
+        whole = self.residual[ids] + values
+        kept = self._choice(whole.abs().amax(1) if whole.numel() else whole.new_empty(0))
+        sent = whole[kept]
+        said = sent if self._cast is None else sent.to(self._cast).to(sent.dtype)
+        whole[kept] = sent - said
+        self.residual[ids] = whole
+        return ids[kept], said
+
+    def _choice(self, sizes: torch.Tensor) -> torch.Tensor:
+        code = self.chain.code
+        if isinstance(code, Significant):
+            return sizes > code.threshold
+        if isinstance(code, TopK) and sizes.numel():
+            kept = torch.zeros(sizes.numel(), dtype=torch.bool)
+            kept[torch.sort(sizes, descending=True, stable=True)[1][: max(1, ceil(code.share * sizes.numel()))]] = True
+            return kept
+        return torch.ones(sizes.numel(), dtype=torch.bool)
