@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from polytempo.train.session import local_rank as local_rank
     from polytempo.train.session import local_size as local_size
     from polytempo.train.session import log as log
+    from polytempo.train.session import manifest as manifest
     from polytempo.train.session import rank as rank
     from polytempo.train.session import should_stop as should_stop
     from polytempo.train.session import shutdown as shutdown
@@ -78,7 +79,7 @@ _WHERE = {
     "ServerEmbedding": "polytempo.train.server_embedding",
     "statistics": "polytempo.train.statistics",
     **dict.fromkeys(
-        ("init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop", "shutdown", "size"),
+        ("init", "is_initialized", "local_rank", "local_size", "log", "manifest", "rank", "should_stop", "shutdown", "size"),
         "polytempo.train.session",
     ),
     **dict.fromkeys(
@@ -133,6 +134,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "log",
+    "manifest",
     "new_group",
     "parse_spec",
     "rank",

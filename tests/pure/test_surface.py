@@ -45,6 +45,7 @@ def test_public_names() -> None:
         "local_rank",
         "local_size",
         "log",
+        "manifest",
         "new_group",
         "parse_spec",
         "rank",

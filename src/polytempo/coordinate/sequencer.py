@@ -21,7 +21,7 @@ from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, W
 from polytempo.coordinate.plan import JobPlan
 from polytempo.coordinate.track import Seat, Track, disagreement, open_track
 from polytempo.errors import OrderError, UsageError
-from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Save, Seed, Setup
+from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, Line, action_line, event_line
@@ -166,7 +166,8 @@ class Sequencer:
         before, seat.exchange, seat.attempt = seat.exchange, push.id.step, push.attempt
         self._tally(track, push)
         try:
-            return self._feed(track, event, now) + self._checkpoint(track, now)
+            orders = self._feed(track, event, now)
+            return orders + self._checkpoint(track, now, orders)
         except OrderError as error:
             seat.exchange = before
             track.drop(worker, push.id.step)
@@ -323,12 +324,15 @@ class Sequencer:
         seconds = now - self.started if self.started is not None else 0.0
         return self.plan.limits.used(self._steps, self._samples, seconds)
 
-    def _checkpoint(self, track: Track, now: float) -> list[Order]:
+    def _checkpoint(self, track: Track, now: float, before: list[Order]) -> list[Order]:
         every, slowest = self.plan.checkpoint_every, track.policy.progress.slowest
         if not every or not track.is_main or slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
         order = self.checkpoint(slowest)
+        for other in self.tracks.values():
+            entries = [o.entry for o in before if isinstance(o, ToShards)] if other is track else []
+            other.saving(order.name, [entry for entry in entries if isinstance(entry, Reply)])
         line = {"t": now, "kind": "checkpoint", "name": order.name, "step": slowest}
         return [ToShards(Save(name=order.name)), order, Write(line)]
 

@@ -6,7 +6,7 @@ A script may make several optimizers; each has a track of its own, in which ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Seat:
     stop: bool = False  # what its last answer said of the budget
     loads: set[int] = field(default_factory=set)  # optimizer states it has given
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
+    checkpoint: str = ""  # was made since its last answer
 
     def enter(self, step: int) -> None:
         """It will start with this step: the exchange before it counts as made, and is to be answered."""
@@ -108,7 +109,9 @@ class Track:
         seat = self.seats[release.worker]
         seat.waited, seat.held_at = (now - seat.held_at if seat.held_at is not None else 0.0), None
         seat.answered, seat.released, seat.stop = seat.exchange, release.step, stop
-        return self.answer(release.worker, seat.exchange, seat.attempt)
+        reply = self.answer(release.worker, seat.exchange, seat.attempt)
+        seat.checkpoint = ""
+        return reply
 
     def answer(self, worker: int, exchange: int, attempt: int) -> Reply:
         """An answer to one of a worker's pushes; given again it says the same of the budget."""
@@ -125,7 +128,17 @@ class Track:
             waited=seat.waited,
             staleness=seat.staleness,
             members=tuple(sorted(self.seats)) if self.proposal.apply == "peers" else (),
+            checkpoint=seat.checkpoint,
         )
+
+    def saving(self, name: str, replies: Iterable[Reply]) -> None:
+        """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
+        if not self.proposal.push_filter:
+            return
+        for seat in self.seats.values():
+            seat.checkpoint = name
+        for reply in replies:
+            reply.checkpoint, self.seats[reply.worker].checkpoint = name, ""
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> Hyper:
         """`hyper_of` a push."""

@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file a shard and a manifest, in a directory that appears whole or not at all.
 
-    DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...
+    DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...  filters-0-worker-0.safetensors ...
 
 Shards write into `step-00000120.partial`, each file synced; when all have, the first server writes the manifest with their
 digests, syncs it and the directory, and renames. All shards save at one place of the log, so the files fit together.
@@ -128,6 +128,28 @@ def load_values(shards: Sequence[SavedShard], store: Store) -> list[Bytes]:
         for dtype, start, tensor in shard.values:
             flats[dtype][start : start + tensor.numel()] = tensor
     return [as_bytes(tensor) for tensor in store.from_model(flats)]
+
+
+def write_held(directory: Path, name: str, track: str, worker: int, held: Sequence[RunState]) -> None:
+    """Keep what a worker's filters hold back, beside the shards of a checkpoint that is made or being made."""
+    data = save({run.dtype: run.state["residual"] for run in held})
+    for place in (directory / f"{name}.partial", directory / name):
+        try:
+            (place / _held_file(track, worker)).write_bytes(data)
+            return
+        except FileNotFoundError:  # it has just become whole, or is gone already
+            continue
+
+
+def read_held(directory: Path, track: str, worker: int) -> list[RunState]:
+    """What was kept for a worker; nothing where nothing was."""
+    path = directory / _held_file(track, worker)
+    tensors = load_file(path) if path.exists() else {}
+    return [RunState(dtype, 0, tensor.numel(), {"residual": tensor}) for dtype, tensor in tensors.items()]
+
+
+def _held_file(track: str, worker: int) -> str:
+    return f"filters-{track.replace('/', '-')}-worker-{worker}.safetensors"
 
 
 def _write_synced(path: Path, data: bytes) -> None:

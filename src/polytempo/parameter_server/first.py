@@ -12,6 +12,7 @@ from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, W
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError
 from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.parameter_server.manifest import manifest_of
 from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
@@ -147,7 +148,10 @@ class First:
         if isinstance(message, Post | Look):
             self._hear_notice(rank, message)
         elif isinstance(message, Register):
+            known = set(self.sequencer.tracks)
             self._do(self.sequencer.register(rank, incarnation, message.track, message.proposal, now))
+            for name in self.sequencer.tracks.keys() - known:
+                self._tell(f"manifest/{name}", self._notices.announce(f"manifest/{name}", manifest_of(message.proposal)))
         elif isinstance(message, Leave):
             self._do(self.sequencer.left(rank, incarnation, message.reason, now))
         elif isinstance(message, Ask):
@@ -162,10 +166,13 @@ class First:
 
     def _hear_notice(self, rank: int, message: Post | Look) -> None:
         if isinstance(message, Post):
-            for worker in self._notices.post(message.key, message.value):
-                self.desk.tell(worker, Post(key=message.key, value=message.value))
+            self._tell(message.key, self._notices.post(message.key, message.value))
         elif (value := self._notices.look(message.key, rank)) is not None:
             self.desk.tell(rank, Post(key=message.key, value=value))
+
+    def _tell(self, key: str, workers: list[int]) -> None:
+        for worker in workers:
+            self.desk.tell(worker, Post(key=key, value=self._notices.look(key, worker) or ""))
 
     def _hear_launcher(self, peer: Peer, message: AnyMessage, now: float) -> None:
         if isinstance(message, StatusRequest):

@@ -19,12 +19,12 @@ from queue import SimpleQueue
 
 import torch
 
-from polytempo.parameter_server.checkpoint import load_values, read_shards, write_shard
+from polytempo.parameter_server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
 from polytempo.parameter_server.rows import row_buffers
 from polytempo.parameter_server.state import as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
-from polytempo.protocol.messages import Answer, AnyMessage, Push, ReadAnswer
+from polytempo.protocol.messages import Answer, AnyMessage, Keep, Push, ReadAnswer
 from polytempo.protocol.rows import Pull, Rows
 from polytempo.protocol.servers import Failed, Norm, Saved
 from polytempo.protocol.values import PushId, Share
@@ -61,6 +61,15 @@ class PullHere:
     ids: Bytes | None = None
 
 
+@dataclass
+class KeepHere:
+    """What a worker's filters hold back, to be kept with a checkpoint."""
+
+    worker: int
+    keep: Keep
+    buffers: Sequence[Bytes]
+
+
 class Keeper:
     """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
 
@@ -73,7 +82,7 @@ class Keeper:
         self.stores: dict[str, Store] = {}
         self.pool = pool
         self._checkpoints, self._resume = checkpoints, resume
-        self._entries: SimpleQueue[tuple[Entry | PullHere, Pushes] | None] = SimpleQueue()
+        self._entries: SimpleQueue[tuple[Entry | PullHere | KeepHere, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[ForWorker | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
@@ -81,7 +90,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
         self._thread.start()
 
-    def put(self, entry: Entry | PullHere, pushes: Pushes) -> None:
+    def put(self, entry: Entry | PullHere | KeepHere, pushes: Pushes) -> None:
         """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
         if self._given == self._finished and self._is_small(entry):
             self._try(entry, pushes)
@@ -89,14 +98,16 @@ class Keeper:
             self._given += 1
             self._entries.put((entry, pushes))
 
-    def _is_small(self, entry: Entry | PullHere) -> bool:
+    def _is_small(self, entry: Entry | PullHere | KeepHere) -> bool:
+        if isinstance(entry, KeepHere):
+            return False
         if isinstance(entry, PullHere):
             return entry.ids is not None and entry.ids.nbytes <= 8 * FEW_ROWS
         if isinstance(entry, Update):
             alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
             allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
             return alone and self._took.get(entry.track, 1.0) < allowed
-        return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what != "state")
+        return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
 
     def take(self) -> list[ForWorker | AnyMessage]:
         """What there is for the desk."""
@@ -123,7 +134,7 @@ class Keeper:
             del item  # the memory of pushes
             self._finished += 1
 
-    def _try(self, entry: Entry | PullHere, pushes: Pushes) -> bool:
+    def _try(self, entry: Entry | PullHere | KeepHere, pushes: Pushes) -> bool:
         try:
             self._carry_out(entry, pushes)
             return True
@@ -137,13 +148,17 @@ class Keeper:
         if threading.current_thread() is self._thread:
             self.bell.ring()
 
-    def _carry_out(self, entry: Entry | PullHere, pushes: Pushes) -> None:
+    def _carry_out(self, entry: Entry | PullHere | KeepHere, pushes: Pushes) -> None:
         if isinstance(entry, Update):
             self._update(entry, pushes)
         elif isinstance(entry, Reply):
             self._reply(entry)
         elif isinstance(entry, PullHere):
             self._pull(entry)
+        elif isinstance(entry, KeepHere):
+            if self._checkpoints is not None:
+                held = unpack(entry.keep.state, entry.buffers)
+                write_held(self._checkpoints, entry.keep.checkpoint, entry.keep.track, entry.worker, held)
         elif isinstance(entry, ForgetWorker):
             for store in self.stores.values():
                 store.forget(entry.worker)
@@ -226,6 +241,7 @@ class Keeper:
             shares=store.shares if entry.members else (),
             rows=rows,
             filtered=said is not None,
+            checkpoint=entry.checkpoint,
         )
         self._report(ForWorker(entry.worker, answer, [*dense, *of_rows] if of_rows else dense, done))
 
@@ -259,8 +275,10 @@ class Keeper:
 
     def _read(self, entry: ReadHere) -> None:
         store = self.stores[entry.track]
-        if entry.what == "state":
-            state, buffers = pack(store.state())
+        if entry.what in ("state", "filters"):
+            mine = self._resume is not None and self.shard == 0
+            held = read_held(self._resume, entry.track, entry.worker) if mine and self._resume is not None else []
+            state, buffers = pack(store.state() if entry.what == "state" else held)
             copies = [buffer.copy() for buffer in buffers]
             answer = self._read_answer(entry, store, state)
             self._report(ForWorker(entry.worker, answer, copies))

@@ -1,4 +1,7 @@
-"""Finding a checkpoint: its directory and manifest. Loads no torch, so that a launcher can look before anything starts."""
+"""Finding a checkpoint: its directory and manifest. Loads no torch, so that a launcher can look before anything starts.
+
+Also what a job says of a model to those who join it: `manifest_of`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from polytempo.errors import UsageError
+from polytempo.protocol.values import Proposal
 
 MANIFEST = "manifest.json"
 
@@ -33,3 +39,13 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"the checkpoint {directory} cannot be read: {error}") from None
     return directory, manifest
+
+
+def manifest_of(proposal: Proposal) -> str:
+    """What a worker must know to build the model that the servers hold, as JSON."""
+    described = msgspec.to_builtins(proposal)
+    described["tensors"] = [
+        {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "group": info.group} for info in proposal.tensors
+    ]
+    described["tables"] = [msgspec.structs.asdict(info) for info in proposal.tables]
+    return json.dumps(described)

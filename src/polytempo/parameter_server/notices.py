@@ -19,6 +19,10 @@ class Notices:
         """Somebody posts this; the workers who have waited for it."""
         if len(key) + len(value) > LENGTH or len(self._posted) >= COUNT:
             raise PeerError(f"a notice of {len(key) + len(value)} characters was refused; at most {LENGTH} are taken")
+        return self.announce(key, value)
+
+    def announce(self, key: str, value: str) -> list[int]:
+        """The same of what the job itself says, which may be longer."""
         self._posted[key] = value
         return sorted(self._waiting.pop(key, ()))
 

@@ -21,7 +21,7 @@ import zmq
 
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
-from polytempo.parameter_server.keeper import ForWorker, Keeper, PullHere
+from polytempo.parameter_server.keeper import ForWorker, Keeper, KeepHere, PullHere
 from polytempo.parameter_server.key_lists import KeyDesk, Unknown
 from polytempo.parameter_server.staged import StagedBuckets
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
@@ -29,6 +29,7 @@ from polytempo.protocol.messages import (
     AnyMessage,
     Entries,
     Hello,
+    Keep,
     Push,
     Refused,
     Resend,
@@ -156,6 +157,9 @@ class Server:
             return
         if isinstance(message, Pull) and peer.who.role == "worker":
             self._pull(peer, message, buffers)
+            return
+        if isinstance(message, Keep) and peer.who.role == "worker":
+            self.keeper.put(KeepHere(peer.who.rank, message, buffers), {})
             return
         if not isinstance(message, Push | Staged):
             if self._first is None:

@@ -50,6 +50,7 @@ class Reply(Message):
     waited: float = 0.0  #: seconds the mode held the worker
     staleness: int = 0  #: of the push that is answered
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
+    checkpoint: str = ""  #: one is being made of this moment
 
 
 class ReadHere(Message):

@@ -3,7 +3,7 @@
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
 one of these is refused. Buffers are checked against the layout by whoever uses them.
 
-    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric, Post, Look
+    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric, Post, Look, Keep (with buffers)
     worker   -> every server   Hello, Push, Staged and Pull (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
@@ -94,7 +94,10 @@ class Ask(Message):
 
 
 class Read(Message):
-    """Send me the values ("params") or the optimizer's state ("state"), all shards at one place of the log."""
+    """Send me the values ("params") or the optimizer's state ("state"), all shards at one place of the log.
+
+    "filters": what a worker of my rank had left over in its filters when the checkpoint was made that the job goes on from.
+    """
 
     track: str
     worker: int
@@ -122,6 +125,14 @@ class Post(Message):
 
     key: str
     value: str
+
+
+class Keep(Message):
+    """What this worker's filters hold back, for a checkpoint; `state` describes the buffers."""
+
+    track: str
+    checkpoint: str
+    state: bytes
 
 
 class Look(Message):
@@ -167,6 +178,7 @@ class Answer(Message):
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
+    checkpoint: str = ""  #: one is being made: what this worker's filters hold back belongs to it
     filtered: bool = False  #: the dense buffers are what the pull filter has left
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
 
@@ -316,6 +328,7 @@ AnyMessage = (
     | Metric
     | Post
     | Look
+    | Keep
     | Pull
     | Rows
     | UnknownKeys

@@ -89,7 +89,15 @@ class ArrayTable(WorkerTable):
     @property
     def residual(self) -> torch.Tensor | None:
         """What the filter has not sent yet."""
-        return None if self._filter is None else self.shaped(self._filter.residual)
+        return None if self._filter is None else self.shaped(self._filter.residual.clone())
+
+    def load_residual(self, residual: torch.Tensor) -> None:
+        """Go on with what was held back."""
+        if self._filter is None or residual.numel() != self._filter.residual.numel():
+            raise UsageError(
+                f"array {self.info.name!r}: {residual.numel()} numbers held back do not fit its compression and size"
+            )
+        self._filter.residual.copy_(residual.view_as(self._filter.residual))
 
     def hyper(self) -> dict[str, Any]:
         return self._options

@@ -30,6 +30,7 @@ from polytempo.protocol.messages import (
     Departed,
     Held,
     Hello,
+    Keep,
     Leave,
     Look,
     Metric,
@@ -120,8 +121,8 @@ class Client:
             else:
                 self._tell(shard, push, waiting.buffers(shard))
 
-    def stage(self, shard: int, message: Staged, buffers: list[Bytes]) -> None:
-        """Send a bucket ahead of its push."""
+    def stage(self, shard: int, message: Staged | Keep, buffers: list[Bytes]) -> None:
+        """Send a bucket ahead of its push, or what a checkpoint shall keep of this worker."""
         self._tell(shard, message, buffers)
 
     def wait_for_release(self, name: str, step: int) -> None:
@@ -375,7 +376,7 @@ class Client:
         line.released, line.version = max(line.released, first.step), first.version
         line.skipped, line.staleness = first.skipped, first.staleness
         line.waited += first.waited if waited else 0.0
-        line.held, line.answer = None, first
+        line.held, line.answer, line.checkpoint = None, first, first.checkpoint or line.checkpoint
         if first.stop:
             self.stop = True
         if first.rows:

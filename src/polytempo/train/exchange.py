@@ -14,7 +14,7 @@ from polytempo.parameter_server.answer_filter import Shadow
 from polytempo.parameter_server.optimizers import is_whole
 from polytempo.parameter_server.state import RunState, pack, unpack
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Push
+from polytempo.protocol.messages import Keep, Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
 from polytempo.train.ahead import SendAhead
@@ -75,6 +75,8 @@ class Exchange:
         with session.lock:
             self.client.register(name, proposal, self._seed, self.line)
         self.step = self.first_step = self.line.released - delay
+        if self.first_step and proposal.push_filter:  # the job may go on from a checkpoint
+            self.filters.load({run.dtype: run.state["residual"] for run in self._read_runs("filters")})
         if self._staging is not None and self.client.pool.shelf is None:  # bytes must travel: let them go early
             self._ahead = SendAhead(self.client, self.layout, self.copier.next_flat(), self._staging.indices())
             self._staging.told = self._complete
@@ -130,6 +132,8 @@ class Exchange:
                 self._ahead.drop()
             self.client.push(waiting, None if skip else self._ahead)
             self.client.wait_for_release(self.name, self.step + 1)
+            if self.line.checkpoint:
+                self._keep_filters()
         self.step = self.step + 1 if self.spec.ahead else self.line.released
         self.waited = time.perf_counter() - began
 
@@ -155,8 +159,19 @@ class Exchange:
         """The optimizer's state on all servers, from one place of the log."""
         with self.session.lock:
             self.client.settle(self.name)
-            answers = self.client.read(self.name, "state")
+            return self._read_runs("state")
+
+    def _read_runs(self, what: str) -> list[RunState]:
+        with self.session.lock:
+            answers = self.client.read(self.name, what)
         return [run for answer, buffers in answers for run in unpack(answer.state, buffers)]
+
+    def _keep_filters(self) -> None:
+        """A checkpoint is being made: what the filters hold back belongs to it."""
+        name, self.line.checkpoint = self.line.checkpoint, ""
+        held = [RunState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in self.filters.state().items()]
+        state, buffers = pack(held)
+        self.client.stage(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
 
     def load_state(self, runs: Sequence[RunState]) -> None:
         """Give the servers an optimizer's state."""

@@ -131,6 +131,15 @@ class KV:
             with self._session.lock:
                 self._client.settle(self._name)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What this worker's filters hold back, by array; the arrays themselves are in the job's checkpoints."""
+        return {name: table.residual for name, table in self._tables.items() if table.residual is not None}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what was held back."""
+        for name, residual in state.items():
+            self[name].table.load_residual(residual)
+
     @property
     def stats(self) -> dict[str, Any]:
         """Figures of this worker so far."""

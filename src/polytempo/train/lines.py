@@ -49,6 +49,7 @@ class Line:
     joined: bool = False
     seed: MakeSeed | None = None
     held: Held | None = None
+    checkpoint: str = ""  # one was begun, to which what this worker's filters hold back belongs
     answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
     take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
     take_rows: Callable[[int, RowsOfShards], None] = lambda exchange, rows: None

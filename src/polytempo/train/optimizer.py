@@ -357,6 +357,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state: dict[str, Any] = self.inner.state_dict()
         if isinstance(self._exchange, Exchange) and self._apply == "server":
             state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors, self._dense)
+            state |= {"filters": held} if (held := self._exchange.filters.state()) else {}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -366,6 +367,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             runs = runs_of(state_dict["state"], self._exchange.proposal.tensors, self._dense)
             self.inner.state.clear()
             self._exchange.load_state(runs)
+            self._exchange.filters.load(state_dict.get("filters", {}))
 
     @property
     def stats(self) -> dict[str, Any]:

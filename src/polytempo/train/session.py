@@ -7,6 +7,7 @@ and hand them to their optimizers.
 from __future__ import annotations
 
 import atexit
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -300,6 +301,17 @@ def should_stop() -> bool:
     """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
     client = current().client
     return client is not None and client.stop
+
+
+def manifest(optimizer: int = 0) -> dict[str, Any]:
+    """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
+    its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
+    session = current()
+    if session.client is None:
+        raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
+    with session.lock:
+        described: dict[str, Any] = json.loads(session.client.get(f"manifest/{optimizer}", PATIENCE))
+    return described
 
 
 def log(**values: float | int | str) -> None:
