@@ -5,7 +5,8 @@ brings the master's weights as of the moment it was asked for. When it is instal
 cannot contain are made again on top of it, one by one: all that were not applied when it was asked for. With one worker,
 plain SGD and push=fetch=1 this is plain SGD to the bit, whatever the network does.
 
-Compensation takes as read what the worker held at the first gradient of a push.
+Compensation takes as read what the worker held at the first gradient of a push; with nothing of others in between there is
+nothing to compensate, even where local steps and the master's rule differ.
 """
 
 from __future__ import annotations
@@ -116,10 +117,10 @@ class LocalTrainee(Trainee):
         """Make one update of a push: the sum of its gradients."""
         replica = self._replicas[pushes[0].worker]
         gradients, read = replica.sent.popleft()
-        gradient = _sum(gradients)
+        gradient, staleness = _sum(gradients), self.versions.newest - versions[0]
         if self._corrections.compensation:
-            gradient = self._compensated(gradient, read)
-        self._update(gradient, [self.versions.newest - versions[0]], rate)
+            gradient = self._compensated(gradient, read if staleness else list(self._parameters))
+        self._update(gradient, [staleness], rate)
         replica.settle(len(gradients))
 
     def _snapshot(self) -> Weights:

@@ -123,7 +123,7 @@ class Trainee:
         loss.backward()
         self._save_buffers(worker)
         gradient = [parameter.grad for parameter in self._loadable]
-        self.spread.take(worker, gradient)
+        self.spread.take(worker, gradient, self._loadable)
         return gradient
 
     def _load(self, version: int) -> None:
