@@ -1,0 +1,45 @@
+"""Models with an embedding, and their data, for tests of tables in live jobs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from helpers import Batch, made_from_seed
+from torch import nn
+
+VOCABULARY, USED, DIM = 20, 15, 4  # ids from USED on never come: their rows must keep their bits
+
+
+class Lookup(nn.Module):
+    """Embed three ids, add them up, and make two numbers of it."""
+
+    def __init__(self, embedding: nn.Module, dim: int = DIM) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.out = nn.Linear(dim, 2).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding(ids)
+        return self.out(torch.tanh(rows.sum(1) if rows.dim() == 3 else rows))
+
+
+def lookup_model(kind: type[nn.Module] = nn.Embedding, seed: int = 0) -> Lookup:
+    """A model with a sparse embedding."""
+    return made_from_seed(seed, lambda: Lookup(kind(VOCABULARY, DIM, sparse=True, dtype=torch.float64)))  # type: ignore
+
+
+def dense_twin(model: Lookup) -> Lookup:
+    """The same model, whose gradients are dense."""
+    twin = copy.deepcopy(model)
+    twin.embedding.sparse = False
+    return twin
+
+
+def lookup_batches(steps: int, sizes: Sequence[int], seed: int = 1, used: int = USED) -> list[list[Batch]]:
+    """For each step one batch for each worker, of the sizes given: three ids a sample, and two numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = lambda size: torch.randint(0, used, (size, 3), generator=generator)  # noqa: E731
+    numbers = lambda size: torch.randn(size, 2, generator=generator, dtype=torch.float64)  # noqa: E731
+    return [[(ids(size), numbers(size)) for size in sizes] for _ in range(steps)]
