@@ -61,8 +61,8 @@ class TopK(Code):
         return Fraction(repr(self.density))
 
     def count(self, size: int) -> int:
-        """How many of so many values are sent."""
-        return min(size, max(1, ceil(self.share * size)))
+        """How many of so many values are sent: at least one, if there is any."""
+        return ceil(self.share * size)
 
     def encode(self, held: torch.Tensor, form: Form) -> list[Bytes]:
         return _pack(held, largest(magnitudes(held), self.count(form.size)), form)
