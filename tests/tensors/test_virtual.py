@@ -84,7 +84,9 @@ def test_bsp_weighs_by_samples() -> None:
     assert same(run.model, plain_training(3, [16, 48, 16], 20, OPTIMIZERS["sgd"], seed=0))
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "dssp:3..15", "every:4", "delay:0", "asp,scale=1"])
+@pytest.mark.parametrize(
+    "sync", ["bsp", "asp", "ssp:3", "dssp:3..15", "every:4", "delay:0", "asp,scale=1", "asp,dca=2,drop=0"]
+)
 def test_one_worker_is_plain_training_in_every_mode(sync: str) -> None:
     task = digits()
     cluster = Cluster(workers=1, batch=16, link=Link(0.1, 1e6), model_bytes=1e5)
@@ -157,7 +159,7 @@ EVENTFUL = Cluster(
 
 
 @pytest.mark.parametrize(
-    "sync", ["bsp", "bsp+backup:1", "asp", "ssp:3", "dssp:1..6", "every:4", "every:4,wait=1", "delay:3"]
+    "sync", ["bsp", "bsp+backup:1", "asp", "ssp:3", "dssp:1..6", "every:4", "every:4,wait=1", "delay:3", "asp,drop=1,dc=1"]
 )
 def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainees: list[Trainee] = []

@@ -65,6 +65,7 @@ class RecordChecker:
         self.spec = spec
         self.workers = workers
         self.rules = rules_for(spec)
+        self._corrections = spec.corrections
         self.lines = 0
         self._t = float("-inf")
         self._missing = set(range(workers))
@@ -105,7 +106,7 @@ class RecordChecker:
         group, self._group = self._group, []
         if not group:
             return
-        gives = self.spec.corrections.gives
+        gives = self._corrections.gives
         stale = {line["worker"] for line in group if line["kind"] == "discard" and gives(line["reason"])}
         dropped = {line["worker"] for line in group if line["kind"] in ("discard", "refuse")}
         for line in group:
@@ -152,7 +153,7 @@ class RecordChecker:
             self._warm -= 1
 
     def _discard(self, line: Line) -> None:
-        if line["worker"] in self._pushed and not self.spec.corrections.gives(line["reason"]):
+        if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
             self._require(line, self.spec.mode.barrier, "discarded, although the mode applies every push")
             self._require(line, self._arrivals[line["step"]] > 0, "discarded, although its round is open")
             self._discarded.add(line["worker"])
@@ -214,6 +215,8 @@ class RecordChecker:
             applied[worker] += 1
             self._require(line, applied[worker] <= self._accepted[worker], f"worker {worker} has no push left to apply")
         self._require(line, len(line["staleness"]) == len(line["workers"]), "one staleness for each worker")
+        dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
+        self._require(line, not dropped, f"applied, although {dropped}")
         fresh = not self.spec.mode.barrier or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
