@@ -16,7 +16,11 @@ from polytempo.train.exchange import Exchange
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
+pytestmark = [
+    pytest.mark.timeout(30),
+    pytest.mark.both_wires,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # torch's own optimizers make sparse tensors
+]
 
 STEPS, SIZES = 8, (6, 6, 6)
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -114,7 +118,8 @@ def test_one_worker_trains_as_without_a_job_bit_for_bit(kind: type[nn.Module], n
     batches = lookup_batches(STEPS, (6,))
     with ThreadJob(1, 2, sync) as job:
         got = job.run(lambda session: trained(session, model, make, batches)[0])[0]
-    assert_equal(got, trained_alone(model, make, batches))
+    # torch's sparse SGD adds what a row has twice to the weight one after the other; it is the dense one that adds it up first
+    assert_equal(got, trained_alone(dense_twin(model) if name == "sgd" else model, make, batches))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
