@@ -1,4 +1,4 @@
-"""Sparse embeddings in live jobs: n workers on parts of a batch are one process with a dense embedding on the whole batch."""
+"""Sparse embeddings in live jobs: n workers on parts of a batch are one process with a dense embedding on all of it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_one_worker_trains_as_without_a_job_bit_for_bit(kind: type[nn.Module], n
     batches = lookup_batches(STEPS, (6,))
     with ThreadJob(1, 2, sync) as job:
         got = job.run(lambda session: trained(session, model, make, batches)[0])[0]
-    # torch's sparse SGD adds what a row has twice to the weight one after the other; it is the dense one that adds it up first
+    # torch's sparse SGD adds what a row has twice to the weight one by one; its dense one adds it up first, as we do
     assert_equal(got, trained_alone(dense_twin(model) if name == "sgd" else model, make, batches))
 
 
@@ -185,7 +185,7 @@ def test_in_every_mode_all_copies_are_the_servers_when_all_are_done(sync: str) -
     with ThreadJob(3, 2, sync) as job:
         got = all_equal(job.run(work))
         tables = [server.keeper.stores["0"].rows.tables[0] for server in job.servers]
-        held = torch.stack([tables[id % 2].pull(torch.tensor([id]))[0] for id in range(len(got[0]))])
+        held = torch.stack([tables[row % 2].pull(torch.tensor([row]))[0] for row in range(len(got[0]))])
     assert torch.equal(got[0], held)
     assert_untouched(model, got)
 
