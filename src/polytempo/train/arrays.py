@@ -135,11 +135,15 @@ class ArrayTable(WorkerTable):
         how = rule(self.info.rule).combine
         return coalesce(ids, given, "sum" if how == "mean" else how)
 
-    def stage(self, some: SomeRows | SpanOfRows) -> None:
-        """The next step pushes this."""
+    def stage(self, some: SomeRows | SpanOfRows, copied: bool) -> None:
+        """The next step pushes this; as a copy where it may have to be sent again after the caller has changed it."""
         if self._filter is not None:
             both = (torch.arange(*some.span), some.values) if isinstance(some, SpanOfRows) else some
             some = self._filter.choose(*both)
+        elif copied and isinstance(some, SpanOfRows):
+            some = SpanOfRows(some.start, some.values.clone())
+        elif copied:
+            some = some[0].clone(), some[1].clone()
         self._staged = some
 
     def pushed(self) -> SomeRows | SpanOfRows | None:

@@ -40,7 +40,8 @@ class KV:
         self._spec = parse_spec(sync or self._session.job.sync)
         if not arrays:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
-        if self._spec.mode.rule or self._spec.local is not None:
+        corrections = self._spec.corrections
+        if self._spec.mode.rule or self._spec.local or corrections.compensation or corrections.adapts_momentum:
             raise UsageError(
                 f"{self._spec.text} is for models, and arrays have rules of their own; use asp, ssp:3, delay:8, ..."
             )
@@ -80,9 +81,12 @@ class KV:
 
     def push(self, *parts: Part, samples: float = 1.0) -> Future[int]:
         """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
+        names = [name for name, _, _ in parts]
+        if len(set(names)) < len(names):
+            raise UsageError(f"expected each array once in a push, got {', '.join(names)}: one comes twice; push twice")
         checked = [(self[name].table, self[name].table.some(values, rows)) for name, values, rows in parts]
         for table, some in checked:
-            table.stage(some)
+            table.stage(some, copied=self._local is None)
         if self._local is not None:
             self.step += 1
             version = self._local.step()

@@ -3,6 +3,8 @@
 What is pushed is added to what earlier pushes left over; the rows that are large enough ("significant") or largest ("topk"),
 by their largest number, are sent, as they are or in two bytes a number; the rest waits. So sent + residual = produced. The
 residual is as large as the array, on every worker.
+
+What is no number (infinities and NaN) is sent before all else and leaves 0 behind, as in `filters/codes.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.filters.chain import CASTS, ChainSpec
 from polytempo.filters.codes import Dense
+from polytempo.filters.forms import Form, clear, narrow
 from polytempo.filters.sparse import Significant, TopK
 from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.values import TableInfo
@@ -30,17 +33,18 @@ class RowFilter:
                 f"array {info.name!r}: a filter keeps what it does not send, so the array needs a bound of rows"
             )
         self.chain = chain
-        self._cast = CASTS.get(chain.cast)
-        self.form = dtype_name(self._cast) if self._cast is not None else ""
-        self.residual = torch.zeros(info.rows, info.dim, dtype=getattr(torch, info.dtype))
+        cast, dtype = CASTS.get(chain.cast), getattr(torch, info.dtype)
+        self.form = dtype_name(cast) if cast is not None else ""
+        self._form = Form(info.rows * info.dim, dtype, cast or dtype)
+        self.residual = torch.zeros(info.rows, info.dim, dtype=self._form.wide)
 
     def choose(self, ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows to send now; ids are unique and ascend."""
         whole = self.residual[ids] + values
-        kept = self._choice(whole.abs().amax(1) if whole.numel() else whole.new_empty(0))
-        sent = whole[kept]
-        said = sent if self._cast is None else sent.to(self._cast).to(sent.dtype)
-        whole[kept] = sent - said
+        kept = self._choice(_sizes(whole))
+        said = narrow(whole[kept], self._form).to(self._form.dtype)
+        whole[kept] -= said
+        clear(whole)
         self.residual[ids] = whole
         return ids[kept], said
 
@@ -53,3 +57,8 @@ class RowFilter:
             kept[torch.sort(sizes, descending=True, stable=True)[1][: max(1, ceil(code.share * sizes.numel()))]] = True
             return kept
         return torch.ones(sizes.numel(), dtype=torch.bool)
+
+
+def _sizes(rows: torch.Tensor) -> torch.Tensor:
+    """The largest number of each row; what is no number counts as the largest of all."""
+    return rows.abs().nan_to_num(nan=float("inf"), posinf=float("inf")).amax(1) if rows.numel() else rows.new_empty(0)
