@@ -9,6 +9,11 @@ import torch
 from helpers import Batch, made_from_seed
 from torch import nn
 
+from polytempo.parameter_server.state import as_tensor
+from polytempo.protocol.rows import Pull
+from polytempo.train.session import Session
+from polytempo.transport.channel import Bytes
+
 VOCABULARY, USED, DIM = 20, 15, 4  # ids from USED on never come: their rows must keep their bits
 
 
@@ -43,3 +48,30 @@ def lookup_batches(steps: int, sizes: Sequence[int], seed: int = 1, used: int = 
     ids = lambda size: torch.randint(0, used, (size, 3), generator=generator)  # noqa: E731
     numbers = lambda size: torch.randn(size, 2, generator=generator, dtype=torch.float64)  # noqa: E731
     return [[(ids(size), numbers(size)) for size in sizes] for _ in range(steps)]
+
+
+class SentPulls(list[Pull]):
+    """The pulls that a worker has sent, one for each shard that was asked, and their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[torch.Tensor | None] = []
+
+    def ids(self) -> list[torch.Tensor]:
+        """The ids of those that were sent in full."""
+        return [ids for ids in self.lists if ids is not None]
+
+
+def count_pulls(session: Session) -> SentPulls:
+    """From now on, note the pulls that this worker sends."""
+    assert session.client is not None
+    pulls, sent = session.client.pulls, SentPulls()
+    tell = pulls._tell
+
+    def note(shard: int, pull: Pull, buffers: Sequence[Bytes]) -> None:
+        sent.append(pull)
+        sent.lists.append(as_tensor(buffers[0], "int64").clone() if buffers else None)
+        tell(shard, pull, buffers)
+
+    pulls._tell = note
+    return sent

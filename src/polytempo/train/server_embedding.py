@@ -38,6 +38,7 @@ class EmbeddingTable(WorkerTable):
         self.rate: Callable[[], float] | None = None  #: where the learning rate comes from that was not given
         self.source: Callable[[torch.Tensor], torch.Tensor] | None = None  #: rows of unique ids, from wherever they are
         self._used: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and their rows, since the last push
+        self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and gradients that `zero_grad` leaves alone
         self._next: torch.Tensor | None = None
         self._ready: SomeRows | None = None
 
@@ -54,6 +55,15 @@ class EmbeddingTable(WorkerTable):
         """Forget what was differentiated (`zero_grad`)."""
         self._used.clear()
 
+    def collect(self) -> None:
+        """Keep the gradients until they are pushed: local steps go on without them."""
+        self._collected += [(ids, rows.grad.detach().cpu().clone()) for ids, rows in self._used if rows.grad is not None]
+        self._used.clear()
+
+    def is_finite(self) -> bool:
+        """Are all gradients numbers?"""
+        return all(bool(rows.grad.isfinite().all()) for _, rows in self._used if rows.grad is not None)
+
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         for _, rows in self._used:
@@ -61,13 +71,11 @@ class EmbeddingTable(WorkerTable):
                 rows.grad.mul_(factor)
 
     def pushed(self) -> SomeRows | None:
-        used = [(ids, rows.grad) for ids, rows in self._used if rows.grad is not None]
-        self._used.clear()
-        self._ready = None
-        if not used:
+        self.collect()
+        collected, self._collected = self._collected, []
+        if not collected:
             return None
-        ids = torch.cat([ids for ids, _ in used])
-        return coalesce(ids, torch.cat([grad.detach().cpu() for _, grad in used]))
+        return coalesce(torch.cat([ids for ids, _ in collected]), torch.cat([grad for _, grad in collected]))
 
     def want(self, ids: torch.Tensor) -> None:
         """The next step will need these."""
@@ -75,6 +83,7 @@ class EmbeddingTable(WorkerTable):
 
     def wanted(self) -> torch.Tensor | None:
         wanted, self._next = self._next, None
+        self._ready = None  # what came before is of an earlier place of the log, and good for one step, skipped or not
         return wanted
 
     def take_wanted(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -87,7 +96,7 @@ class EmbeddingTable(WorkerTable):
             return self.source(ids)
         have, values = self._ready
         if torch.equal(have, ids):
-            return values
+            return values.detach()  # a leaf of its own for each forward
         place = torch.searchsorted(have, ids).clamp_(max=have.numel() - 1)
         here = have[place] == ids
         result = torch.empty(ids.numel(), self.info.dim, dtype=values.dtype)
@@ -128,6 +137,7 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
         if lr is None:
             hyper.pop("lr", None)
         self.rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
+        self._seed = seed
         info = TableInfo("", rows or 0, dim, dtype_name(dtype), start, seed, rule)
         self.table = EmbeddingTable(info, hyper, cache_keys)
         self._device = torch.nn.Buffer(torch.empty(0), persistent=False)  # moves with the module
@@ -135,7 +145,7 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
     def named(self, name: str) -> EmbeddingTable:
         """Its table, under the name it has in the model; tables with other names begin with other values."""
         info = self.table.info
-        seed = zlib.crc32(name.encode()) ^ info.seed
+        seed = zlib.crc32(name.encode()) ^ self._seed  # not the table's: a refused optimizer may have named it before
         self.table.info = TableInfo(name, info.rows, info.dim, info.dtype, info.start, seed, info.rule)
         return self.table
 
