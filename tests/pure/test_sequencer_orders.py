@@ -104,7 +104,7 @@ class Game(Bench):
             return  # an answer to an earlier try
         else:
             del self.outstanding[worker][reply.exchange]
-            self.next_step[worker] = reply.step if "delay" not in self.sync else self.next_step[worker]
+            self.next_step[worker] = self.next_step[worker] if parse_spec(self.sync).ahead else reply.step
         self.may[worker], self.values[worker] = reply.step, reply.version
 
     # Moves.

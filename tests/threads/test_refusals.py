@@ -110,18 +110,6 @@ def test_a_step_inside_no_sync_is_refused() -> None:
         job.run(work)
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    def work(session: Session) -> None:
-        table = nn.Embedding(5, 3, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table, session=session)
-        table(torch.tensor([1, 3])).sum().backward()
-        optimizer.step()
-
-    with ThreadJob(1) as job, pytest.raises(UsageError, match=r"^weight has a sparse gradient.*sparse=False") as refused:
-        job.run(work)
-    assert "\n" not in str(refused.value)
-
-
 # Workers that differ. Worker 0 comes first, so that it is worker 1 that is refused.
 
 

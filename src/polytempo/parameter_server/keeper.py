@@ -21,7 +21,7 @@ import torch
 
 from polytempo.parameter_server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
 from polytempo.parameter_server.rows import row_buffers
-from polytempo.parameter_server.state import as_bytes, as_tensor, pack, unpack
+from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Keep, Push, ReadAnswer
@@ -278,7 +278,8 @@ class Keeper:
         if entry.what in ("state", "filters"):
             mine = self._resume is not None and self.shard == 0
             held = read_held(self._resume, entry.track, entry.worker) if mine and self._resume is not None else []
-            state, buffers = pack(store.state() if entry.what == "state" else held)
+            runs = [*store.state(), RunState(OF_TABLES, 0, 0, store.rows.saved_state())] if entry.what == "state" else held
+            state, buffers = pack(runs)
             copies = [buffer.copy() for buffer in buffers]
             answer = self._read_answer(entry, store, state)
             self._report(ForWorker(entry.worker, answer, copies))

@@ -82,7 +82,7 @@ class TrackTables:
 
     def _span_rows(self, info: TableInfo, span: tuple[int, int]) -> int:
         start, stop = span
-        if not 0 <= start <= stop <= info.rows:
+        if not info.rows or not 0 <= start <= stop <= info.rows:
             raise PeerError(f"rows {start} to {stop} of {info.name} were refused; it has {info.rows}")
         first = start + (self.shard - start) % self.shards
         return len(range(first, stop, self.shards))
@@ -172,9 +172,22 @@ class TrackTables:
         """All rows and their state, by the number of the table and a name."""
         return {f"{n}.{name}": value for n, table in enumerate(self.tables) for name, value in table.saved().items()}
 
+    def load_state(self, given: Mapping[str, Any]) -> None:
+        """Take what rules keep beside rows, as a worker has it: for each table ids, state and the count of updates."""
+        for number, table in enumerate(self.tables):
+            prefix = f"{number}.state."
+            state = {name.removeprefix(prefix): rows for name, rows in given.items() if name.startswith(prefix)}
+            if f"{number}.ids" in given:
+                table.set_state(given[f"{number}.ids"], state, int(given[f"{number}.steps"]))
+
     def saved_clocks(self) -> list[dict[str, Any]]:
         """What else each table must know to go on."""
         return [table.saved_clocks() for table in self.tables]
+
+    def saved_state(self) -> dict[str, torch.Tensor]:
+        """The same of mirrored tables without the rows, which workers have."""
+        mirrored = [f"{number}." for number, table in enumerate(self.tables) if table.info.mirrored]
+        return {k: v for k, v in self.saved().items() if k.startswith(tuple(mirrored)) and not k.endswith("values")}
 
     def load(self, shards: Sequence[Mapping[str, torch.Tensor]], clocks: Sequence[Mapping[str, Any]]) -> None:
         """Take the rows that belong here from what all shards have saved."""

@@ -18,6 +18,8 @@ from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 
 State = dict[str, Any]
+#: The "dtype" of a run that is no stretch: it holds what rules keep beside the rows of tables.
+OF_TABLES = "tables"
 
 
 @dataclass

@@ -26,7 +26,7 @@ from polytempo.parameter_server.answer_filter import AnswerFilter
 from polytempo.parameter_server.corrected import Corrected
 from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.rows import TrackTables
-from polytempo.parameter_server.state import RunState, as_bytes, as_tensor, find
+from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, Share
@@ -93,9 +93,10 @@ class Store:
         self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = TrackTables(proposal, shard, shards)
-        self.corrected = Corrected(parse_spec(proposal.sync).corrections)
+        spec = parse_spec(proposal.sync)
+        self.corrected = Corrected(spec.corrections)
         self._push_filter = parse_chain(proposal.push_filter)
-        self.answers = AnswerFilter(parse_chain(proposal.pull_filter), self.stretches)
+        self.answers = AnswerFilter(parse_chain(proposal.pull_filter), self.stretches, spec.ahead)
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if proposal.apply == "server":
@@ -354,7 +355,11 @@ class Store:
         ]
 
     def load_state(self, runs: Sequence[RunState]) -> None:
-        """Take the optimizer's state from runs that may be cut in another way."""
+        """Take the optimizer's state from runs that may be cut in another way; those of no dtype are of tables."""
+        for source in runs:
+            if source.dtype == OF_TABLES:
+                self.rows.load_state(source.state)
+        runs = [source for source in runs if source.dtype != OF_TABLES]
         if self._optimizer is None:
             return
         if self._canonical is None:

@@ -56,7 +56,7 @@ def _refusal(info: TableInfo, found: object, position: int, more: str) -> UsageE
 def _advice(info: TableInfo, one: int) -> str:
     if one < 0 or not info.rows:
         return "leave padding out, and map other ids to numbers from 0 on"
-    return "give the table more rows, or rows=0 for any id"
+    return "give the table more rows, or rows=None for any id"
 
 
 def ascending(ids: torch.Tensor) -> bool:

@@ -252,6 +252,19 @@ class Table:
             self.clocks.load(clocks["clocks"])
             self.newest.load(clocks["versions"])
 
+    def set_state(self, ids: torch.Tensor, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Set what rules keep beside these rows, of which only those that live here count, and the count of updates."""
+        own = (ids % self.shards == self.shard).nonzero().squeeze(1)
+        self.checks.ids(ids[own])
+        widths = {name: rows.shape[1] for name, rows in state.items() if rows.dim() == 2 and len(rows) == len(ids)}
+        wanted = self.rule.state(self.info.dim, checked_hyper(self.info.rule, {}))
+        if any(wanted.get(name) != widths.get(name) for name in state):
+            raise PeerError(f"table {self.info.name!r}: expected state of widths {wanted}, got {widths}")
+        slots = self._touch(ids[own])
+        for name, rows in state.items():
+            self._put(self._state(name, rows.shape[1]), slots, rows[own])
+        self.steps = steps
+
     def _own(self, part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The rows of a saved part that live here."""
         missing = [name for name in ("ids", "steps", "values", *self._mirror()) if name not in part]

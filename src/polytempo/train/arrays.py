@@ -12,9 +12,9 @@ from polytempo.filters.chain import parse_chain
 from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
+from polytempo.tables.checks import check_table
 from polytempo.tables.ids import checked_ids, coalesce
 from polytempo.tables.rules import checked_hyper, rule
-from polytempo.tables.starts import check_start
 from polytempo.train.row_filter import RowFilter
 from polytempo.train.row_traffic import SomeRows, SpanOfRows, WorkerTable
 
@@ -66,7 +66,6 @@ class Array:
                 raise UsageError(f"expected {name} to be a number from 1 on, got {given!r}")
         if dtype_name(dtype) not in ITEM_SIZES:
             raise UsageError(f"expected dtype to be one of {', '.join(ITEM_SIZES)}, got {dtype}")
-        check_start(start)
         self.rows, self.dim, self.rule, self.dtype, self.start, self.seed = rows, dim, rule, dtype, start, seed
         self.options = checked_hyper(rule, options)
         self.compression, self.cache_keys = parse_chain(compression), cache_keys
@@ -78,6 +77,7 @@ class ArrayTable(WorkerTable):
     def __init__(self, name: str, array: Array) -> None:
         dtype = dtype_name(array.dtype)
         self.info = TableInfo(name, array.rows or 0, array.dim or 1, dtype, array.start, array.seed, array.rule)
+        check_table(self.info)
         self.cached = array.cache_keys
         self._options, self._flat, self._dtype = array.options, array.dim is None, array.dtype
         self._filter = None if array.compression.is_lossless else RowFilter(array.compression, self.info)

@@ -21,6 +21,7 @@ from polytempo.sync.downpour import LocalSteps
 from polytempo.train.exchange import Exchange
 from polytempo.train.flat import Flat
 from polytempo.train.lines import Reading
+from polytempo.train.model_tables import ModelTables
 from polytempo.train.proposing import Hyper
 
 #: A sum of gradients, by parameter.
@@ -45,8 +46,16 @@ class Accumulated:
 class Downpour:
     """Local steps of one optimizer."""
 
-    def __init__(self, exchange: Exchange, local: LocalSteps, groups: Sequence[dict[str, Any]], hyper: Hyper) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        local: LocalSteps,
+        groups: Sequence[dict[str, Any]],
+        hyper: Hyper,
+        tables: ModelTables,
+    ) -> None:
         self._exchange, self._local, self._groups, self._hyper = exchange, local, groups, hyper
+        self._tables = tables
         self.steps = 0
         self._sum: Accumulated | None = None
         self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
@@ -58,6 +67,7 @@ class Downpour:
         self.steps += 1
         if not skip:
             self._accumulate()
+            self._tables.collect()
         if self._sum is not None:
             self._sum.count += 1
             self._sum.samples += samples

@@ -65,7 +65,7 @@ class Exchange:
         self.line.take_rows = self.rows.take
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
         self.filters = PushFilters(parse_chain(proposal.push_filter), self.layout)
-        self._shadow = Shadow(parse_chain(proposal.pull_filter), self.layout.shards)
+        self._shadow = Shadow(parse_chain(proposal.pull_filter), self.layout.shards, overlap=bool(delay))
         if proposal.pull_filter:
             self.line.take = self._take_difference
         self.step = 0
@@ -138,7 +138,7 @@ class Exchange:
         self.waited = time.perf_counter() - began
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.copier.scatter(self._shadow.hear(parts, self.line.answer.filtered))
+        self.copier.scatter(self._shadow.hear(parts, self.line.answer.filtered, self.line.answer.exchange))
 
     def settle(self) -> None:
         """Wait for the answers that are still under way (`delay`)."""
@@ -154,6 +154,7 @@ class Exchange:
             answers = self.client.read(self.name, "params")
             self.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
             self.line.version = answers[0][0].version
+            self.rows.read_mirrored()
 
     def read_state(self) -> list[RunState]:
         """The optimizer's state on all servers, from one place of the log."""

@@ -6,7 +6,7 @@ servers the wrapped optimizer's own rule runs on those rows, as torch runs it on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.values import TableInfo
+from polytempo.tables.rules import checked_hyper
 from polytempo.train.row_traffic import SomeRows, WorkerTable
 
 Group = dict[str, Any]
@@ -63,7 +64,7 @@ class MirroredTable(WorkerTable):
         self.hyper()
 
     def hyper(self) -> dict[str, Any]:
-        return self._options(self._optimizer.param_groups[self._group])
+        return checked_hyper(self.info.rule, self._options(self._optimizer.param_groups[self._group]))
 
     def first_values(self) -> torch.Tensor:
         return self.weight.detach().cpu()
@@ -102,3 +103,32 @@ def mirrored_tables(
             raise UsageError(f"{name} has sparse gradients, which {type(optimizer).__name__} does not take; use {known}")
         found[id(module.weight)] = MirroredTable(f"{name}.weight", module.weight, optimizer, group_of[id(module.weight)])
     return list(found.values())
+
+
+# Between the servers' state and torch's.
+
+
+def torch_rows(number: int, table: MirroredTable, shards: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """What torch keeps beside a sparse embedding, from what all shards have saved of its table."""
+    prefix = f"{number}.state."
+    names = sorted({name.removeprefix(prefix) for shard in shards for name in shard if name.startswith(prefix)})
+    steps = max((int(shard[f"{number}.steps"]) for shard in shards), default=0)
+    if not names or not steps:
+        return {}
+    state: dict[str, Any] = {"step": torch.tensor(float(steps)) if table.info.rule == "adagrad" else steps}
+    for name in names:
+        state[name] = torch.full_like(table.first_values(), table.hyper().get("initial_accumulator_value", 0.0))
+        for shard in shards:
+            if f"{prefix}{name}" in shard:
+                state[name][shard[f"{number}.ids"]] = shard[f"{prefix}{name}"].to(state[name].dtype)
+    return state
+
+
+def rows_of_torch(number: int, table: MirroredTable, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same the other way."""
+    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
+    if not kept:
+        return {}
+    ids = torch.arange(table.info.rows)
+    rows = {f"{number}.state.{name}": value.detach().cpu() for name, value in kept.items()}
+    return {f"{number}.ids": ids, f"{number}.steps": int(state["step"]), **rows}

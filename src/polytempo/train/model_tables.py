@@ -6,15 +6,21 @@ Rows of a `ServerEmbedding` are on the servers, or, in a job of one without a la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.parameter_server.state import OF_TABLES, RunState
+from polytempo.protocol.values import TensorInfo
 from polytempo.tables.table import RowPush, Table
 from polytempo.train.exchange import Exchange
-from polytempo.train.mirrored import MirroredTable, mirrored_tables
+from polytempo.train.mirrored import MirroredTable, mirrored_tables, rows_of_torch, torch_rows
 from polytempo.train.row_traffic import WorkerTable
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
+from polytempo.train.state_dict import runs_of, torch_state
+
+Params = Sequence[torch.nn.Parameter]
 
 
 def embedding_tables(model: torch.nn.Module | None) -> list[EmbeddingTable]:
@@ -74,6 +80,35 @@ class ModelTables:
             table.wanted()
             if pushed is not None:
                 here.update([RowPush(*pushed)], table.hyper(), 1.0, self._version)
+
+    # State, as torch numbers it.
+
+    def torch_state(self, runs: Sequence[RunState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
+        """The servers' state by parameter number."""
+        dense = torch_state([run for run in runs if run.dtype != OF_TABLES], tensors, self.dense)
+        shards = [run.state for run in runs if run.dtype == OF_TABLES]
+        places = {id(param): index for index, param in enumerate(params)}
+        rows = {places[id(t.weight)]: torch_rows(number, t, shards) for number, t in enumerate(self.mirrored)}
+        return dict(sorted({**dense, **{index: state for index, state in rows.items() if state}}.items()))
+
+    def runs_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[RunState]:
+        """The same the other way."""
+        places = {id(param): index for index, param in enumerate(params)}
+        given: dict[str, Any] = {}
+        for number, table in enumerate(self.mirrored):
+            given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
+        return [*runs_of(state, tensors, self.dense), *([RunState(OF_TABLES, 0, 0, given)] if given else [])]
+
+    # Gradients of rows.
+
+    def collect(self) -> None:
+        """Keep the gradients of rows until they are pushed, whatever becomes of the dense ones."""
+        for table in self.embeddings:
+            table.collect()
+
+    def is_finite(self) -> bool:
+        """Are the gradients of rows on servers numbers?"""
+        return all(table.is_finite() for table in self.embeddings)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of rows on servers."""

@@ -40,8 +40,7 @@ from polytempo.train.model_tables import ModelTables
 from polytempo.train.peers import PeerExchange
 from polytempo.train.proposing import Hyper, Proposing, RuleAlone
 from polytempo.train.session import Session, current
-from polytempo.train.state_dict import runs_of, torch_state
-from polytempo.train.wrappers import is_watched, multiply, step_plainly
+from polytempo.train.wrappers import is_watched, step_plainly, unscale
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -80,7 +79,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         here = apply == "delta" or (together and goes_via_peers(self._spec, via, self._session, bool(tables.embeddings)))
         if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
             raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
-        self._name = self._session.next_track()
         self._emulation = self._session.emulation
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._names = names_of(self._params, named_parameters, model)
@@ -98,10 +96,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._agreed = False  # synchronize() was called since the last step
         self._alone_steps = 0
         self._syncing = True
+        self._name = self._session.next_track()
         self._exchange = self._join(via) if together else None
         self._downpour: Downpour | None = None
         if isinstance(self._exchange, Exchange) and self._spec.local is not None:
-            self._downpour = Downpour(self._exchange, self._spec.local, self.param_groups, self._hyper)
+            self._downpour = Downpour(self._exchange, self._spec.local, self.param_groups, self._hyper, tables)
         tables.attach(self._exchange, lambda: self.param_groups[0]["lr"])
         self._rule = RuleAlone(self._spec, self._hyper, self) if self._exchange is None and self._spec.mode.rule else None
         self._mean: Exchange | PeerExchange | None = None
@@ -116,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return GroupExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
-            runs = runs_of(self.inner.state_dict()["state"], proposal.tensors, self._dense)
+            runs = self._tables.runs_of(self.inner.state_dict()["state"], proposal.tensors, self._params)
             self.inner.state.clear()
         staged = self._apply == "server" and not proposal.push_filter
         params = [self._params[index] for index in self._dense]
@@ -237,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._clip_norm is not None and not self._spec.mode.barrier:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
         flat, absent = exchange.gradients()
-        return flat, {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step)}
+        return flat, {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step, self._tables.is_finite())}
 
     def _change(self, exchange: Exchange, closure: Callable[[], Any] | None) -> tuple[Flat, dict[str, Any]]:
         """Run the wrapped optimizer; what it changed is what is pushed."""
@@ -257,12 +256,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if scale is None and self._tables.embeddings:
+            raise UsageError("scaler.unscale_() does not see the rows of a ServerEmbedding; leave it out, step() unscales")
         if scale is not None:
-            grads = [param.grad for param in self._params if param.grad is not None]
-            multiply([grad for grad in grads if grad.layout == torch.strided], float(1.0 / scale))
-            multiply([grad._values() for grad in grads if grad.layout != torch.strided], float(1.0 / scale))
+            unscale([param.grad for param in self._params if param.grad is not None], float(1.0 / scale))
             self._tables.scale(float(1.0 / scale))
-        return found is not None and bool(found)
+        return bool(found) or not self._tables.is_finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of rows too."""
@@ -355,19 +356,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
         state: dict[str, Any] = self.inner.state_dict()
-        if isinstance(self._exchange, Exchange) and self._apply == "server":
-            state["state"] = torch_state(self._exchange.read_state(), self._exchange.proposal.tensors, self._dense)
-            state |= {"filters": held} if (held := self._exchange.filters.state()) else {}
+        exchange = self._exchange
+        if isinstance(exchange, Exchange) and self._apply == "server":
+            state["state"] = self._tables.torch_state(exchange.read_state(), exchange.proposal.tensors, self._params)
+            state |= {"filters": held} if (held := exchange.filters.state()) else {}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, for the whole job where the servers keep it."""
         self.inner.load_state_dict(state_dict)
-        if isinstance(self._exchange, Exchange) and self._apply == "server":
-            runs = runs_of(state_dict["state"], self._exchange.proposal.tensors, self._dense)
+        exchange = self._exchange
+        if isinstance(exchange, Exchange) and self._apply == "server":
             self.inner.state.clear()
-            self._exchange.load_state(runs)
-            self._exchange.filters.load(state_dict.get("filters", {}))
+            exchange.load_state(self._tables.runs_of(state_dict["state"], exchange.proposal.tensors, self._params))
+            exchange.filters.load(state_dict.get("filters", {}))
 
     @property
     def stats(self) -> dict[str, Any]:

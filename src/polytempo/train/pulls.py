@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from polytempo.filters.keys import KeySender
-from polytempo.parameter_server.state import as_bytes
+from polytempo.parameter_server.state import as_bytes, as_tensor
 from polytempo.protocol.rows import Keys, Pull, Rows
 from polytempo.transport.channel import Bytes
 
@@ -28,6 +28,7 @@ class Waiting:
 
     pull: Pull
     ids: dict[int, Bytes]  # for each shard that was asked
+    cached: bool = False  # shards shall remember them
     answers: dict[int, tuple[Rows, list[Bytes]]] = field(default_factory=dict)
 
 
@@ -44,7 +45,7 @@ class Pulls:
     def ask(self, track: str, table: int, ids: Sequence[torch.Tensor], cached: bool = False) -> int:
         """Ask for rows, given each shard's ids; the number under which they will come."""
         lists = {shard: as_bytes(own) for shard, own in enumerate(ids) if own.numel()}
-        request = self._begin(Pull(track=track, request=0, table=table), lists)
+        request = self._begin(Pull(track=track, request=0, table=table), lists, cached)
         for shard in lists:
             keys = self.keys(shard, ids[shard]) if cached else None
             self._send(request, shard, keys)
@@ -63,14 +64,10 @@ class Pulls:
         digest, known = self._senders[shard].offer(ids)
         return Keys(digest, known)
 
-    def forget(self, shard: int, keys: Keys) -> None:
-        """The shard may not have this list."""
-        self._senders[shard].forget(keys.digest)
-
-    def _begin(self, pull: Pull, lists: dict[int, Bytes]) -> int:
+    def _begin(self, pull: Pull, lists: dict[int, Bytes], cached: bool = False) -> int:
         self._requests += 1
         pull.request = self._requests
-        self._waiting[self._requests] = Waiting(pull, lists)
+        self._waiting[self._requests] = Waiting(pull, lists, cached)
         return self._requests
 
     def _send(self, request: int, shard: int, keys: Keys | None) -> None:
@@ -87,15 +84,19 @@ class Pulls:
         self._tell(shard, pull, [] if bare else [waiting.ids[shard]])
 
     def send_keys(self, request: int, shard: int) -> None:
-        """A shard does not know a list: here it is."""
-        if request in self._waiting:
-            self._send(request, shard, None)
+        """A shard does not know a list: here it is, to be remembered from now on."""
+        waiting = self._waiting.get(request)
+        if waiting is not None:
+            keys = self.keys(shard, as_tensor(waiting.ids[shard], "int64")) if waiting.cached else None
+            self._send(request, shard, Keys(keys.digest, known=False) if keys else None)
 
     def send_again(self, request: int) -> None:
         """Nothing was heard for a while."""
         waiting = self._waiting[request]
         for shard in waiting.ids:
-            if shard not in waiting.answers:
+            if shard not in waiting.answers and waiting.pull.span is None:
+                self.send_keys(request, shard)
+            elif shard not in waiting.answers:
                 self._send(request, shard, None)
 
     def heard(self, rows: Rows, buffers: list[Bytes]) -> None:

@@ -147,11 +147,7 @@ class RowTraffic:
         if not self.tables[listed.table].cached or listed.routing is None:
             return ()
         keys = tuple(self._client.pulls.keys(shard, ids) for shard, ids in enumerate(listed.routing.parts))
-        if cached:
-            return keys
-        for shard, key in enumerate(keys):
-            self._client.pulls.forget(shard, key)
-        return tuple(Keys(key.digest, known=False) for key in keys)
+        return keys if cached else tuple(Keys(key.digest, known=False) for key in keys)
 
     # Out of answers.
 
@@ -182,6 +178,14 @@ class RowTraffic:
         """The rows of a span."""
         parts = [self._rows(self.tables[number], buffers[0]) for _, _, buffers in self._client.pulled(request)]
         return join_range(parts, *span, self._client.shards)
+
+    def read_mirrored(self) -> None:
+        """All rows of the tables that this worker mirrors, as they are now."""
+        for number, table in enumerate(self.tables):
+            if table.info.mirrored:
+                span = 0, table.info.rows
+                rows = self.span_pulled(number, self.ask_span(number, span), span)
+                table.take_changed(torch.arange(table.info.rows), rows)
 
     def clock_pulled(self, request: int) -> tuple[int, dict[int, int]]:
         """The newest version that has touched a span, and for each worker the step that has reached all of it."""

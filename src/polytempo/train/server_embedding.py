@@ -21,9 +21,9 @@ from polytempo.errors import UsageError
 from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
+from polytempo.tables.checks import check_table
 from polytempo.tables.ids import checked_ids, coalesce
 from polytempo.tables.rules import checked_hyper, rule
-from polytempo.tables.starts import check_start
 from polytempo.train.row_traffic import SomeRows, WorkerTable
 
 MODES = (None, "sum", "mean")
@@ -43,7 +43,7 @@ class EmbeddingTable(WorkerTable):
         self._ready: SomeRows | None = None
 
     def hyper(self) -> dict[str, Any]:
-        if "lr" in self._hyper or self.rate is None:
+        if "lr" in self._hyper or self.rate is None or "lr" not in rule(self.info.rule).defaults:
             return self._hyper
         return {**self._hyper, "lr": float(self.rate())}
 
@@ -132,13 +132,13 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         _check(rows, dim, rule, dtype, mode)
-        check_start(start)
         hyper = checked_hyper(rule, {**options, **({} if lr is None else {"lr": lr})})
         if lr is None:
             hyper.pop("lr", None)
         self.rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
         self._seed = seed
-        info = TableInfo("", rows or 0, dim, dtype_name(dtype), start, seed, rule)
+        info = TableInfo("ServerEmbedding", rows or 0, dim, dtype_name(dtype), start, seed, rule)
+        check_table(info)
         self.table = EmbeddingTable(info, hyper, cache_keys)
         self._device = torch.nn.Buffer(torch.empty(0), persistent=False)  # moves with the module
 

@@ -28,7 +28,8 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def multiply(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply all of them in place."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
+def unscale(gradients: list[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place, sparse ones too."""
+    values = [grad if grad.layout == torch.strided else grad._values() for grad in gradients]
+    if values:
+        torch._foreach_mul_(values, factor)
