@@ -138,7 +138,7 @@ def test_bytes_of_fetches_load_the_links() -> None:
     cluster = Cluster(workers=1, link=Link(bandwidth=1e6, shared=True), model_bytes=1e6)
     seldom, often = (simulate_job(cluster, f"downpour:fetch={fetch}", steps_each=100).seconds for fetch in (1000, 1))
     assert seldom == pytest.approx(1 + 100 + 1)  # first weights, steps, last push
-    assert often > 1.4 * seldom
+    assert 1.4 * seldom < often < 1.6 * seldom  # not twice: what is due while one is under way, waits for it
 
 
 def test_staleness_is_what_others_did() -> None:
