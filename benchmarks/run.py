@@ -8,6 +8,7 @@ make bench ARGS="--page docs/speed.md"            then put the tables into the p
 allreduce  all-reduce of plain tensors, beside gloo
 link       all-reduce between two hosts, beside gloo and the bound of the cable
 exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
+rows       rows of a table by id, beside a dict of NumPy rows and torch.distributed.rpc
 bsp        a training step of two processes, beside DistributedDataParallel
 backend    DDP over our back end and over gloo
 alone      a training step in a job of one, beside plain PyTorch
@@ -32,6 +33,7 @@ import allreduce
 import exchange
 import idle
 import link
+import rows
 import steps
 from cases import Case
 from measure import save
@@ -43,7 +45,7 @@ from verdicts import Judged, as_data, judge, last_line, table
 OUT = Path("out/bench")
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (allreduce.CASE, link.CASE, exchange.CASE, steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE)
+    for case in (allreduce.CASE, link.CASE, exchange.CASE, rows.CASE, steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE)
 }
 
 

@@ -12,6 +12,7 @@ from cases import Bar, Case, Cell, Ratio
 from polytempo.report.table import Table
 
 UNITS = {"ms": 1e3, "s": 1.0}
+RATES = {"M rows/s": 1e-6}  #: where a cost is seconds a row
 NOTHING = "-"
 
 
@@ -128,7 +129,8 @@ def _cost(case: Case, row: Measured, name: str) -> str:
         return " ".join(row.reasons[name].replace("|", "/").split())[:100]
     if name not in row.costs:
         return NOTHING
-    value = row.medians[name] * UNITS[case.unit]
+    median = row.medians[name]
+    value = RATES[case.unit] / median if case.unit in RATES else median * UNITS[case.unit]
     if case.unit == "s":
         return f"{value:.2f}"
     shown = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
