@@ -13,8 +13,8 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
+from polytempo.optim.spread import COORDINATES, Spread
 from polytempo.simulate.cluster import Cluster
-from polytempo.virtual.spread import COORDINATES, Spread
 from polytempo.virtual.tasks import digits
 from polytempo.virtual.train import train_virtually
 from polytempo.virtual.trainee import Trainee

@@ -220,6 +220,32 @@ def test_a_read_in_between_does_not_hide_what_others_changed() -> None:
     assert torch.equal(got[0][3], got[1][3])
 
 
+@pytest.mark.parametrize("count", [5, 20_000])  # the memory of large pushes is used again in another way
+def test_what_changed_is_remembered_though_pushes_share_their_memory(count: int) -> None:
+    """On one shard slots are ids, and ids are a push's own memory."""
+    turns = threading.Barrier(2)
+    start = torch.zeros(10 * count, 1)
+
+    def work(session: Session) -> torch.Tensor:
+        embedding = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=True)
+        optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding, session=session)
+        for number in range(4) if session.rank == 0 else ():
+            optimizer.zero_grad()
+            embedding(torch.arange(number * count, (number + 1) * count)).sum().backward()
+            optimizer.step()
+        turns.wait(20)
+        if session.rank == 1:
+            embedding(torch.tensor([10 * count - 1])).sum().backward()
+            optimizer.step()
+        turns.wait(20)
+        return embedding.weight.detach()[: 4 * count].clone()
+
+    with ThreadJob(2, 1, "asp,scale=1") as job:
+        got = job.run(work)
+    assert torch.equal(got[1], torch.full((4 * count, 1), -1.0))
+    assert torch.equal(got[0], got[1])
+
+
 def test_a_learning_rate_that_changes_is_followed() -> None:
     model, batches = lookup_model(), lookup_batches(STEPS, (6, 6))
 

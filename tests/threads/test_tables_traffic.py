@@ -79,8 +79,8 @@ def test_twice_the_ids_are_twice_the_bytes_and_repeats_are_none(servers: int, pr
 class Epochs:
     """Some batches, gone through several times; what was sent for each, and the rows in the end."""
 
-    def __init__(self, cached: bool, prefetch: bool, forget: bool = False) -> None:
-        batches = [torch.arange(start, 3000, 3) for start in range(3)]
+    def __init__(self, cached: bool, prefetch: bool, forget: bool = False, ids: int = 1000) -> None:
+        batches = [torch.arange(start, 3 * ids, 3) for start in range(3)]
         self.sent: list[int] = []
         self.pulls = SentPulls()
 
@@ -99,7 +99,7 @@ class Epochs:
                     embedding.prefetch(batches[(number + 1) % 3])
                 optimizer.step()
                 self.sent.append(client.bytes_sent - before)
-            return embedding.pull(torch.arange(3000))
+            return embedding.pull(torch.arange(3 * ids))
 
         with ThreadJob(1, 2) as job:
             self.rows = job.run(work)[0]
@@ -120,6 +120,12 @@ def test_lists_that_come_again_are_not_sent_again(prefetch: bool) -> None:
     for number in range(3, 9):
         assert abs(plain.sent[number] - cached.sent[number] - lists) < 2 * HEADERS
     assert sum(cached.sent[:3]) < sum(plain.sent[:3]) + 3 * HEADERS
+
+
+def test_long_lists_are_remembered_as_they_were() -> None:
+    """The memory of long pushes is used again; that of remembered lists must not be."""
+    plain, cached = (Epochs(one, prefetch=False, ids=20_000) for one in (False, True))
+    assert torch.equal(plain.rows, cached.rows)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

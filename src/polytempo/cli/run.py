@@ -115,6 +115,8 @@ def _summary(sync: str, figures: dict[str, Any]) -> str:
         return f"polytempo: {sync}: every worker finished; no step was pushed"
     stale = f"staleness {figures['staleness_mean']:.1f} (at most {figures['staleness_max']})"
     odd = f", {figures['nonfinite']} gradients were not finite" if figures["nonfinite"] else ""
+    if figures.get("spread"):
+        stale += f", gradients {figures['spread']:.2g} apart"
     return (
         f"polytempo: {sync}: {figures['steps']} steps in {figures['seconds']:.1f} s, "
         f"{figures['samples_per_second']:.4g} samples/s, efficiency {100 * figures['efficiency']:.0f} %, "

@@ -41,6 +41,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import PushId
+from polytempo.records.lines import MAIN
 from polytempo.records.writer import RecordWriter
 from polytempo.transport.channel import Peer
 
@@ -313,7 +314,7 @@ class First:
             self._do([ToShards(Save(name=order.name)), order])
 
     def _end(self, finish: Finish, now: float) -> None:
-        summary = self.sequencer.summary(now)
+        summary = self.sequencer.summary(now) | {"spread": self._apart()}
         if self._record is not None:
             meta = {
                 **self._facts,
@@ -331,6 +332,11 @@ class First:
         if self._launcher is not None:
             self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint)))
         self.desk.over = True
+
+    def _apart(self) -> float:
+        """How far the workers' gradients were apart, over the job."""
+        store = self.desk.keeper.stores.get(MAIN)
+        return store.spread.mean if store is not None else 0.0
 
     def close(self) -> None:
         """Leave the record as it is."""

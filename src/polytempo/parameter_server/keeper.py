@@ -242,6 +242,7 @@ class Keeper:
             rows=rows,
             filtered=said is not None,
             checkpoint=entry.checkpoint,
+            spread=store.spread.mean,
         )
         self._report(ForWorker(entry.worker, answer, [*dense, *of_rows] if of_rows else dense, done))
 

@@ -26,6 +26,7 @@ from polytempo.parameter_server.answer_filter import AnswerFilter
 from polytempo.parameter_server.corrected import Corrected
 from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.rows import TrackTables
+from polytempo.parameter_server.spreading import SpreadWatch
 from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, find
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
@@ -96,6 +97,7 @@ class Store:
         spec = parse_spec(proposal.sync)
         self.corrected = Corrected(spec.corrections)
         self._push_filter = parse_chain(proposal.push_filter)
+        self.spread = SpreadWatch(list(self.values.values()), active=shard == 0 and proposal.apply == "server" and not alone)
         self.answers = AnswerFilter(parse_chain(proposal.pull_filter), self.stretches, spec.ahead)
         self.runs: list[Run] = []
         self._optimizer: torch.optim.Optimizer | None = None
@@ -218,7 +220,9 @@ class Store:
             return
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
         dense = len(self.stretches)
-        mean = self._mean([(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts])
+        given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]
+        self.spread.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
+        mean = self._mean(given)
         if self.rows:
             self.rows.update([(push, samples, buffers[dense:]) for push, samples, buffers in parts], rate, self.version)
         first = parts[0][0]

@@ -30,7 +30,7 @@ class Changes:
             whole = slots.stop - slots.start > limit
             slots = torch.arange(0) if whole else torch.arange(slots.start, slots.stop)
             self._lost = version if whole else self._lost
-        self._updates.append((version, slots))
+        self._updates.append((version, slots.clone()))  # they may be the memory of a push
         self._kept += slots.numel()
         while self._updates and (self._kept > limit or self._updates[0][0] <= self._lost):
             self._lost, gone = max(self._lost, self._updates[0][0]), self._updates.popleft()[1]

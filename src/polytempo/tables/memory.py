@@ -11,13 +11,21 @@ from contextlib import suppress
 
 import torch
 
+from polytempo.errors import UsageError
+
+#: Do not set memory aside for pages that may never be written.
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+
 
 def lazy_zeros(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros of which the system holds only the pages that were written."""
     nbytes = rows * width * dtype.itemsize
     if not nbytes:
         return torch.zeros((rows, width), dtype=dtype)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    except OSError as error:
+        raise UsageError(f"{nbytes >> 30} GB for {rows} rows cannot be had ({error.strerror}); use rows=None") from None
     with suppress(OSError):  # a system that has no huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=rows * width).view(rows, width)

@@ -373,8 +373,9 @@ class Client:
     def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]], waited: bool = True) -> None:
         """All shards have answered from one place of the log."""
         first = answers[0][0]
-        line.released, line.version = max(line.released, first.step), first.version
-        line.skipped, line.staleness = first.skipped, first.staleness
+        if all(older > first.exchange for older in line.outstanding):  # else an earlier answer was lost, and comes again
+            line.released = max(line.released, first.step)
+        line.version, line.skipped, line.staleness = first.version, first.skipped, first.staleness
         line.waited += first.waited if waited else 0.0
         line.held, line.answer, line.checkpoint = None, first, first.checkpoint or line.checkpoint
         if first.stop:

@@ -94,10 +94,8 @@ class Pulls:
         """Nothing was heard for a while."""
         waiting = self._waiting[request]
         for shard in waiting.ids:
-            if shard not in waiting.answers and waiting.pull.span is None:
+            if shard not in waiting.answers:
                 self.send_keys(request, shard)
-            elif shard not in waiting.answers:
-                self._send(request, shard, None)
 
     def heard(self, rows: Rows, buffers: list[Bytes]) -> None:
         """Some rows have come."""

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from polytempo.optim.compensation import compensated
+from polytempo.optim.spread import Spread
 from polytempo.optim.statistics import merged
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.events import Pushed
 from polytempo.sync.spec import Spec
 from polytempo.virtual.data import Shards, Tensors
 from polytempo.virtual.rules import optimizer_for
-from polytempo.virtual.spread import Spread
 from polytempo.virtual.versions import Versions
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
