@@ -66,7 +66,7 @@ class Account:
     def held(self, now: float, waiting_for: tuple[int, ...]) -> None:
         """It waits from now on."""
         self.state = "waiting"
-        self.held_since = now
+        self.held_since = now if self.held_since is None else self.held_since
         self.waiting_for = waiting_for
 
     def released(self, step: int, now: float) -> None:

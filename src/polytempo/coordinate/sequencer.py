@@ -265,7 +265,7 @@ class Sequencer:
             if track.is_main:
                 self.accounts[action.worker].held(now, action.waiting_for)
             seat = track.seats[action.worker]
-            seat.held_at = now
+            seat.held_at = now if seat.held_at is None else seat.held_at
             return [self._held(track, seat, action)]
         if isinstance(action, Discard):
             push = track.drop(action.worker, action.step)

@@ -77,7 +77,7 @@ class Track:
         if not self.corrections.any:
             return Verdict(1.0)
         head = self._counted[id(action.pushes[0])][1]
-        return self.corrections.verdict(max(self.version - head.version, 0))
+        return self.corrections.verdict(max(self.version - head.version - head.own, 0))
 
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
@@ -85,7 +85,7 @@ class Track:
         for push in action.pushes:
             head = self._counted.pop(id(push))[1]
             parts.append(Part(head.id, head.samples))
-            staleness.append(max(self.version - head.version, 0))
+            staleness.append(max(self.version - head.version - head.own, 0))
             if push.worker in self.seats:
                 self.seats[push.worker].staleness = staleness[-1]
         self.version += 1

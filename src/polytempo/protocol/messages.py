@@ -75,6 +75,7 @@ class Push(Message):
     wants: tuple[Want, ...] = ()  #: rows that the answer shall bring; the buffers of their ids come last
     rules: tuple[dict[str, Any], ...] = ()  #: hyper-parameters of each table's rule
     count: int = 1  #: local steps whose gradients are in it
+    own: int = 0  #: pushes of this worker since `version`, which do not make this one stale
     values: bool = True  #: shall the answer bring the dense values?
 
 

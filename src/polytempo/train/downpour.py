@@ -29,14 +29,24 @@ Gradients = dict[int, torch.Tensor]
 
 
 @dataclass
+class Made:
+    """Local steps since the last push, those that were skipped included."""
+
+    count: int = 0
+    samples: float = 0.0
+    computed: float = 0.0
+
+    def add(self, samples: float, computed: float) -> None:
+        """One more."""
+        self.count, self.samples, self.computed = self.count + 1, self.samples + samples, self.computed + computed
+
+
+@dataclass
 class Accumulated:
     """What the next push will hold."""
 
     flat: Flat
     absent: frozenset[int]
-    count: int = 0
-    samples: float = 0.0
-    computed: float = 0.0
 
     def views(self) -> Gradients:
         """The sum of each parameter's gradients, but of those that had none."""
@@ -58,6 +68,7 @@ class Downpour:
         self._tables = tables
         self.steps = 0
         self._sum: Accumulated | None = None
+        self._made = Made()
         self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
         self._fetch: tuple[Reading, float] | None = None  # and when it was asked for
         exchange.session.flushing.append(self.flush)
@@ -68,10 +79,7 @@ class Downpour:
         if not skip:
             self._accumulate()
             self._tables.collect()
-        if self._sum is not None:
-            self._sum.count += 1
-            self._sum.samples += samples
-            self._sum.computed += computed
+        self._made.add(samples, computed)
         if self.steps % self._local.push == 0:
             self.flush(**about)
         if self.steps % self._local.fetch == 0:
@@ -105,16 +113,18 @@ class Downpour:
         total, self._sum = self._sum, None
         if total is None:
             return
-        exchange = self._exchange
+        exchange, made, self._made = self._exchange, self._made, Made()
+        own = len(self._sent)
         self._sent.append((exchange.step, {index: view.clone() for index, view in total.views().items()}))
         exchange.push(
             total.flat,
             self._hyper.of(self._groups),
             absent=tuple(sorted(total.absent)),
             nonfinite=not total.flat.is_finite(everything=True),
-            samples=total.samples,
-            computed=total.computed,
-            count=total.count,
+            samples=made.samples,
+            computed=made.computed,
+            count=made.count,
+            own=own,
             values=False,
             **about,
         )
