@@ -129,9 +129,9 @@ class RowTraffic:
         else:
             routing = route(some[0], shards)
             listed = Listed(number, routing, routing.cut(some[1]))
-        assert listed.cuts is not None
-        kind = getattr(torch, form or self.tables[number].info.dtype)
-        return replace(listed, cuts=[cut.to(kind).contiguous() for cut in listed.cuts])  # gradients may be expanded views
+        if not form or listed.cuts is None:
+            return listed
+        return replace(listed, cuts=[cut.to(getattr(torch, form)) for cut in listed.cuts])
 
     def _listed(self, head: Push, lists: Sequence[Listed], cached: bool) -> tuple[Push, list[list[Bytes]]]:
         """A push that names these rows, and for each shard their buffers."""
