@@ -127,7 +127,7 @@ def test_lists_that_come_again_are_not_sent_again(prefetch: bool) -> None:
 
 
 def test_long_lists_are_remembered_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bytes travel, the memory of long pushes is used again; that of remembered lists, which are as long, must not be."""
+    """Where bytes travel, the memory of long pushes is used again; that of lists as long as they must not be."""
     monkeypatch.setattr(segments, "SHARE_FROM", 1 << 30)
     plain, cached = (Epochs(one, prefetch=False, ids=20_000, dim=2) for one in (False, True))
     assert torch.equal(plain.rows, cached.rows)

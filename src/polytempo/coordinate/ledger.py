@@ -17,6 +17,7 @@ class Account:
     state: str = "absent"
     step: int = 0
     steps: int = 0
+    pushes: int = 0
     samples: float = 0.0
     discarded: int = 0
     nonfinite: int = 0
@@ -44,6 +45,7 @@ class Account:
     def pushed(self, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
         self.steps += sign * push.count
+        self.pushes += sign
         self.samples += sign * push.samples
         self.computing_s += sign * push.computed
         self.exchanging_s += sign * push.exchanged
@@ -54,6 +56,7 @@ class Account:
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
         self.steps -= push.count
+        self.pushes -= 1
         self.samples -= push.samples
         self.discarded += 1
         self.wasted_s += push.computed
@@ -115,7 +118,7 @@ class Account:
             "present_s": self.present(now),
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
-            "staleness_mean": self.staleness_sum / max(self.steps, 1),
+            "staleness_mean": self.staleness_sum / max(self.pushes, 1),
             "staleness_max": self.staleness_max,
         }
 
@@ -136,7 +139,7 @@ def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[s
         "samples_per_second": samples / seconds if seconds else 0.0,
         "efficiency": useful / present,
         "waiting": sum(account.waiting_s for account in accounts) / present,
-        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(steps, 1),
+        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(sum(a.pushes for a in accounts), 1),
         "staleness_max": max(account.staleness_max for account in accounts),
         "workers": [account.as_dict(now) for account in accounts],
     }

@@ -67,7 +67,7 @@ class KeyDesk:
         ids = lists.find(keys.digest)
         if ids is None:
             raise Unknown
-        return as_bytes(ids)
+        return as_bytes(ids).copy()  # the memory of pushes is used again
 
 
 def _lists(push: Push) -> Iterator[tuple[int, Sequence[Keys]]]:
