@@ -53,6 +53,10 @@ class AnswerFilter:
         shadow.add_(self.chain.decode(said, value.numel(), value.dtype))
         return said
 
+    def told(self, worker: int) -> Flats:
+        """What a worker holds."""
+        return self._shadows[worker]
+
     def forget(self, worker: int) -> None:
         """A worker is gone."""
         self._shadows.pop(worker, None)

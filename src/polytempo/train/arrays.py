@@ -142,7 +142,7 @@ class ArrayTable(WorkerTable):
             some = self._filter.choose(*both)
         elif copied and isinstance(some, SpanOfRows):
             some = SpanOfRows(some.start, some.values.clone())
-        elif copied:
+        elif copied and not isinstance(some, SpanOfRows):
             some = some[0].clone(), some[1].clone()
         self._staged = some
 

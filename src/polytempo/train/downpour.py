@@ -41,12 +41,21 @@ class Made:
         self.count, self.samples, self.computed = self.count + 1, self.samples + samples, self.computed + computed
 
 
+@dataclass(frozen=True)
+class Basis:
+    """The servers' values that local steps begin at."""
+
+    version: int
+    contained: int  # the last of this worker's pushes that is in them
+
+
 @dataclass
 class Accumulated:
     """What the next push will hold."""
 
     flat: Flat
     absent: frozenset[int]
+    basis: Basis  # of its first gradient
 
     def views(self) -> Gradients:
         """The sum of each parameter's gradients, but of those that had none."""
@@ -71,6 +80,8 @@ class Downpour:
         self._made = Made()
         self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
         self._fetch: tuple[Reading, float] | None = None  # and when it was asked for
+        self._basis = Basis(exchange.line.version, exchange.step - 1)
+        exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
         exchange.session.flushing.append(self.flush)
 
     def step(self, skip: bool, samples: float, computed: float, **about: Any) -> None:
@@ -91,7 +102,7 @@ class Downpour:
         params = copier.params
         if self._sum is None:
             flat = copier.next_flat()
-            self._sum = Accumulated(flat, frozenset(copier.gather(flat, lambda param: param.grad)))
+            self._sum = Accumulated(flat, frozenset(copier.gather(flat, lambda param: param.grad)), self._basis)
         else:
             views = self._sum.flat.views
             have = [index for index in views if params[index].grad is not None]
@@ -114,7 +125,9 @@ class Downpour:
         if total is None:
             return
         exchange, made, self._made = self._exchange, self._made, Made()
-        own = len(self._sent)
+        if self._fetch is None:  # the next fetch will contain what is answered now
+            self._sent = [sent for sent in self._sent if sent[0] in exchange.line.outstanding]
+        exchange.line.version = total.basis.version
         self._sent.append((exchange.step, {index: view.clone() for index, view in total.views().items()}))
         exchange.push(
             total.flat,
@@ -124,7 +137,7 @@ class Downpour:
             samples=made.samples,
             computed=made.computed,
             count=made.count,
-            own=own,
+            own=exchange.step - 1 - total.basis.contained,
             values=False,
             **about,
         )
@@ -149,8 +162,8 @@ class Downpour:
             answers = exchange.client.end_read(self._fetch[0])
         self._fetch = None
         exchange.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
-        exchange.line.version = answers[0][0].version
-        contained = answers[0][0].exchange
+        exchange.line.version, contained = answers[0][0].version, answers[0][0].exchange
+        self._basis = Basis(exchange.line.version, contained)
         self._sent = [(number, gradients) for number, gradients in self._sent if number > contained]
         self._again([gradients for _, gradients in self._sent] + ([self._sum.views()] if self._sum else []))
 
@@ -160,6 +173,10 @@ class Downpour:
             for gradients in missing:
                 if index in gradients:
                     params[index].add_(gradients[index].to(params[index].device), alpha=-rate)
+
+
+def _leave(parts: object, absent: object) -> None:
+    pass
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from polytempo.errors import UsageError, nearest
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
-from polytempo.tables.ids import checked_ids
+from polytempo.tables.ids import ascending, checked_ids
 from polytempo.train.arrays import Array, ArrayTable, Future
 from polytempo.train.lines import Line, Outstanding
 from polytempo.train.local_arrays import LocalArrays
@@ -173,14 +173,15 @@ class KV:
             if ids is None:
                 request, routing = rows.ask_span(number, span), None
             else:
-                unique, places = torch.unique(ids, return_inverse=True)
+                unique, places = (ids.clone(), None) if ascending(ids) else torch.unique(ids, return_inverse=True)
                 request, routing = rows.ask(number, unique)
 
         def result() -> torch.Tensor:
             with self._session.lock:
                 if routing is None:
                     return table.shaped(rows.span_pulled(number, request, span))
-                return table.shaped(rows.pulled(number, request, routing)[places])
+                found = rows.pulled(number, request, routing)
+                return table.shaped(found if places is None else found.index_select(0, places))
 
         def done() -> bool:
             with self._session.lock:

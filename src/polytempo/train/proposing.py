@@ -85,6 +85,11 @@ class Proposing:
             raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
         if (rule or self._spec.local) and self._apply == "delta":
             raise UsageError(f"{self._spec.text} needs the gradients on the servers; leave apply='delta' out")
+        if self._spec.local and self._spec.corrections.compensation:
+            raise UsageError(
+                f"{self._spec.text}: dc and dca need the weights a gradient was taken on, which local steps make here; leave"
+                " them out"
+            )
         if together and here and not self._compression.is_lossless:
             raise UsageError(
                 "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
