@@ -1,12 +1,14 @@
 """The bar of ASU-P: with one of four workers three times slower, to reach 99 % of what `bsp` ends with 1.5 times sooner, and
 to end within half a point of it. `bsp` has the same update rule.
 
-Everything is in virtual time on the digits, for a perceptron and for a small ResNet with batch norm. Each method takes its
-learning rate from one grid, by one criterion, the earliest mean time to the target, on seeds that are not measured later:
-one for all rates, a second for the three best of them (`bsp` has both everywhere). The target is 99 % of the best final
-accuracy that `bsp` has anywhere on the grid. The final accuracy is the mean of the looks in the last tenth of a run: a
-single one, of 360 pictures, jumps by several tenths of a point from step to step. All runs are of as many
-samples.
+Everything is in virtual time on the digits, for a perceptron and for a small ResNet with batch norm. All runs are of as many
+samples. Each method takes its learning rate from one grid, by one criterion, the earliest mean time to the target among
+rates that end within half a point of the method's best, on seeds that are not measured later: one for all rates, two more
+for the three that are ahead (`bsp` has all). The target is 99 % of the best that `bsp` ends with anywhere on the grid.
+
+What a run ends with is the mean of its looks in the last tenth: a single one, of 360 pictures, jumps by several tenths of a
+point from step to step. While training, looks are taken with the merged statistics of batch norm, of which those of the slow
+worker are old; at the end they are estimated again ("recalibrated"), and where there are any, that decides the bar.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ from torch import nn
 
 from measure import save
 from polytempo.optim.asup import AsuP
+from polytempo.optim.statistics import norm_layers
 from polytempo.report.table import Table
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Lognormal
+from polytempo.train.statistics import statistics as recalibrated
 from polytempo.virtual.tasks import digits
-from polytempo.virtual.train import TrainingRun, train_virtually
+from polytempo.virtual.train import TrainingRun, accuracy, train_virtually
 
 OUT = Path("out/proof")
 CLUSTER = Cluster(step_time=Lognormal(1.0, 0.1), slow={3: 3.0})
 GRID = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 #: SGD takes gradients as they are, AsuP brings them to size one: the same grid, in another unit.
 SGD_UNIT = 50
-TUNING = (1000, 1001)
+TUNING = (1000, 1001, 1002)
 SOONER, POINTS = 1.5, 0.5
 
 
@@ -93,7 +97,7 @@ def resnet(seed: int) -> nn.Module:
 
 #: For each task: its model, the steps of all workers together, and the simulated seconds between two looks.
 TASKS: dict[str, tuple[Callable[[int], nn.Module], int, float]] = {
-    "perceptron": (lambda seed: digits(seed).model, 1600, 1.0),
+    "perceptron": (lambda seed: digits(seed).model, 1200, 1.0),
     "ResNet": (resnet, 600, 3.0),
 }
 
@@ -107,9 +111,18 @@ def run_of(task: str, method: Method, lr: float, seed: int) -> TrainingRun:
     )  # fmt: skip
 
 
-def final(run: TrainingRun) -> float:
+def last_looks(run: TrainingRun) -> float:
     end = run.curve[-1][0]
-    return statistics.mean(accuracy for seconds, accuracy in run.curve if seconds >= 0.9 * end)
+    return statistics.mean(share for seconds, share in run.curve if seconds >= 0.9 * end)
+
+
+def final(run: TrainingRun) -> float:
+    """With new statistics, where the model has any."""
+    if not norm_layers(run.model):
+        return last_looks(run)
+    (images, _), (test_images, test_labels) = digits().data
+    with recalibrated(run.model, "recalibrated", batches=images.split(128)), torch.no_grad():
+        return accuracy(run.model(test_images), test_labels)
 
 
 def time_to(run: TrainingRun, target: float) -> float:
@@ -120,21 +133,23 @@ Runs = dict[float, list[TrainingRun]]
 
 
 def by_speed(runs: Runs, target: float) -> list[float]:
-    """Rates, the one that is to be measured first; where none reaches the target, the one that ends best."""
-    return sorted(runs, key=lambda lr: (_mean([time_to(r, target) for r in runs[lr]]), -_mean([final(r) for r in runs[lr]])))
+    """Rates, the one that is to be measured first."""
+    ends = {lr: _mean([final(run) for run in runs[lr]]) for lr in runs}
+    enough = max(ends.values()) - POINTS / 100
+    return sorted(runs, key=lambda lr: (ends[lr] < enough, _mean([time_to(run, target) for run in runs[lr]]), -ends[lr]))
 
 
 def best_rate(task: str, method: Method, target: float) -> float:
-    first, second = TUNING
+    first, *others = TUNING
     runs = {lr: [run_of(task, method, lr, first)] for lr in GRID}
-    again = {lr: [*runs[lr], run_of(task, method, lr, second)] for lr in by_speed(runs, target)[:3]}
-    return by_speed(again, target)[0]
+    ahead = by_speed(runs, target)[:3]
+    return by_speed({lr: [*runs[lr], *(run_of(task, method, lr, seed) for seed in others)] for lr in ahead}, target)[0]
 
 
 def measured(task: str, seeds: Sequence[int]) -> tuple[float, dict[str, float], dict[str, list[TrainingRun]]]:
     """The target, the rate that each method takes, and its runs at that rate."""
     base = {lr: [run_of(task, METHODS[BASE], lr, seed) for seed in TUNING] for lr in track(GRID, description=f"{task}, bsp")}
-    target = 0.99 * max(_mean([final(run) for run in runs]) for runs in base.values())
+    target = 0.99 * max(_mean([last_looks(run) for run in runs]) for runs in base.values())
     rates = {BASE: by_speed(base, target)[0]}
     for name in track([name for name in METHODS if name != BASE], description=f"{task}, rates"):
         rates[name] = best_rate(task, METHODS[name], target)
@@ -162,21 +177,20 @@ def _row(
 ) -> tuple[str, ...]:
     times, theirs = [time_to(run, target) for run in ours], [time_to(run, target) for run in base]
     sooner = _mean(theirs) / _mean(times) if max(times) < math.inf else 0.0
-    points = [100 * final(run) for run in ours]
-    behind = _mean([100 * final(run) for run in base]) - _mean(points)
-    verdict = "ok" if sooner >= SOONER and behind <= POINTS else "missed"
+    looks, ends = ([100 * of(run) for run in ours] for of in (last_looks, final))
+    ahead = _mean(ends) - _mean([100 * final(run) for run in base])
+    verdict = "" if not name.startswith("asup") else "ok" if sooner >= SOONER and ahead >= -POINTS else "missed"
     ratio = f"{sooner:.2f}x" if sooner else "-"
-    return name, f"{lr * unit:g}", _spread(times), ratio, _spread(points, 1), f"{-behind:+.1f}", verdict
+    return name, f"{lr * unit:g}", _spread(times), ratio, _spread(looks, 1), _spread(ends, 1), f"{ahead:+.1f}", verdict
 
 
 def asup(seeds: int) -> None:
     torch.set_num_threads(1)
     tables, data = [], {}
-    heads = ("method", "rate", "time to target\n(s)", "sooner", "final accuracy\n(%)", "points", "bar")
+    heads = ("method", "rate", "time to target\n(s)", "sooner", "last looks\n(%)", "recalibrated\n(%)", "points", "bar")
     for task in TASKS:
         target, rates, runs = measured(task, range(seeds))
         rows = [_row(name, METHODS[name].unit, lr, runs[name], runs[BASE], target) for name, lr in rates.items()]
-        rows[0] = (*rows[0][:-1], "")
         title = f"{task}: simulated seconds to {100 * target:.1f} %, one of four workers 3x slower, {seeds} seeds"
         tables.append(Table(title, heads, tuple(rows)))
         data[task] = {name: [{"rate": lr, "curve": run.curve} for run in runs[name]] for name, lr in rates.items()}
