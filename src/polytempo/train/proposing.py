@@ -139,4 +139,5 @@ class RuleAlone:
         """With the hyper-parameters of now."""
         for group, now in zip(self._rule.param_groups, self._hyper.of(self._outer.param_groups), strict=True):
             group.update(now)
+        self._rule.state = self._outer.state  # so that state_dict() has it, and load_state_dict() gives it
         self._rule.step()
