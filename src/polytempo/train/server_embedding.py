@@ -177,7 +177,9 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
 
     def _ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The ids that are none of padding, checked; and where padding is."""
-        if self.padding_idx is None or not isinstance(ids, torch.Tensor):
+        if not isinstance(ids, torch.Tensor):
+            raise UsageError(f"expected a tensor of ids, got {type(ids).__name__}; use torch.as_tensor(ids)")
+        if self.padding_idx is None:
             return checked_ids(ids, self.table.info), None
         padding = ids.detach().reshape(-1).cpu() == self.padding_idx
         return checked_ids(ids.detach().reshape(-1).cpu()[~padding], self.table.info), padding
