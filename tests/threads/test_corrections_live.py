@@ -235,7 +235,6 @@ def test_a_worker_that_leaves_is_forgotten() -> None:
         until(lambda: all(not s.keeper.stores["0"].corrected._given for s in job.servers), "nothing is kept")
 
 
-@pytest.mark.xfail(reason="the keeper does not note what a filtered answer has told a worker", strict=True)
 def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None:
     """Worker 0 pushes between the answer to worker 1 and its next push."""
     turn, back = threading.Event(), threading.Event()

@@ -75,11 +75,11 @@ def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[t
             set_gradients([param], [gradient])
             optimizer.step()
         exchange.settle()
-        done.wait(20)
+        if "backup" not in job.plan.sync:  # where who has done is missed by those who have not
+            done.wait(20)  # else who leaves changes the others' rate
         if exchange.proposal.pull_filter not in ("", "none"):
             assert torch.equal(told(optimizer), believed(job, session.rank))
             assert torch.equal(param.detach(), told(optimizer))
-        done.wait(20)
         return sent, exchange.filters.state().get("float64", torch.zeros(SIZE, dtype=torch.float64))
 
     return job.run(work)
