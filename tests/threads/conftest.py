@@ -18,13 +18,14 @@ from polytempo.transport import segments
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("both_wires"):
-        metafunc.fixturenames.append("wire")
         queues = pytest.param("memory", marks=pytest.mark.long, id="memory")
         metafunc.parametrize("wire", [queues, "ipc"], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if not hasattr(request, "param"):
+        return ThreadJob.wire
     monkeypatch.setattr(ThreadJob, "wire", request.param)
     monkeypatch.setattr(GroupJob, "wire", request.param)
     monkeypatch.setattr(segments, "SHARE_FROM", 1)

@@ -93,7 +93,7 @@ def test_clocks_of_ranges_are_those_of_single_keys() -> None:
     [
         ("add", [1 + 10 + 100, 10 + 100, 1]),
         ("sgd", [-(1 + 10 + 100) / 3, -(10 + 100) / 3, -1 / 3]),
-        ("min", [0.0, 0.0, 0.0]),
+        ("min", [-100, -100, -1]),
         ("max", [100, 100, 1]),
         ("assign", [100, 100, 1]),
     ],
@@ -108,7 +108,8 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
         kv = KV({"w": Array(4, rule=rule, dtype=torch.float64, **options)}, session=session)
         rows = [0, 2] if session.rank == 0 else [0, 1]
         assert turns[session.rank].wait(20)  # worker 2 first, worker 0 last
-        future = kv["w"].push([10.0**session.rank] * 2, rows=rows)
+        sign = -1 if rule == "min" else 1
+        future = kv["w"].push([sign * 10.0**session.rank] * 2, rows=rows)
         until(lambda: job.sequencer.accounts[session.rank].steps == 1, "the push is there")
         turns[session.rank - 1].set()
         future.result()

@@ -223,6 +223,8 @@ class Keeper:
         store = self.stores[entry.track]
         empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
         said = None if empty else store.answers.say(entry.worker, entry.exchange, store.values)
+        if said is not None:
+            store.corrected.given(entry.worker, store.version, store.answers.told(entry.worker))
         dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
         rows, of_rows = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [])
         answer = Answer(

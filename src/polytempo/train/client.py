@@ -128,7 +128,7 @@ class Client:
     def wait_for_release(self, name: str, step: int) -> None:
         """Wait until this worker may start `step`, and take the values that came with it."""
         line = self._lines[name]
-        self._wait(lambda: line.released >= step, "an answer", lambda: self._ask(line), line)
+        self._wait(lambda: line.released >= step and line.has_room(step), "an answer", lambda: self._ask(line), line)
 
     def wait_for_answer(self, name: str, exchange: int) -> None:
         """Wait until one push is answered."""
@@ -373,8 +373,7 @@ class Client:
     def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]], waited: bool = True) -> None:
         """All shards have answered from one place of the log."""
         first = answers[0][0]
-        if all(older > first.exchange for older in line.outstanding):  # else an earlier answer was lost, and comes again
-            line.released = max(line.released, first.step)
+        line.released = max(line.released, first.step)
         line.version, line.skipped, line.staleness = first.version, first.skipped, first.staleness
         line.waited += first.waited if waited else 0.0
         line.held, line.answer, line.checkpoint = None, first, first.checkpoint or line.checkpoint

@@ -60,7 +60,7 @@ class Exchange:
         self._ahead: SendAhead | None = None
         self.sending = True  #: not while gradients are accumulated
         self.averages = proposal.apply == "mean"
-        self.line = Line(name)
+        self.line = Line(name, ahead=delay)
         self.rows = RowTraffic(self.client, name, tables)
         self.line.take_rows = self.rows.take
         self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter

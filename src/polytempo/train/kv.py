@@ -51,7 +51,7 @@ class KV:
         if self._client is None and self._session.size > 1:
             raise UsageError("arrays live on servers, and this job was not started by polytempo run; start it so")
         self._name = self._session.next_track()
-        self._line = Line(self._name)
+        self._line = Line(self._name, ahead=self._spec.ahead)
         self.step = 0
         tables = list(self._tables.values())
         self._local = LocalArrays(tables) if self._client is None else None

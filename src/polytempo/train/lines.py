@@ -40,6 +40,7 @@ class Line:
 
     name: str
     released: int = -1  # the last step it may start
+    ahead: int = 0  # so many pushes may be under way while the next is computed
     version: int = 0
     waited: float = 0.0  # by the mode, all in all, once the job had started
     staleness: int = 0  # of the last push that was answered
@@ -53,6 +54,10 @@ class Line:
     answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
     take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
     take_rows: Callable[[int, RowsOfShards], None] = lambda exchange, rows: None
+
+    def has_room(self, step: int) -> bool:
+        """Are all pushes answered but those that may be under way? A later answer may come though an earlier was lost."""
+        return not self.ahead or not self.outstanding or step <= min(self.outstanding) + self.ahead
 
     def waits_for(self, what: str) -> str:
         """For people: whom this worker waits for, and why, if the mode has said."""
