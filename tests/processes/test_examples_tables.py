@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from live import Bench
 
+pytestmark = pytest.mark.long
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
