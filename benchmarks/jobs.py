@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from polytempo.launch.local import KEEP_MEMORY
 from rigs import Rig, RigFailed
 
 
 def start_job(rig: Rig, workers: int, servers: int, sync: str, via: str = "ps") -> str:
     """Start the servers; the job file with which workers join."""
-    from polytempo.launch.local import KEEP_MEMORY
     from polytempo.train.job import JobFacts
 
     rig.environment = KEEP_MEMORY
@@ -57,7 +58,7 @@ def _server_config(index: int, paths: list[str], workers: int, sync: str, via: s
 def _start_server(config: dict[str, Any], directory: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "polytempo.launch.server_process"]
     with open(directory / f"server-{config['index']}.log", "wb") as log:
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **KEEP_MEMORY})
     assert server.stdin is not None
     server.stdin.write(json.dumps(config).encode())
     server.stdin.close()

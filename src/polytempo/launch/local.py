@@ -104,7 +104,8 @@ class LocalJob:
         for index, path in enumerate(paths):
             config = json.dumps(self._server_config(index, path, paths[0])).encode()
             command = [sys.executable, "-m", "polytempo.launch.server_process"]
-            child = Child(f"server {index}", command, self._threads(), self._log(f"server-{index}"), config)
+            variables = {**self._threads(), **keep_memory()}
+            child = Child(f"server {index}", command, variables, self._log(f"server-{index}"), config)
             self._servers[child] = index
             self._crew.add(child)
             self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
@@ -372,11 +373,15 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def keep_memory() -> dict[str, str]:
+    """What makes a process use its memory again, unless the user has settled that."""
+    return {} if any(name.startswith("MALLOC_") for name in os.environ) else KEEP_MEMORY
+
+
 def start_worker(
     script: str, arguments: Iterable[str], job_file: Path, rank: int, variables: dict[str, str], log: Any
 ) -> Child:
     """Start one worker process."""
     environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
-    if not any(name.startswith("MALLOC_") for name in os.environ):
-        environment |= KEEP_MEMORY
+    environment |= keep_memory()
     return Child(f"worker {rank}", [sys.executable, script, *arguments], environment, log(f"worker-{rank}"))

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
 from polytempo.errors import UsageError
 from polytempo.parameter_server.manifest import MANIFEST, whole_checkpoints
@@ -70,9 +70,23 @@ def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Sto
     partial = directory / f"{name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
-    data = save({key: tensor.clone() for key, tensor in tensors.items()})
-    _write_synced(partial / file, data)
-    return file, hashlib.sha256(data).hexdigest(), contents
+    save_file({key: tensor.contiguous() for key, tensor in _apart(tensors).items()}, partial / file)
+    return file, _digest(partial / file), contents
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, each in memory of its own: those that are parts of others are copied."""
+    return {
+        key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for key, tensor in tensors.items()
+    }
+
+
+def _digest(path: Path) -> str:
+    """Of a file that is then safely on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> Path:

@@ -30,7 +30,7 @@ from polytempo.protocol.servers import Failed, Norm, Saved
 from polytempo.protocol.values import PushId, Share
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
-from polytempo.transport.pool import Pool
+from polytempo.transport.pool import Arena, Pool
 
 #: Handing an entry to the thread and its answer back takes about so many seconds.
 HAND_OVER = 300e-6
@@ -81,6 +81,7 @@ class Keeper:
         self.bell = Bell()
         self.stores: dict[str, Store] = {}
         self.pool = pool
+        self._arena = Arena(pool)
         self._checkpoints, self._resume = checkpoints, resume
         self._entries: SimpleQueue[tuple[Entry | PullHere | KeepHere, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
@@ -181,7 +182,7 @@ class Keeper:
 
     def _set_up(self, entry: Setup) -> None:
         store = self.stores[entry.track] = Store(
-            entry.proposal, self.shard, self.shards, self.pool, alone=self._workers == 1
+            entry.proposal, self.shard, self.shards, self.pool, self._workers == 1, self._arena
         )
         if entry.resume and self._resume is not None:
             shards = read_shards(self._resume, entry.track, entry.proposal)
@@ -226,7 +227,7 @@ class Keeper:
         if said is not None:
             store.corrected.given(entry.worker, store.version, store.answers.told(entry.worker))
         dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
-        rows, of_rows = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [])
+        rows, of_rows, blocks = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [], [])
         answer = Answer(
             track=entry.track,
             shard=self.shard,
@@ -246,7 +247,19 @@ class Keeper:
             checkpoint=entry.checkpoint,
             spread=store.spread.mean,
         )
-        self._report(ForWorker(entry.worker, answer, [*dense, *of_rows] if of_rows else dense, done))
+        if of_rows:
+            dense, done = [*dense, *of_rows], self._sent(done, blocks)
+        self._report(ForWorker(entry.worker, answer, dense, done))
+
+    def _sent(self, done: Done | None, blocks: list[Bytes]) -> Done:
+        """What to do when an answer was sent: values were lent, and blocks taken."""
+
+        def sent() -> None:
+            if done is not None:
+                done()
+            self._arena.give(blocks)
+
+        return sent
 
     def _pull(self, entry: PullHere) -> None:
         """Rows as they are now, or which steps have reached a span."""
@@ -258,11 +271,12 @@ class Keeper:
             answer.clock, answer.version = table.clock(*span), table.version_of(*span)
             self._report(ForWorker(entry.worker, answer))
             return
-        if entry.ids is not None:
-            rows = table.pull(as_tensor(entry.ids, "int64"))
-        else:
-            rows = table.pull_range(*(pull.span or (0, 0)))
-        self._report(ForWorker(entry.worker, answer, [as_bytes(rows)]))
+        if entry.ids is None:
+            rows = as_bytes(table.pull_range(*(pull.span or (0, 0))))
+            self._report(ForWorker(entry.worker, answer, [rows]))
+            return
+        rows, blocks = store.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
+        self._report(ForWorker(entry.worker, answer, [rows], self._sent(None, blocks)))
 
     def _answer_to_load(self, entry: LoadState) -> Answer:
         identity = entry.id

@@ -22,6 +22,7 @@ from polytempo.protocol.values import Proposal, TableInfo
 from polytempo.tables.routing import range_ids
 from polytempo.tables.table import RowPush, Table
 from polytempo.transport.channel import Bytes
+from polytempo.transport.pool import Arena
 
 
 def row_buffers(push: Push) -> int:
@@ -42,8 +43,9 @@ class Wishes:
 class TrackTables:
     """The tables of one track, on one shard."""
 
-    def __init__(self, proposal: Proposal, shard: int, shards: int) -> None:
+    def __init__(self, proposal: Proposal, shard: int, shards: int, arena: Arena) -> None:
         self.shard, self.shards = shard, shards
+        self._arena = arena
         self.tables = [Table(info, shard, shards) for info in proposal.tables]
         self._wishes: dict[int, Wishes] = {}
 
@@ -146,12 +148,21 @@ class TrackTables:
         wishes = self._wishes.get(worker)
         return wishes is None or wishes.exchange != exchange or wishes.values
 
-    def answer(self, worker: int, exchange: int) -> tuple[tuple[RowAnswer, ...], list[Bytes]]:
-        """The rows for an answer: what the worker's mirrors lack, and what it wanted."""
+    def pull(self, number: int, ids: torch.Tensor) -> tuple[Bytes, list[Bytes]]:
+        """Rows as they are, to be sent, and the blocks they lie in: give them back when they were."""
+        table = self.tables[number]
+        nbytes = ids.numel() * table.info.dim * ITEM_SIZES[table.info.dtype]
+        block = self._arena.take(nbytes)
+        table.pull(ids, as_tensor(block[:nbytes], table.info.dtype).view(-1, table.info.dim))
+        return block[:nbytes], [block]
+
+    def answer(self, worker: int, exchange: int) -> tuple[tuple[RowAnswer, ...], list[Bytes], list[Bytes]]:
+        """The rows for an answer, what the worker's mirrors lack and what it wanted; and the blocks some of it lies in."""
         wishes = self._wishes.get(worker, Wishes())
         fits = wishes.exchange == exchange
         answers: list[RowAnswer] = []
         buffers: list[Bytes] = []
+        blocks: list[Bytes] = []
         for number, table in enumerate(self.tables):
             if table.info.mirrored:
                 ids, values = table.changed_since(wishes.version if fits and exchange >= 0 else -1)
@@ -159,8 +170,10 @@ class TrackTables:
                 buffers += [as_bytes(ids), as_bytes(values)]
         for number, ids in wishes.wanted if fits else ():
             answers.append(RowAnswer(number, changed=False))
-            buffers.append(as_bytes(self.tables[number].pull(ids)))
-        return tuple(answers), buffers
+            rows, taken = self.pull(number, ids)
+            buffers.append(rows)
+            blocks += taken
+        return tuple(answers), buffers, blocks
 
     def forget(self, worker: int) -> None:
         """A worker is gone."""

@@ -33,7 +33,7 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, Share
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes, Done
-from polytempo.transport.pool import Pool
+from polytempo.transport.pool import Arena, Pool
 
 Flats = dict[str, torch.Tensor]
 NormOf = Callable[[float], float]
@@ -72,7 +72,15 @@ class Loan:
 class Store:
     """What one shard holds of one optimizer."""
 
-    def __init__(self, proposal: Proposal, shard: int, shards: int, pool: Pool | None = None, alone: bool = True) -> None:
+    def __init__(
+        self,
+        proposal: Proposal,
+        shard: int,
+        shards: int,
+        pool: Pool | None = None,
+        alone: bool = True,
+        arena: Arena | None = None,
+    ) -> None:
         self.proposal = proposal
         self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._pool = pool or Pool()
@@ -93,7 +101,7 @@ class Store:
         self._loan = Loan()
         self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
-        self.rows = TrackTables(proposal, shard, shards)
+        self.rows = TrackTables(proposal, shard, shards, arena or Arena(self._pool))
         spec = parse_spec(proposal.sync)
         self.corrected = Corrected(spec.corrections)
         self._push_filter = parse_chain(proposal.push_filter)

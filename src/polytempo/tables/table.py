@@ -67,16 +67,16 @@ class Table:
 
     # Reading.
 
-    def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of these ids, in their order."""
+    def pull(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows of these ids, in their order, in memory of their own or in `out`."""
         self.checks.ids(ids)
         if isinstance(self.index, RangeIndex) and self.info.start == "zeros":
-            return self.values.index_select(0, self.index.slots(ids))
+            return torch.index_select(self.values, 0, self.index.slots(ids), out=out)
         slots = self.index.find(ids)
         missing = slots < 0
         if not bool(missing.any()):
-            return self.values.index_select(0, slots)
-        result = torch.empty((ids.numel(), self.info.dim), dtype=self.dtype)
+            return torch.index_select(self.values, 0, slots, out=out)
+        result = torch.empty((ids.numel(), self.info.dim), dtype=self.dtype) if out is None else out
         result[~missing] = self.values[slots[~missing]]
         result[missing] = self._first(ids[missing])
         return result

@@ -56,7 +56,7 @@ from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cores import Companion
 from polytempo.transport.mesh import SAY_AFTER
 from polytempo.transport.poller import Poller
-from polytempo.transport.pool import Pool
+from polytempo.transport.pool import Arena, Pool
 
 if TYPE_CHECKING:
     from polytempo.train.ahead import SendAhead
@@ -73,7 +73,7 @@ class Client:
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.bytes_sent = self.bytes_received = 0
         self.retry = retry
-        self.pool = pool
+        self.pool, self.arena = pool, Arena(pool)
         self._channels = list(channels)
         self._lines: dict[str, Line] = {}
         self._readings: dict[int, Reading] = {}  # by request
@@ -368,6 +368,7 @@ class Client:
         waiting.answers[answer.shard] = answer, buffers
         if len(waiting.answers) == self.shards:
             del line.outstanding[answer.exchange]
+            self.arena.give(waiting.blocks)
             self._take(line, waiting.answers)
 
     def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]], waited: bool = True) -> None:

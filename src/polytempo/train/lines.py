@@ -24,6 +24,7 @@ class Outstanding:
     parts: list[list[Bytes]]  # for each shard its dense buffers
     rows: list[list[Bytes]] = field(default_factory=list)  # and those of its tables
     plain: Callable[[], tuple[Push, list[list[Bytes]]]] | None = None  # the push and its rows without cached keys
+    blocks: list[Bytes] = field(default_factory=list)  # of the client's arena, in which rows lie
     answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
 
     def buffers(self, shard: int) -> list[Bytes]:

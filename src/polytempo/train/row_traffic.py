@@ -22,6 +22,7 @@ from polytempo.tables.routing import Routing, cut_range, join_range, route
 from polytempo.train.client import Client
 from polytempo.train.lines import Outstanding, RowsOfShards
 from polytempo.transport.channel import Bytes
+from polytempo.transport.segments import SHARE_FROM
 
 #: Ids and their rows; ids are unique and ascend.
 SomeRows = tuple[torch.Tensor, torch.Tensor]
@@ -113,10 +114,11 @@ class RowTraffic:
         pairs = zip(wanted, wants, strict=True)
         self._wanted[waiting.push.id.step] = [(ids, w.routing) for (_, ids), w in pairs if w.routing is not None]
         head = msgspec.structs.replace(waiting.push, rules=tuple(table.hyper() for table in self.tables))
-        push, buffers = self._listed(head, [*lists, *wants], cached=True)
-        plain = lambda: self._listed(head, [*lists, *wants], cached=False)  # noqa: E731
+        blocks: list[Bytes] = []
+        push, buffers = self._listed(head, [*lists, *wants], cached=True, blocks=blocks)
+        plain = lambda: self._listed(head, [*lists, *wants], cached=False, blocks=blocks)  # noqa: E731
         caches = any(part.keys for part in push.rows) or any(want.keys for want in push.wants)
-        return Outstanding(push, waiting.parts, buffers, plain if caches else None)
+        return Outstanding(push, waiting.parts, buffers, plain if caches else None, blocks)
 
     def _to_push(self) -> list[Listed]:
         pushed = [(number, some) for number, table in enumerate(self.tables) if (some := table.pushed()) is not None]
@@ -133,15 +135,26 @@ class RowTraffic:
             return listed
         return replace(listed, cuts=[cut.to(getattr(torch, form)) for cut in listed.cuts])
 
-    def _listed(self, head: Push, lists: Sequence[Listed], cached: bool) -> tuple[Push, list[list[Bytes]]]:
-        """A push that names these rows, and for each shard their buffers."""
+    def _listed(
+        self, head: Push, lists: Sequence[Listed], cached: bool, blocks: list[Bytes]
+    ) -> tuple[Push, list[list[Bytes]]]:
+        """A push that names these rows, and for each shard their buffers; the blocks some of them lie in are noted."""
         keys = [self._keys(listed, cached) for listed in lists]
         both = list(zip(lists, keys, strict=True))
         forms = [table.form for table in self.tables]
         parts = tuple(RowPart(one.table, one.span, key, forms[one.table]) for one, key in both if one.cuts is not None)
         wants = tuple(Want(listed.table, key) for listed, key in both if listed.cuts is None)
-        buffers = [_buffers(shard, both) for shard in range(self._client.shards)]
+        buffers = [[self._shared(b, blocks) for b in _buffers(shard, both)] for shard in range(self._client.shards)]
         return msgspec.structs.replace(head, rows=parts, wants=wants), buffers
+
+    def _shared(self, buffer: Bytes, blocks: list[Bytes]) -> Bytes:
+        """The same bytes in memory that servers of this host can read."""
+        if self._client.pool.shelf is None or buffer.nbytes < SHARE_FROM:
+            return buffer
+        block = self._client.arena.take(buffer.nbytes)
+        blocks.append(block)
+        block[: buffer.nbytes] = buffer
+        return block[: buffer.nbytes]
 
     def _keys(self, listed: Listed, cached: bool) -> tuple[Keys, ...]:
         if not self.tables[listed.table].cached or listed.routing is None:

@@ -6,10 +6,12 @@ come from here and go back when they have been used up; of each size at most as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy
 
 from polytempo.transport.channel import Bytes
-from polytempo.transport.segments import Borrowed, Shelf
+from polytempo.transport.segments import SHARE_FROM, Borrowed, Shelf
 
 #: Smaller ones are not worth keeping.
 KEEP_FROM = 64 << 10
@@ -46,3 +48,27 @@ class Pool:
         """A buffer that nobody reads any more."""
         if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+
+class Arena:
+    """Blocks of memory to send rows from, shared where that is possible: their sizes are powers of two, to fit again.
+
+    Who takes a block gives it back when nobody reads it any more. Its methods may be called by several threads.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._free: dict[int, list[Bytes]] = {}
+
+    def take(self, nbytes: int) -> Bytes:
+        """A block of at least so many bytes, with anything in it."""
+        size = 1 << max(nbytes - 1, SHARE_FROM).bit_length()
+        try:
+            return self._free.setdefault(size, []).pop()
+        except IndexError:
+            return self._pool.allocate(size)
+
+    def give(self, blocks: Iterable[Bytes]) -> None:
+        """Blocks that nobody reads any more."""
+        for block in blocks:
+            self._free[block.nbytes].append(block)
