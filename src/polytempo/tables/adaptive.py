@@ -29,7 +29,7 @@ def adagrad(rows: Tensor, state: State, pushed: Tensor, hyper: Hyper, rate: floa
 def rowwise_adagrad(rows: Tensor, state: State, pushed: Tensor, hyper: Hyper, rate: float) -> None:
     """sum += mean of g^2 over the row; row -= lr / (sqrt(sum) + eps) * g: one number beside a row instead of a row."""
     total = state["sum"].add_(pushed.pow(2).mean(1, keepdim=True))
-    rows.sub_(pushed * (hyper["lr"] * rate / total.sqrt().add_(hyper["eps"])))
+    rows.addcmul_(pushed, hyper["lr"] * rate / total.sqrt().add_(hyper["eps"]), value=-1)
 
 
 def adam(rows: Tensor, state: State, pushed: Tensor, hyper: Hyper, rate: float) -> None:
