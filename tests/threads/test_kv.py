@@ -305,6 +305,7 @@ def test_a_push_with_one_bad_part_changes_nothing(servers: int) -> None:
         (lambda: KV({"w": Array(3, rule="min", compression="topk:0.1")}, session=alone()), "cannot wait"),
         (lambda: KV({"w": Array(None, compression="topk:0.1")}, session=alone()), "needs a bound"),
         (lambda: KV({"w": Array(3, compression="sign")}, session=alone()), "is for dense pushes"),
+        (lambda: KV({"w": Array(3)}, session=alone()).push(samples=0), "expected samples to be a number above 0"),
         (lambda: Array(0), "expected rows to be a number from 1 on"),
         (lambda: Array(3, rule="ad"), "add"),
         (lambda: Array(3, dtype=torch.complex64), "expected dtype"),

@@ -121,6 +121,21 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
         assert job.sequencer.tracks["0"].version == 1
 
 
+def test_a_mean_is_weighted_by_samples_and_a_push_without_parts_counts_in_it() -> None:
+    def work(session: Session) -> list[float]:
+        kv = KV({"w": Array(2, rule="sgd", lr=1.0, dtype=torch.float64)}, session=session)
+        if session.rank == 2:
+            kv.push(samples=4.0)
+        else:
+            kv["w"].push([8.0, float(session.rank)], samples=1.0 + 2 * session.rank)
+        kv.finish()
+        return kv["w"].pull().result().tolist()
+
+    with ThreadJob(3, 2, "bsp") as job:
+        for got in job.run(work):
+            assert got == pytest.approx([-(1 * 8 + 3 * 8) / 8, -3 * 1 / 8], rel=1e-15)
+
+
 @pytest.mark.parametrize(("sync", "lead"), [("bsp", 1), ("ssp:3", 4), ("ssp:0", 1)])
 def test_a_fast_worker_is_held_where_the_mode_says(sync: str, lead: int, tmp_path: Path) -> None:
     def work(session: Session) -> float:
@@ -195,6 +210,7 @@ def test_what_is_lost_or_doubled_on_the_way_is_added_once(sync: str, copies: int
         disturb(session, lambda shard: sometimes(copies, 2 * shard + session.rank))
         for step in range(8):
             kv["w"].push([1.0, 10.0, 100.0], rows=[0, 3, 5] if step % 2 else [1, 2, 6])
+            assert len(kv._line.outstanding) <= (3 if sync == "delay:2" else 1)
         kv.finish()
         done.wait(20)
         return kv["w"].pull().result().tolist()

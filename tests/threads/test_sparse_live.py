@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -220,11 +221,10 @@ def test_a_read_in_between_does_not_hide_what_others_changed() -> None:
     assert torch.equal(got[0][3], got[1][3])
 
 
-@pytest.mark.parametrize("count", [5, 20_000])  # the memory of large pushes is used again in another way
-def test_what_changed_is_remembered_though_pushes_share_their_memory(count: int) -> None:
-    """On one shard slots are ids, and ids are a push's own memory."""
-    turns = threading.Barrier(2)
-    start = torch.zeros(10 * count, 1)
+def test_what_changed_is_remembered_though_pushes_share_their_memory() -> None:
+    """On one shard slots are ids, and ids are a push's own memory, which is used again where pushes are large."""
+    turns, count = threading.Barrier(2), 20_000
+    start = torch.zeros(40 * count, 1)
 
     def work(session: Session) -> torch.Tensor:
         embedding = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=True)
@@ -235,7 +235,7 @@ def test_what_changed_is_remembered_though_pushes_share_their_memory(count: int)
             optimizer.step()
         turns.wait(20)
         if session.rank == 1:
-            embedding(torch.tensor([10 * count - 1])).sum().backward()
+            embedding(torch.tensor([40 * count - 1])).sum().backward()
             optimizer.step()
         turns.wait(20)
         return embedding.weight.detach()[: 4 * count].clone()
@@ -244,6 +244,51 @@ def test_what_changed_is_remembered_though_pushes_share_their_memory(count: int)
         got = job.run(work)
     assert torch.equal(got[1], torch.full((4 * count, 1), -1.0))
     assert torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_its_state_is_torchs_and_is_gone_on_from(servers: int, wrapped_first: bool) -> None:
+    """Read in the middle of one job, loaded in another: before the optimizer is wrapped, or after."""
+    model, make, batches = lookup_model(), OPTIMIZERS["adagrad"], lookup_batches(STEPS, SIZES[:2])
+    alone = dense_twin(model)
+    plain = make(list(alone.parameters()))
+
+    def train(optimizer: torch.optim.Optimizer, mine: nn.Module, rank: int | None, part: slice) -> None:
+        for step in batches[part]:
+            optimizer.zero_grad()
+            loss_of(mine, joined(step) if rank is None else step[rank]).backward()
+            optimizer.step()
+
+    def first(session: Session) -> tuple[Lookup, dict[str, Any]]:
+        mine = copy.deepcopy(model)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine, session=session)
+        train(optimizer, mine, session.rank, slice(0, 4))
+        return mine, optimizer.state_dict()
+
+    with ThreadJob(2, servers) as job:
+        middle, state = job.run(first)[0]
+    train(plain, alone, None, slice(0, 4))
+    wanted = plain.state_dict()["state"]
+    assert list(state["state"]) == list(wanted)
+    for one, other in zip(state["state"].values(), wanted.values(), strict=True):
+        assert_close([one["sum"], one["step"]], [other["sum"], other["step"]], rtol=1e-12)
+
+    def second(session: Session) -> list[torch.Tensor]:
+        mine = copy.deepcopy(middle)
+        inner = make(list(mine.parameters()))
+        if not wrapped_first:
+            inner.load_state_dict(copy.deepcopy(state))
+        optimizer = DistributedOptimizer(inner, mine, session=session)
+        if wrapped_first:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        train(optimizer, mine, session.rank, slice(4, None))
+        return weights(mine)
+
+    with ThreadJob(2, 2) as job:
+        got = all_equal(job.run(second))
+    train(plain, alone, None, slice(4, None))
+    assert_close(got, weights(alone), rtol=1e-12)
 
 
 def test_a_learning_rate_that_changes_is_followed() -> None:

@@ -118,6 +118,25 @@ def test_the_end_is_a_count(sync: str, scale: float, servers: int) -> None:
         assert_once(job, results, scale)
 
 
+@pytest.mark.parametrize(("samples", "moved"), [((1, 1), 0.5), ((1, 3), 0.25), ((3, 1), 0.75), ((0, 1), 0.0)], ids=str)
+def test_who_pushes_no_rows_in_a_round_counts_in_their_mean(samples: tuple[int, int], moved: float) -> None:
+    """Its gradient of those rows is zero."""
+
+    def work(session: Session) -> list[torch.Tensor]:
+        model = Tables(cached=False)
+        other = nn.Parameter(torch.zeros(1))
+        both = torch.optim.SGD([*model.parameters(), other], lr=1.0)
+        optimizer = DistributedOptimizer(both, model, session=session)
+        loss = model(torch.tensor([3])) if session.rank == 0 else other.sum()
+        loss.backward()
+        optimizer.step(samples=samples[session.rank])
+        return [model.mirrored.weight.detach()[2:4, 0].clone(), model.served.pull(torch.tensor([2, 3]))[:, 0]]
+
+    with ThreadJob(2, 2) as job:
+        for got in job.run(work):
+            assert [rows.tolist() for rows in got] == [[0, -moved]] * 2
+
+
 def twice(session: Session) -> None:
     """Every push is sent again before anybody waits for its answer."""
     client = session.client

@@ -139,4 +139,5 @@ def test_servers_that_forget_are_sent_the_list_once_more(prefetch: bool) -> None
     assert torch.equal(plain.rows, cached.rows)
     assert cached.sent[5] > cached.sent[8] + 1000 * 8 - HEADERS  # it was sent
     assert cached.sent[8] < plain.sent[8] - 2 * 1000 * 8 + 2 * HEADERS  # and remember from then on
+    assert prefetch or cached.sent[5] < plain.sent[5]  # once for the pull; the push finds it there
     assert cached.full == (0 if prefetch else 2 * 2)  # of the other two batches, to two servers

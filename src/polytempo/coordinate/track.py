@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.protocol.layout import first_difference
+from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Part, Proposal, PushId
@@ -179,7 +179,7 @@ def disagreement(track: Track, worker: int, proposal: Proposal) -> str:
         ours, theirs = getattr(proposal, field_name), getattr(first, field_name)
         if ours != theirs:
             return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {track.first}"
-    difference = first_difference(proposal.tensors, first.tensors)
+    difference = first_difference(proposal.tensors, first.tensors) or table_difference(proposal.tables, first.tables)
     if difference:
         return f"the models of workers {worker} (here) and {track.first} (there) differ: {difference}"
     ours, theirs = hyper_of(proposal.groups), hyper_of(first.groups)
@@ -198,7 +198,6 @@ _COMPARED = {
     "clip_norm": "clip_norm",
     "push_filter": "the compression of pushes",
     "pull_filter": "the compression of answers",
-    "tables": "the tables",
 }
 
 

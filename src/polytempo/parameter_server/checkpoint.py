@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import load_file, save, save_file
 
@@ -26,8 +25,8 @@ from polytempo.errors import UsageError
 from polytempo.parameter_server.manifest import MANIFEST, whole_checkpoints
 from polytempo.parameter_server.state import RunState, as_bytes
 from polytempo.parameter_server.store import Store
-from polytempo.protocol.layout import first_difference, lay_out
-from polytempo.protocol.values import Proposal, TensorInfo
+from polytempo.protocol.layout import first_difference, lay_out, table_difference
+from polytempo.protocol.values import Proposal, TableInfo, TensorInfo
 from polytempo.transport.channel import Bytes
 
 KEPT = 3  #: older checkpoints of the same job are removed
@@ -109,15 +108,13 @@ def read_shards(directory: Path, track: str, proposal: Proposal) -> list[SavedSh
     manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     saved = manifest["tracks"][track]["proposal"]
     tensors = [TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]]
-    difference = first_difference(proposal.tensors, tensors)
+    tables = [TableInfo(*described) for described in saved.get("tables", [])]
+    difference = first_difference(proposal.tensors, tensors) or table_difference(proposal.tables, tables)
     if difference:
         raise UsageError(f"the checkpoint {directory.name} is of another model: {difference} (there: the checkpoint)")
     if saved["optimizer"] != proposal.optimizer:
         there = saved["optimizer"] or "none"
         raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {proposal.optimizer}")
-    tables = [list(msgspec.structs.astuple(info)) for info in proposal.tables]
-    if saved.get("tables", []) != tables:
-        raise UsageError(f"the checkpoint {directory.name} has other tables: {saved.get('tables', [])}, the script {tables}")
     return [_read_shard(directory / file["file"], track, file["tensors"][track]) for file in manifest["files"]]
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from math import prod
 
 from polytempo.errors import UsageError
-from polytempo.protocol.values import TensorInfo
+from polytempo.protocol.values import TableInfo, TensorInfo
 
 ITEM_SIZES = {
     "float64": 8,
@@ -155,3 +155,13 @@ def first_difference(ours: Sequence[TensorInfo], theirs: Sequence[TensorInfo]) -
 
 def _described(info: TensorInfo) -> str:
     return f"{info.name} {list(info.shape)} {info.dtype} in group {info.group}"
+
+
+def table_difference(ours: Sequence[TableInfo], theirs: Sequence[TableInfo]) -> str:
+    """In a few words, where the tables of two models differ first; empty when they do not."""
+    for one, other in zip(ours, theirs, strict=False):
+        for name in TableInfo.__struct_fields__:
+            here, there = getattr(one, name), getattr(other, name)
+            if here != there:
+                return f"table {one.name!r} has {name} {here!r} here and {there!r} there"
+    return f"{len(ours)} tables here and {len(theirs)} there" if len(ours) != len(theirs) else ""

@@ -81,6 +81,10 @@ class KV:
 
     def push(self, *parts: Part, samples: float = 1.0) -> Future[int]:
         """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
+        if not 0 < samples < float("inf"):
+            raise UsageError(
+                f"expected samples to be a number above 0, got {samples!r}; a push without parts changes nothing"
+            )
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):
             raise UsageError(f"expected each array once in a push, got {', '.join(names)}: one comes twice; push twice")
