@@ -127,11 +127,10 @@ def test_every_mode_conserves_what_it_sends_and_what_it_says(chain: str, sync: s
 
 
 @pytest.mark.parametrize("copies", [0, 2])
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "delay:3"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_losses_and_repeats_leave_both_sides_alike(sync: str, copies: int, seed: int) -> None:
+@pytest.mark.parametrize(("sync", "seed"), [("bsp", 0), ("asp", 0), ("ssp:1", 0), ("delay:3", 0), ("delay:3", 1)])
+def test_losses_and_repeats_leave_both_sides_alike(sync: str, seed: int, copies: int) -> None:
     compression = {"push": "topk:0.1+bf16", "pull": "topk:0.1"}
-    with LossyJob(2, 2, sync, retry=0.05) as job:
+    with LossyJob(2, 2, sync, retry=0.02) as job:
         results = push_all(job, compression, lambda rank, shard: sometimes(copies, seed * 10 + 2 * shard + rank))
         got = START.detach() - held(job)
     torch.testing.assert_close(got, sum(sent for sent, _ in results) / 2, rtol=0, atol=1e-12)

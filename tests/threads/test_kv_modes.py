@@ -216,6 +216,6 @@ def test_what_is_lost_or_doubled_on_the_way_is_added_once(sync: str, copies: int
         return kv["w"].pull().result().tolist()
 
     done = threading.Barrier(2)
-    with LossyJob(2, 2, sync, retry=0.05) as job:
+    with LossyJob(2, 2, sync, retry=0.02) as job:
         for got in job.run(work):
             assert got == [8, 8, 80, 80, 0, 800, 800]
