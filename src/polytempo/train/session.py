@@ -303,10 +303,10 @@ def should_stop() -> bool:
     return client is not None and client.stop
 
 
-def manifest(optimizer: int = 0) -> dict[str, Any]:
+def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str, Any]:
     """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
     its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
-    session = current()
+    session = session or current()
     if session.client is None:
         raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
     with session.lock:
