@@ -37,7 +37,7 @@ HAND_OVER = 300e-6
 #: An update for which everybody waits may keep the desk from its other business for so long.
 PATIENCE = 50e-3
 #: Pulling so many rows takes about as long as handing it over.
-FEW_ROWS = 4096
+FEW_ROWS = 8192
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
 
@@ -103,7 +103,7 @@ class Keeper:
         if isinstance(entry, KeepHere):
             return False
         if isinstance(entry, PullHere):
-            return entry.ids is not None and entry.ids.nbytes <= 8 * FEW_ROWS
+            return entry.ids is not None and (entry.ids.nbytes <= 8 * FEW_ROWS or self._workers == 1)
         if isinstance(entry, Update):
             alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
             allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
