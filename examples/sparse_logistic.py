@@ -133,7 +133,7 @@ def report(worker: Worker, weights: torch.Tensor, filters: bool, skipped: float,
             f"{'with filters' if filters else 'without filters'}: objective {objective:.0f} ({start:.0f} at zero),", end=" "
         )
         print(f"{int(found.sum())} weights not zero, {int((found & right).sum())} of the true {int(right.sum())},", end=" ")
-        print(f"{100 * skipped:.1f} % of entries skipped, {traffic / 1e6:.1f} MB of this worker")
+        print(f"{100 * skipped:.1f} % of entries skipped, {traffic / 1e6:.2f} MB of this worker")
 
 
 torch.set_num_threads(1)
