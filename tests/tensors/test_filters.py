@@ -102,8 +102,6 @@ def test_values_that_no_chain_can_take_are_refused() -> None:
     for values in (torch.zeros(9), torch.zeros(10, 1), torch.zeros(10, dtype=torch.float64), torch.zeros(10, device="meta")):
         with pytest.raises(UsageError, match=r"expected a flat tensor of 10 float32 on the CPU, got \["):
             chain.encode(values)
-        with pytest.raises(UsageError, match="expected a flat tensor"):
-            chain.restore(values)
     with pytest.raises(UsageError, match=r"expected values of float64, .*got int32"):
         parse_chain("none").new(10, torch.int32)
     with pytest.raises(UsageError, match="size of at least 0"):
@@ -278,22 +276,3 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     plain.load(plain.state())
     with pytest.raises(UsageError, match=r"the state of filter none is nothing, got residual"):
         plain.load({"residual": torch.zeros(4)})
-
-
-@lossy
-def test_what_was_never_applied_is_put_back(text: str) -> None:
-    """The same as if the two values had been given at once."""
-    spec, first, second = parse_chain(text), some(1, 100, torch.float64), some(2, 100, torch.float64)
-    chain, other = (spec.new(100, torch.float64) for _ in range(2))
-    chain.restore(spec.decode(chain.encode(first), 100, torch.float64))
-    assert torch.allclose(chain.residual, first, rtol=1e-14, atol=1e-15)
-    decoded = spec.decode(chain.encode(second), 100, torch.float64)
-    assert torch.allclose(decoded, spec.decode(other.encode(first + second), 100, torch.float64), rtol=1e-12, atol=1e-14)
-    assert torch.allclose(chain.residual, other.residual, rtol=1e-12, atol=1e-14)
-
-
-def test_there_is_nothing_to_put_back_without_a_filter() -> None:
-    chain = parse_chain("none").new(4, torch.float32)
-    chain.restore(torch.ones(4))
-    assert torch.equal(chain.residual, torch.zeros(4))
-    assert torch.equal(torch.from_numpy(chain.encode(torch.ones(4))[0]).view(torch.float32), torch.ones(4))

@@ -37,23 +37,16 @@ def some(dice: torch.Generator, size: int, dtype: torch.dtype = torch.float64, s
     size=st.integers(1, 200),
     scales=st.lists(st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 1e3, 1e5]), min_size=1, max_size=30),
     seed=st.integers(0, 1 << 30),
-    lost=st.integers(0, 3),
 )
-def test_sent_and_held_add_up_to_produced(
-    text: str, dtype: torch.dtype, size: int, scales: list[float], seed: int, lost: int
-) -> None:
-    """Also where some messages are discarded and put back."""
+def test_sent_and_held_add_up_to_produced(text: str, dtype: torch.dtype, size: int, scales: list[float], seed: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     spec = parse_chain(text)
     chain = spec.new(size, dtype)
     produced, sent, weight = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
-    for step, scale in enumerate(scales):
+    for scale in scales:
         values = some(dice, size, dtype, min(scale, 1e3) if dtype == torch.float16 else scale)
         message = spec.decode(chain.encode(values), size, dtype)
-        if lost and step % 4 == lost:
-            chain.restore(message)
-        else:
-            sent += message.double()
+        sent += message.double()
         produced += values.double()
         weight += values.double().abs() + message.double().abs()
     assert bool(((sent + chain.residual.double() - produced).abs() <= ROUNDING[dtype] * weight).all())
@@ -163,7 +156,6 @@ def test_where_nothing_is_a_number_the_next_message_is_as_good_as_the_first(text
     bad = torch.tensor([BAD[i % 3] for i in range(40)], dtype=dtype)
     decoded = spec.decode(used.encode(bad), 40, dtype)
     assert (~decoded.isfinite()).sum() == (4 if text.startswith("topk") else 40)
-    used.restore(decoded)
     assert used.residual.count_nonzero() == 0
     values = some(torch.Generator().manual_seed(1), 40, dtype)
     assert all(numpy.array_equal(*pair) for pair in zip(used.encode(values), fresh.encode(values), strict=True))

@@ -109,12 +109,6 @@ class Chain:
         self._held.add_(values)
         return self.spec.code.encode(self._held, self.form)
 
-    def restore(self, values: torch.Tensor) -> None:
-        """Put back the values of a message that was never applied; what is no number in it stays out."""
-        values = self._checked(values)
-        if not self.spec.is_lossless:
-            self._held.add_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
-
     def state(self) -> dict[str, torch.Tensor]:
         """What must be kept to go on later as if nothing had happened."""
         return {} if self.spec.is_lossless else {"residual": self._held.clone()}

@@ -83,6 +83,7 @@ class Downpour:
         self._basis = Basis(exchange.line.version, exchange.step - 1)
         exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
         exchange.session.flushing.append(self.flush)
+        exchange.before_read = self.flush
 
     def step(self, skip: bool, samples: float, computed: float, **about: Any) -> None:
         """One local step, and what is due after it."""

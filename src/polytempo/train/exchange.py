@@ -58,6 +58,7 @@ class Exchange:
             self.client.lend(self.copier.next_flat().parts)
         self._staging = Staging(params, self.copier.next_flat()) if staged and not delay else None
         self._ahead: SendAhead | None = None
+        self.before_read: Callable[[], None] = lambda: None  #: sends what the values read should contain
         self.sending = True  #: not while gradients are accumulated
         self.averages = proposal.apply == "mean"
         self.line = Line(name, ahead=delay)
@@ -147,6 +148,7 @@ class Exchange:
 
     def read_values(self) -> None:
         """The servers' newest values into the parameters."""
+        self.before_read()
         if self.client.companion is not None:
             self.client.companion.release()  # who reads is about to do something else for a while
         with self.session.lock:

@@ -35,6 +35,7 @@ from polytempo.train.downpour import Downpour
 from polytempo.train.exchange import Exchange, change_of
 from polytempo.train.finite import FiniteWatch
 from polytempo.train.flat import Flat
+from polytempo.train.lines import Line
 from polytempo.train.means import MeanExchange
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.peers import PeerExchange
@@ -374,21 +375,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def stats(self) -> dict[str, Any]:
         """Figures of this worker so far."""
-        exchange = self._exchange
-        if exchange is None:
-            step, waited, stale, sent, received = self._alone_steps, 0.0, 0, 0, 0
-        else:
-            step, waited, stale = exchange.step, exchange.line.waited, exchange.line.staleness
-            step = self._downpour.steps if self._downpour is not None else step
-            sent, received = exchange.traffic()
+        exchange, local = self._exchange, self._downpour
+        line = exchange.line if exchange is not None else Line("")
+        sent, received = exchange.traffic() if exchange is not None else (0, 0)
         return {
-            "step": step,
-            "waited_s": waited,
-            "staleness": stale,
+            "step": self._alone_steps if exchange is None else exchange.step if local is None else local.steps,
+            "waited_s": line.waited,
+            "staleness": line.staleness,
             "bytes_sent": sent,
             "bytes_received": received,
             "nonfinite": self._watch.seen,
-            "spread": exchange.line.answer.spread if exchange is not None else 0.0,
+            "spread": line.answer.spread,
         }
 
     def _proposal(self, mean: bool = False, peers: bool = False) -> Proposal:

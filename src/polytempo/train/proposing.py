@@ -83,6 +83,8 @@ class Proposing:
             )
         if self._spec.corrections.any and self._apply == "delta":
             raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
+        if self._spec.local and not self._compression.pull.is_lossless:
+            raise UsageError(f"{self._spec.text} reads values whole; compress pushes alone: compression={{'push': ...}}")
         if (rule or self._spec.local) and self._apply == "delta":
             raise UsageError(f"{self._spec.text} needs the gradients on the servers; leave apply='delta' out")
         if self._spec.local and self._spec.corrections.compensation:
