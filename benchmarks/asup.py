@@ -8,7 +8,7 @@ for the three that are ahead (`bsp` has all). The target is 99 % of the best tha
 
 What a run ends with is the mean of its looks in the last tenth: a single one, of 360 pictures, jumps by several tenths of a
 point from step to step. While training, looks are taken with the merged statistics of batch norm, of which those of the slow
-worker are old; at the end they are estimated again ("recalibrated"), and where there are any, that decides the bar.
+worker are old; at the end they are estimated again: "final" is with those, and decides the bar.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _row(
 def asup(seeds: int) -> None:
     torch.set_num_threads(1)
     tables, data = [], {}
-    heads = ("method", "rate", "time to target\n(s)", "sooner", "last looks\n(%)", "recalibrated\n(%)", "points", "bar")
+    heads = ("method", "rate", "time to target\n(s)", "sooner", "last looks\n(%)", "final\n(%)", "points", "bar")
     for task in TASKS:
         target, rates, runs = measured(task, range(seeds))
         rows = [_row(name, METHODS[name].unit, lr, runs[name], runs[BASE], target) for name, lr in rates.items()]
