@@ -4,6 +4,7 @@ prediction: live runs against the simulator fitted on one of them: seconds withi
 modes     time to 95 % on digits, many paired seeds, on three clusters: which mode wins where, with its spread
 records   random clusters on which everything happens, every mode: each record keeps every promise and replays
 tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
+asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from rich.progress import track
 
+from asup import asup
 from measure import save
 from polytempo.records.check import check_lines
 from polytempo.records.lines import Line
@@ -35,7 +37,17 @@ CLUSTERS = {
     "one 3x slower": Cluster(step_time=Lognormal(1.0, 0.1), slow={3: 3.0}),
     "stalls": Cluster(step_time=Lognormal(1.0, 0.1), hiccup=Hiccup(0.05, 10.0)),
 }
-CHECKED = (*COMPARED, "ssp:0", "dssp:0..4", "dssp-paper:1..6", "every:3,wait=1", "delay:0")
+CHECKED = (
+    *COMPARED,
+    "ssp:0",
+    "dssp:0..4",
+    "dssp-paper:1..6",
+    "every:3,wait=1",
+    "delay:0",
+    "downpour:push=3,fetch=2,warm=7",
+    "asup,bound=2",
+    "asp,drop=2",
+)
 
 
 def modes(seeds: int) -> None:
@@ -102,13 +114,15 @@ def prediction(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables"))
-    parser.add_argument("--seeds", type=int, help="so many instead of 10 and 300 (prediction: steps, 600)")
+    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup"))
+    parser.add_argument("--seeds", type=int, help="so many instead of 10, 300 and 5 (prediction: steps, 600)")
     arguments = parser.parse_args()
     if arguments.only in (None, "prediction"):
         prediction(arguments.seeds or 600)
     if arguments.only in (None, "tables"):
         tables()
+    if arguments.only in (None, "asup"):
+        asup(arguments.seeds or 5)
     if arguments.only in (None, "records"):
         records(arguments.seeds or 300)
     if arguments.only in (None, "modes"):

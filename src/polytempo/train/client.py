@@ -50,7 +50,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.rows import Rows, UnknownKeys
 from polytempo.protocol.values import Proposal, PushId
-from polytempo.train.lines import Line, MakeSeed, Outstanding, Reading
+from polytempo.train.lines import Line, MakeSeed, Outstanding, Reading, split_rows
 from polytempo.train.pulls import Pulls
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cores import Companion
@@ -86,7 +86,11 @@ class Client:
         for channel in channels:
             self._poller.register(channel.pollable(), zmq.POLLIN)
             channel.send(encode(self._hello()))
-        self._wait(lambda: len(self._welcomes) == len(self._channels), "the servers to welcome it", self._greet_again)
+        try:
+            self._wait(lambda: len(self._welcomes) == len(self._channels), "the servers to welcome it", self._greet_again)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def shards(self) -> int:
@@ -381,20 +385,10 @@ class Client:
         if first.stop:
             self.stop = True
         if first.rows:
-            answers = self._take_rows(line, answers)
+            rows, answers = split_rows(answers)
+            line.take_rows(first.exchange, rows)
         parts = {shard: buffers for shard, (_, buffers) in answers.items() if buffers}
         if parts:
             line.take(parts, first.absent)
         for _, buffers in answers.values():
             self.give_back(buffers)
-
-    def _take_rows(
-        self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]]
-    ) -> dict[int, tuple[Answer, list[Bytes]]]:
-        """The rows of tables in these answers; what is left is dense."""
-        rows, dense = {}, {}
-        for shard, (answer, buffers) in answers.items():
-            cut = len(buffers) - sum(2 if part.changed else 1 for part in answer.rows)
-            rows[shard], dense[shard] = (answer.rows, buffers[cut:]), (answer, buffers[:cut])
-        line.take_rows(answers[0][0].exchange, rows)
-        return dense

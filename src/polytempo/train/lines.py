@@ -76,3 +76,14 @@ class Reading:
     what: str
     request: int = -1
     answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)
+
+
+def split_rows(
+    answers: dict[int, tuple[Answer, list[Bytes]]],
+) -> tuple[RowsOfShards, dict[int, tuple[Answer, list[Bytes]]]]:
+    """The rows of tables in these answers, and the answers without them."""
+    rows, dense = {}, {}
+    for shard, (answer, buffers) in answers.items():
+        cut = len(buffers) - sum(2 if part.changed else 1 for part in answer.rows)
+        rows[shard], dense[shard] = (answer.rows, buffers[cut:]), (answer, buffers[:cut])
+    return rows, dense
