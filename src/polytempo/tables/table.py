@@ -21,6 +21,7 @@ from polytempo.tables.checks import DTYPES, Checks
 from polytempo.tables.clocks import RangeClocks
 from polytempo.tables.combine import RowPush as RowPush
 from polytempo.tables.combine import Rows, combined, squeezed
+from polytempo.tables.gathering import gathered, scatter
 from polytempo.tables.index import HashIndex, RangeIndex
 from polytempo.tables.memory import grown, lazy_zeros
 from polytempo.tables.routing import range_ids, range_slots
@@ -71,11 +72,11 @@ class Table:
         """The rows of these ids, in their order, in memory of their own or in `out`."""
         self.checks.ids(ids)
         if isinstance(self.index, RangeIndex) and self.info.start == "zeros":
-            return torch.index_select(self.values, 0, self.index.slots(ids), out=out)
+            return gathered(self.values, self.index.slots(ids), out)
         slots = self.index.find(ids)
         missing = slots < 0
         if not bool(missing.any()):
-            return torch.index_select(self.values, 0, slots, out=out)
+            return gathered(self.values, slots, out)
         result = torch.empty((ids.numel(), self.info.dim), dtype=self.dtype) if out is None else out
         result[~missing] = self.values[slots[~missing]]
         result[missing] = self._first(ids[missing])
@@ -97,7 +98,7 @@ class Table:
             slots = self.index.touched()[1]
             slots = slots[self.versions.view(-1).index_select(0, slots) > version]
         ids, order = self.index.ids_of(slots).sort()
-        return ids, self.values.index_select(0, slots[order])
+        return ids, gathered(self.values, slots[order])
 
     def version_of(self, start: int, stop: int) -> int:
         """The newest version in which a push covered any of these ids; -1 for none."""
@@ -167,7 +168,7 @@ class Table:
     def _put(self, whole: torch.Tensor, slots: Slots, rows: torch.Tensor) -> None:
         """Write rows back; those of a run of slots may be the table's own memory, and are there already."""
         if isinstance(slots, torch.Tensor):
-            whole.index_copy_(0, slots, rows.to(whole.dtype))
+            scatter(whole, slots, rows)
         elif whole[slots].data_ptr() != rows.data_ptr():
             whole[slots] = rows
 
@@ -227,7 +228,7 @@ class Table:
         """The rows that exist: their ids, ascending, values, and what rules keep beside them; and the count of updates."""
         ids, slots = self.index.touched()
         kept = {"values": self.values, **{f"state.{name}": rows for name, rows in self.state.items()}, **self._mirror()}
-        rows = {name: whole.index_select(0, slots) for name, whole in kept.items()}
+        rows = {name: gathered(whole, slots) for name, whole in kept.items()}
         return {"ids": ids, "steps": torch.tensor([self.steps]), **rows}
 
     def saved_clocks(self) -> dict[str, Any]:
@@ -281,7 +282,7 @@ class Table:
 
 def _taken(whole: torch.Tensor, slots: Slots) -> torch.Tensor:
     """A copy of these rows; of a run of slots the table's own memory."""
-    return whole[slots] if isinstance(slots, slice) else whole.index_select(0, slots)
+    return whole[slots] if isinstance(slots, slice) else gathered(whole, slots)
 
 
 def squeezed_last(ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,10 +16,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 import zmq
 
 from polytempo.errors import JobEnded, PeerError, UsageError
@@ -161,6 +162,10 @@ class Client:
         """What was read, shard by shard."""
         del self._readings[reading.request]
         return [reading.answers[shard] for shard in range(self.shards)]
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around a wait: a server that this worker has to itself comes over to its core."""
+        return self.companion if self.companion is not None and torch.get_num_threads() == 1 else nullcontext()
 
     def pulled(self, request: int) -> list[tuple[int, Rows, list[Bytes]]]:
         """Wait for the rows that were asked for: shard, header and buffers of each answer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -127,8 +126,7 @@ class Exchange:
         )
         parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
         waiting = self.rows.fill(Outstanding(push, parts if skip else self.filters.of(parts)))
-        companion = self.client.companion if torch.get_num_threads() == 1 else None
-        with self.session.lock, companion or nullcontext():
+        with self.session.lock, self.client.together():
             if skip and self._ahead is not None:
                 self._ahead.drop()
             self.client.push(waiting, None if skip else self._ahead)

@@ -110,7 +110,7 @@ class KV:
         exchange, self.step = self.step, self.step + 1
 
         def result() -> int:
-            with self._session.lock:
+            with self._session.lock, client.together():
                 client.wait_for_answer(self._name, exchange)
             return line.version
 
@@ -181,7 +181,7 @@ class KV:
                 request, routing = rows.ask(number, unique)
 
         def result() -> torch.Tensor:
-            with self._session.lock:
+            with self._session.lock, client.together():
                 if routing is None:
                     return table.shaped(rows.span_pulled(number, request, span))
                 found = rows.pulled(number, request, routing)

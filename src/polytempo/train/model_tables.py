@@ -123,7 +123,7 @@ class ModelTables:
 
 def _source(exchange: Exchange, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def pull(ids: torch.Tensor) -> torch.Tensor:
-        with exchange.session.lock:
+        with exchange.session.lock, exchange.client.together():
             return exchange.rows.pulled(number, *exchange.rows.ask(number, ids))
 
     return pull
