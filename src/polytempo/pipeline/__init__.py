@@ -1,0 +1,1 @@
+"""A model cut into stages: what each stage does when, and what follows from it."""

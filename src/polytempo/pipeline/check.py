@@ -1,0 +1,161 @@
+"""Proves a schedule before it runs, and says what it needs; raises `BrokenInvariant` where it is wrong.
+
+Actions wait for named others only, and sends never wait, so any order of running gives the same result: one run on
+symbols stands for all of them. Versions need no run at all: the replicas of a stage meet at every update, so the version
+at a place is the number of updates before it in its line. A backward always uses the version of its forward; how many
+versions must be kept for this is counted here: the newest, and every older one that somebody on this replica still reads.
+
+The text of an error begins with its kind: `impossible`, `missing`, `twice`, `order`, `update`, `version` or `deadlock`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from polytempo.errors import BrokenInvariant
+from polytempo.pipeline.actions import Action, Line, Schedule
+from polytempo.pipeline.order import Run, Spot
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is true of a schedule; a tuple has one entry for each stage."""
+
+    #: The most microbatches between their forward and their backward on one replica; with recompute: inputs kept.
+    in_flight: tuple[int, ...]
+    #: The most microbatches of which all activations are there at once: with recompute 1.
+    activations: tuple[int, ...]
+    #: The most versions of the weights that one replica must hold at once, the newest among them.
+    versions_kept: tuple[int, ...]
+    #: used[stage][microbatch]: the version that its forward and its backward use.
+    used: tuple[tuple[int, ...], ...]
+    #: updates[stage][version]: the microbatches, all replicas together, whose gradients lead to the next version.
+    updates: tuple[tuple[tuple[int, ...], ...], ...]
+    #: An order in which one after the other could do everything; the replicas of a stage update next to each other.
+    order: tuple[Spot, ...]
+
+
+def check(schedule: Schedule) -> Facts:
+    """The schedule is right, whatever the timing; what it needs."""
+    for stage, replica, line in schedule.each_line():
+        _check_line(schedule, stage, replica, line)
+    updates = tuple(_updates(schedule, stage) for stage in range(schedule.stages))
+    used = _used(schedule, updates)
+    in_flight = _most(schedule, [_peak_in_flight(line) for _, _, line in schedule.each_line()])
+    kept = _most(schedule, [_peak_versions(line, used[stage]) for stage, _, line in schedule.each_line()])
+    activations = (1,) * schedule.stages if schedule.recompute else in_flight
+    return Facts(in_flight, activations, kept, used, updates, tuple(Run(schedule).to_the_end()))
+
+
+def _check_line(schedule: Schedule, stage: int, replica: int, line: Line) -> None:
+    """Every microbatch of this replica once each way, the forward first, and an update behind every backward."""
+    where, done = schedule.place(stage, replica), set[Action]()
+    for index, action in enumerate(line):
+        number, at = action.microbatch, f"{where}, action {index} ({action})"
+        if action.kind == "U":
+            continue
+        if number >= schedule.microbatches:
+            raise BrokenInvariant(f"impossible: {at}: there are microbatches 0 to {schedule.microbatches - 1}")
+        if (owner := schedule.replica_of(stage, number)) != replica:
+            raise BrokenInvariant(f"impossible: {at}: microbatch {number} belongs to replica {owner}")
+        if action in done:
+            raise BrokenInvariant(f"twice: {at} was done before")
+        if action.kind == "B" and Action("F", number) not in done:
+            raise BrokenInvariant(f"order: {at} comes before its forward")
+        done.add(action)
+    for number in range(replica, schedule.microbatches, len(schedule.lines[stage])):
+        for action in (Action("F", number), Action("B", number)):
+            if action not in done:
+                raise BrokenInvariant(f"missing: {where} never does {action}")
+    last = line[-1] if line else None
+    if last is not None and last.kind != "U":
+        raise BrokenInvariant(f"update: {where} ends with {last}: no update uses its gradient; end with U")
+
+
+def _updates(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
+    """What goes into each update of the stage; its replicas make equally many, and none with nothing at all."""
+    rounds = [list(_rounds(line)) for line in schedule.lines[stage]]
+    for replica, mine in enumerate(rounds):
+        if len(mine) != len(rounds[0]):
+            raise BrokenInvariant(
+                f"update: stage {stage}.0 makes {len(rounds[0])} updates and stage {stage}.{replica} makes {len(mine)}; "
+                "replicas meet at every update"
+            )
+    together = tuple(tuple(sorted(chain(*parts))) for parts in zip(*rounds, strict=True))
+    if () in together:
+        raise BrokenInvariant(f"update: update {together.index(())} of stage {stage} has no gradient to use; leave it out")
+    if schedule.flushes and len(together) != 1:
+        raise BrokenInvariant(f"update: stage {stage} updates {len(together)} times in a step; expected one U, at the end")
+    return together
+
+
+def _rounds(line: Line) -> Iterator[list[int]]:
+    """The microbatches of the backwards before each update of a line."""
+    pending: list[int] = []
+    for action in line:
+        if action.kind == "B":
+            pending.append(action.microbatch)
+        elif action.kind == "U":
+            yield pending
+            pending = []
+
+
+def _used(schedule: Schedule, updates: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The version that each stage uses for each microbatch."""
+    newest = [[0] * schedule.microbatches for _ in range(schedule.stages)]
+    for stage, _, line in schedule.each_line():
+        version = 0
+        for action in line:
+            version += action.kind == "U"
+            if action.kind == "F":
+                newest[stage][action.microbatch] = version
+    if schedule.versions == "newest":
+        return tuple(map(tuple, newest))
+    for stage, made in enumerate(updates):
+        if made != updates[0]:
+            version, theirs, mine = next(
+                (at, *parts) for at, parts in enumerate(zip(updates[0], made, strict=False)) if parts[0] != parts[1]
+            )
+            raise BrokenInvariant(
+                f"version: update {version} uses microbatches {theirs} at stage 0 and {mine} at stage {stage}; "
+                "with the versions of the first stage all must use the same"
+            )
+        for number, (here, first) in enumerate(zip(newest[stage], newest[0], strict=True)):
+            if here < first:
+                raise BrokenInvariant(
+                    f"version: F{number} needs version {first} of stage {stage}, which is at version {here} by then"
+                )
+    return (tuple(newest[0]),) * schedule.stages
+
+
+def _most(schedule: Schedule, numbers: list[int]) -> tuple[int, ...]:
+    """The largest number of each stage, from one for each line."""
+    rest = iter(numbers)
+    return tuple(max(next(rest) for _ in range(count)) for count in schedule.replicas)
+
+
+def _peak_in_flight(line: Line) -> int:
+    now = most = 0
+    for action in line:
+        now += {"F": 1, "B": -1, "U": 0}[action.kind]
+        most = max(most, now)
+    return most
+
+
+def _peak_versions(line: Line, used: tuple[int, ...]) -> int:
+    readers = Counter(used[action.microbatch] for action in line if action.kind == "B")
+    newest, kept, most = 0, {0}, 1
+    for action in line:
+        if action.kind == "B":
+            version = used[action.microbatch]
+            readers[version] -= 1
+            kept -= {version} if version != newest and not readers[version] else set()
+        elif action.kind == "U":
+            kept -= set() if readers[newest] else {newest}
+            newest += 1
+            kept.add(newest)
+            most = max(most, len(kept))
+    return most
