@@ -44,6 +44,8 @@ class Timeline:
     def steady_bubble(self, skip: int = 0) -> float:
         """The same while a schedule without a flush is under way: from the first backward of the first stage, or the one
         after so many on each of its replicas, to its last forward."""
+        if skip < 0:
+            raise UsageError(f"skip must be 0 or more, not {skip}")
         first = self.spans[0]
         backwards = [[span.start for span in line if span.action.kind == "B"][skip:] for line in first]
         begin = max((starts[0] for starts in backwards if starts), default=math.inf)
