@@ -1,0 +1,1 @@
+"""Where to cut a model into stages and how many devices each stage gets, from measured layers."""
