@@ -24,6 +24,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "collectives": ({"errors", "transport"}, {"torch", "numpy"}),
     "optim": ({"errors"}, {"torch"}),
+    "pipeline": ({"errors"}, set()),
+    "planner": ({"errors"}, set()),
     "tables": ({"errors", "protocol"}, {"torch", "numpy"}),
     "filters": ({"errors"}, {"torch", "numpy"}),
     "parameter_server": (
@@ -34,6 +36,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "filters", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
+    "stages": ({"errors", "pipeline", "planner", "transport", "collectives", "train"}, {"torch", "numpy"}),
     "torch_backend": ({"errors", "collectives", "train"}, {"torch"}),
     "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
@@ -73,6 +76,10 @@ PURE = (
     "collectives/expected.py",
     "collectives/check.py",
     "collectives/cost.py",
+    "pipeline",
+    "planner/search.py",
+    "planner/topology.py",
+    "planner/explain.py",
     "records/lines.py",
     "records/check.py",
     "records/replay.py",

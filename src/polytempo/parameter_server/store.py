@@ -227,7 +227,7 @@ class Store:
         if self.skipped:
             return
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
-        dense = len(self.stretches)
+        dense = len(self.stretches) if self.rows else None
         given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]
         self.spread.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
         mean = self._mean(given)
