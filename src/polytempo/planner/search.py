@@ -131,7 +131,7 @@ def _too_little_memory(
     config = "-".join(str(stage.replicas) for stage in search.stages(levels))
     return UsageError(
         f"no plan for {profile.model} fits into memory={memory:g} bytes a device; the least that any needs is "
-        f"{math.ceil(least)} (stages {config}); give that much, or profile smaller minibatches"
+        f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
     )
 
 
