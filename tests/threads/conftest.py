@@ -23,15 +23,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def wire(request: pytest.FixtureRequest) -> Iterator[None]:
     if not hasattr(request, "param"):
-        return ThreadJob.wire
-    monkeypatch.setattr(ThreadJob, "wire", request.param)
-    monkeypatch.setattr(GroupJob, "wire", request.param)
-    monkeypatch.setattr(segments, "SHARE_FROM", 1)
-    monkeypatch.setattr(ahead, "LIMIT", 100)  # small models, too, have several buckets
-    monkeypatch.setattr(rounds, "BUCKET", 100)
-    return str(request.param)
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test's must be undone before it looks what is left
+        patch.setattr(ThreadJob, "wire", request.param)
+        patch.setattr(GroupJob, "wire", request.param)
+        patch.setattr(segments, "SHARE_FROM", 1)
+        patch.setattr(ahead, "LIMIT", 100)  # small models, too, have several buckets
+        patch.setattr(rounds, "BUCKET", 100)
+        yield
 
 
 @pytest.fixture(autouse=True)
