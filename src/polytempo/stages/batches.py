@@ -1,0 +1,43 @@
+"""A batch cut into microbatches: a tensor, or tuples, lists and dicts of them, along the first dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.stages.carrying import Parcel
+
+
+def split(batch: Any, parts: int, device: torch.device) -> list[Any]:
+    """Equal parts, where a stage computes. What is no tensor goes to each."""
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() == 0 or batch.shape[0] == 0 or batch.shape[0] % parts:
+            raise UsageError(_uneven(batch, parts))
+        return list(batch.to(device).chunk(parts))
+    if isinstance(batch, dict):
+        cut = {name: split(value, parts, device) for name, value in batch.items()}
+        return [{name: pieces[part] for name, pieces in cut.items()} for part in range(parts)]
+    if isinstance(batch, tuple | list):
+        pieces = [split(value, parts, device) for value in batch]
+        return [tuple(piece[part] for piece in pieces) for part in range(parts)]
+    return [batch] * parts
+
+
+def inputs_of(batch: Any, parts: int, device: torch.device) -> list[Parcel]:
+    """What goes into the first stage."""
+    if batch is None:
+        raise UsageError("the first stage needs the inputs of the batch, got None; call step(x, y) on every rank")
+    pieces = split(batch, parts, device)
+    return [Parcel(list(piece)) if isinstance(piece, tuple) else Parcel([piece], single=True) for piece in pieces]
+
+
+def _uneven(batch: torch.Tensor, parts: int) -> str:
+    if batch.dim() == 0 or batch.shape[0] == 0:
+        return f"expected a batch of examples, got a tensor of shape {tuple(batch.shape)}"
+    size = batch.shape[0]
+    near = min(
+        (number for number in range(1, size + 1) if size % number == 0), key=lambda number: (abs(number - parts), number)
+    )
+    return f"a batch of {size} examples cannot be cut into {parts} equal microbatches; nearest: microbatches={near}"

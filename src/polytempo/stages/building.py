@@ -1,0 +1,200 @@
+"""From a model and a schedule to this rank's stage: cut, checked, placed, and connected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.collectives.group import Group
+from polytempo.collectives.world import World
+from polytempo.errors import BrokenInvariant, UsageError
+from polytempo.pipeline.actions import Line, Schedule, from_text
+from polytempo.pipeline.check import Facts, check
+from polytempo.pipeline.schedules import make
+from polytempo.stages.carrying import Carrier
+from polytempo.stages.cutting import Plan, cut
+from polytempo.stages.endless import Endless
+from polytempo.stages.exchange import Exchange
+from polytempo.stages.parts import Part, tied
+from polytempo.stages.runtime import Places, Runtime
+from polytempo.stages.stage import Loss, MakeOptimizer, Stage
+
+Cuts = int | Sequence[int] | Plan
+Catalogue = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass
+class Build:
+    """All that a pipeline needs."""
+
+    schedule: Schedule
+    facts: Facts
+    places: Places
+    stage: Stage
+    runtime: Runtime
+    carrier: Carrier
+    group: Group
+    line: Line
+    microbatches: int
+    endless: Endless | None
+    lag: int
+    #: Of the whole model: all names; what each stage holds; what no stage holds.
+    names: list[str]
+    catalogue: list[Catalogue]
+    aside: dict[str, torch.Tensor]
+
+
+class Building:
+    """What the caller wants."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        stages: Cuts | None,
+        schedule: str | Schedule,
+        microbatches: int | None,
+        replicas: Sequence[int] | None,
+        example: tuple[Any, ...] | None,
+    ) -> None:
+        self.model, self.spec, self.example = model, schedule, example
+        self.stages, self.microbatches, self.replicas = stages, microbatches, replicas
+
+    def build(
+        self, world: World, loss: Loss, optimizer: MakeOptimizer, seed: int, device: torch.device | str | None
+    ) -> Build:
+        """This rank's share."""
+        schedule = self._schedule(world.size)
+        facts = _checked(schedule)
+        places = Places(schedule.replicas)
+        if places.size != world.size:
+            raise UsageError(
+                f"the schedule needs {places.size} ranks, one for each replica of a stage {schedule.replicas}; the job has "
+                f"{world.size}; start {places.size}, or use other stages or replicas"
+            )
+        parts = cut(self.model, self._cuts(schedule), self.example)
+        number, replica = places.of(world.rank)
+        group = world.new_group(range(world.size))
+        assert group is not None
+        exchange = self._exchange(world, places, parts, schedule)
+        told = schedule.versions == "first"
+        stage = Stage(
+            parts[number],
+            number,
+            optimizer,
+            loss if number == len(parts) - 1 else None,
+            versioned=facts.versions_kept[number] > 1 or told,
+            told=told,
+            seed=seed,
+            device=torch.device(device) if device is not None else None,
+        )
+        carrier = Carrier(group, stage.device)
+        exchange.start_equal([*stage.params, *stage.part.module.buffers()])
+        runtime = Runtime(stage, places, carrier, exchange, schedule.recompute)
+        endless = self._endless(schedule, number, replica)
+        first = self._endless(schedule, 0, 0)
+        names, catalogue, aside = self._described(parts)
+        return Build(
+            schedule,
+            facts,
+            places,
+            stage,
+            runtime,
+            carrier,
+            group,
+            schedule.lines[number][replica],
+            1 if endless else schedule.microbatches,
+            endless,
+            first.lag() if first is not None else 0,
+            names,
+            catalogue,
+            aside,
+        )
+
+    # The schedule.
+
+    def _schedule(self, ranks: int) -> Schedule:
+        if isinstance(self.spec, str) and ":" not in self.spec:
+            return self._by_spec(self.spec, ranks)
+        schedule = self.spec if isinstance(self.spec, Schedule) else from_text(self.spec)
+        for name, asked, has in (
+            ("stages", self._count(schedule.stages), schedule.stages),
+            ("microbatches", self.microbatches, schedule.microbatches),
+            ("replicas", self._replicas(), schedule.replicas),
+        ):
+            if asked is not None and asked != has:
+                raise UsageError(f"the schedule {schedule.name!r} has {name} {has}, not {asked}; leave {name} out")
+        return schedule
+
+    def _by_spec(self, spec: str, ranks: int) -> Schedule:
+        replicas = self._replicas()
+        stages = self._count(len(replicas) if replicas is not None else ranks)
+        least = sum(replicas) if replicas is not None else stages
+        schedule = make(spec, stages, self.microbatches or least, replicas)
+        if not schedule.flushes and self.microbatches not in (None, 1):
+            raise UsageError(
+                f"{schedule.name} moves whole minibatches, one for each step(); "
+                f"got microbatches={self.microbatches}; leave it out"
+            )
+        return schedule if schedule.flushes else make(spec, stages, 8 * least, replicas)
+
+    def _replicas(self) -> tuple[int, ...] | None:
+        if self.replicas is None and self.stages is not None and not isinstance(self.stages, int | Sequence):
+            return tuple(stage.replicas for stage in self.stages.stages)
+        return tuple(self.replicas) if self.replicas is not None else None
+
+    def _count(self, otherwise: int) -> int:
+        """How many stages."""
+        if self.stages is None:
+            return otherwise
+        if isinstance(self.stages, int):
+            return self.stages
+        return len(self.stages if isinstance(self.stages, Sequence) else self.stages.stages)
+
+    def _cuts(self, schedule: Schedule) -> Cuts:
+        return self.stages if self.stages is not None else schedule.stages
+
+    def _endless(self, schedule: Schedule, stage: int, replica: int) -> Endless | None:
+        spec = self.spec
+        if schedule.flushes or not isinstance(spec, str) or ":" in spec:
+            return None
+        return Endless(
+            lambda count: make(spec, schedule.stages, count, schedule.replicas), stage, replica, schedule.replicas
+        )
+
+    # The model.
+
+    def _exchange(self, world: World, places: Places, parts: list[Part], schedule: Schedule) -> Exchange:
+        """All ranks make all groups, in the same order."""
+        own = places.of(world.rank)[0]
+        ours = [world.new_group(places.ranks(stage)) if count > 1 else None for stage, count in enumerate(places.replicas)]
+        shared = tied(parts)
+        if shared and not schedule.flushes:
+            stages = ", ".join(map(str, next(iter(shared))))
+            raise UsageError(
+                f"stages {stages} hold the same parameter, and {schedule.name} updates them at different times; "
+                "use a schedule that flushes (1f1b), or other stages"
+            )
+        groups = [
+            (world.new_group([rank for stage in stages for rank in places.ranks(stage)]), params)
+            for stages, params in sorted(shared.items())
+        ]
+        return Exchange(ours[own], [(group, params) for group, params in groups if group is not None])
+
+    def _described(self, parts: list[Part]) -> tuple[list[str], list[Catalogue], dict[str, torch.Tensor]]:
+        catalogue = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
+        held = [name for stage in catalogue for name in stage]
+        if not isinstance(self.model, nn.Module):
+            return held, catalogue, {}
+        whole = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        return list(whole), catalogue, {name: value for name, value in whole.items() if name not in held}
+
+
+def _checked(schedule: Schedule) -> Facts:
+    try:
+        return check(schedule)
+    except BrokenInvariant as problem:
+        raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem

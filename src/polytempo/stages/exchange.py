@@ -1,0 +1,59 @@
+"""Gradients before an update: replicas of a stage take the mean over all microbatches that went into it; copies of a tied
+parameter, which stand in several stages, get the sum of what all of them have, and so stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from polytempo.collectives.group import Group
+
+
+class Exchange:
+    """The groups of one rank: of its stage (None for a single replica), and for parameters it shares with others."""
+
+    def __init__(self, replicas: Group | None, tied: Sequence[tuple[Group, Sequence[nn.Parameter]]]) -> None:
+        self._replicas, self._tied = replicas, tied
+        self._apart = {param for _, params in tied for param in params}
+
+    @property
+    def groups(self) -> list[Group]:
+        """All of them."""
+        return [*([self._replicas] if self._replicas is not None else []), *(group for group, _ in self._tied)]
+
+    def start_equal(self, params: Sequence[torch.Tensor]) -> None:
+        """All replicas, and all copies, take the values of the first."""
+        tensors = [param.detach() for param in params]
+        if self._replicas is not None and tensors:
+            self._replicas.broadcast(tensors, 0).wait()
+        for group, shared in self._tied:
+            group.broadcast([param.detach() for param in shared], 0).wait()
+
+    def add_up(self, params: Sequence[nn.Parameter], backwards: int) -> None:
+        """Make each gradient the mean over the microbatches of this update; `backwards` of them were here."""
+        total = backwards
+        if self._replicas is not None:
+            own = [param for param in params if param not in self._apart]
+            total = _summed(self._replicas, own, backwards)
+        for group, shared in self._tied:
+            _summed(group, shared, backwards)
+        if total > 1:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.div_(total)
+
+
+def _summed(group: Group, params: Sequence[nn.Parameter], backwards: int) -> int:
+    """Add gradients up. Who has none adds nothing; where nobody has one there is none. How many backwards there were."""
+    wanting = [param for param in params if param.requires_grad]
+    facts = torch.tensor([backwards, *(param.grad is not None for param in wanting)], dtype=torch.float64)
+    for param in wanting:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    group.all_reduce([facts, *(param.grad for param in wanting if param.grad is not None)]).wait()
+    for param, present in zip(wanting, facts[1:], strict=True):
+        if not present:
+            param.grad = None
+    return int(facts[0])
