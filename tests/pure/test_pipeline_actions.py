@@ -83,6 +83,7 @@ def test_a_schedule_by_hand_runs() -> None:
         ("stage 0: F0\nstage 0.0: B0", "line 2: stage 0.0 is there twice; leave one of them out"),
         ("flushes: yes\nflushes: no", "line 2: flushes is there twice"),
         ("flushes: maybe", "line 1: flushes must be yes or no, not 'maybe'"),
+        ("recompute: yes please", "line 1: recompute must be yes or no, not 'yes please'"),
         ("microbatches: -1", "line 1: microbatches must be a number, not '-1'"),
         ("versions: last", "line 1: versions must be newest or first, not 'last'"),
         ("schedule:", "line 1: schedule must be a name, not ''"),

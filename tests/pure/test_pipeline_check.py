@@ -127,7 +127,7 @@ def second_opinion(schedule: Schedule) -> Facts | None:
     stages, numbers = range(schedule.stages), range(schedule.microbatches)
     for stage, replica, line in schedule.each_line():
         mine = [number for number in numbers if number % schedule.replicas[stage] == replica]
-        wanted = Counter(Action(kind, number) for kind in ("F", "B") for number in mine)  # type: ignore[arg-type]
+        wanted = Counter(Action(kind, number) for kind in ("F", "B") for number in mine)
         if Counter(action for action in line if action != UPDATE) != wanted:
             return None
         if any(line.index(Action("F", number)) > line.index(Action("B", number)) for number in mine):

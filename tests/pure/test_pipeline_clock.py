@@ -71,6 +71,11 @@ def test_replicas_of_a_slow_stage() -> None:
     assert fast.steady_bubble(skip=2) < 0.01
 
 
+def test_the_steady_state_begins_when_all_replicas_have_begun() -> None:
+    """Backwards of the first stage begin at 3 and 5, its last forwards end at 7; at 5 its first replica waits at U."""
+    assert even(pipedream(2, 6, (2, 1)), 1, 1).steady_bubble() == pytest.approx(1 / 6)
+
+
 def test_by_hand() -> None:
     text = "recompute: yes\nstage 0: F0 F1 B1 B0 U\nstage 1: F0 F1 B1 B0 U"
     timeline = run(from_text(text), [1, 2], [2, 3], transfer=[0.5], recompute=[10, 20], update=[7, 8])
@@ -182,8 +187,9 @@ def test_many_actions() -> None:
     ],
 )
 def test_times_that_are_none(arguments: dict[str, list[float]], complaint: str) -> None:
+    times: dict[str, list[float]] = {"forward": [1, 1], "backward": [1, 1], **arguments}
     with pytest.raises(UsageError, match=complaint):
-        run(gpipe(2, 2), **{"forward": [1, 1], "backward": [1, 1], **arguments})
+        run(gpipe(2, 2), **times)
 
 
 def test_what_has_no_steady_state_says_so() -> None:

@@ -147,15 +147,14 @@ def _peak_in_flight(line: Line) -> int:
 
 def _peak_versions(line: Line, used: tuple[int, ...]) -> int:
     readers = Counter(used[action.microbatch] for action in line if action.kind == "B")
-    newest, kept, most = 0, {0}, 1
+    newest, older, most = 0, set[int](), 1
     for action in line:
         if action.kind == "B":
             version = used[action.microbatch]
             readers[version] -= 1
-            kept -= {version} if version != newest and not readers[version] else set()
+            older -= set() if readers[version] else {version}
         elif action.kind == "U":
-            kept -= set() if readers[newest] else {newest}
+            older |= {newest} if readers[newest] else set()
             newest += 1
-            kept.add(newest)
-            most = max(most, len(kept))
+            most = max(most, len(older) + 1)
     return most

@@ -47,10 +47,10 @@ class Timeline:
         if skip < 0:
             raise UsageError(f"skip must be 0 or more, not {skip}")
         first = self.spans[0]
-        backwards = [[span.start for span in line if span.action.kind == "B"][skip:] for line in first]
-        begin = max((starts[0] for starts in backwards if starts), default=math.inf)
+        backwards = ([span.start for span in line if span.action.kind == "B"] for line in first)
+        begin = max([*starts[skip:], math.inf][0] for starts in backwards)
         end = min(max((span.end for span in line if span.action.kind == "F"), default=0.0) for line in first)
-        if not all(backwards) or end <= begin:
+        if end <= begin:
             raise UsageError(
                 f"there is no steady state: not every replica of the first stage makes a forward after backward {skip + 1}; "
                 "give more minibatches or skip fewer"

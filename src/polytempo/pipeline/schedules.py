@@ -9,7 +9,8 @@
 
 With replicas, a stage has ceil(replicas from it to the last stage / its own) microbatches under way on each of them; at the
 first stage this is PipeDream's NOAM. Its replicas meet at every update, as in data parallelism. When the microbatches do
-not come out even, a replica without one takes part in the last update with nothing of its own.
+not come out even, a replica without one takes part in the last update with nothing of its own. The published number under
+way leaves stages idle where replicas differ between stages and meet after every backward: `clock` says how much.
 """
 
 from __future__ import annotations
