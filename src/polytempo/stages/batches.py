@@ -37,7 +37,6 @@ def _uneven(batch: torch.Tensor, parts: int) -> str:
     if batch.dim() == 0 or batch.shape[0] == 0:
         return f"expected a batch of examples, got a tensor of shape {tuple(batch.shape)}"
     size = batch.shape[0]
-    near = min(
-        (number for number in range(1, size + 1) if size % number == 0), key=lambda number: (abs(number - parts), number)
-    )
+    divisors = [number for number in range(1, size + 1) if size % number == 0]
+    near = min(divisors, key=lambda number: (abs(number - parts), number))
     return f"a batch of {size} examples cannot be cut into {parts} equal microbatches; nearest: microbatches={near}"

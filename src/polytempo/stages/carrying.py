@@ -94,7 +94,7 @@ def _entry(value: Any) -> dict[str, Any]:
 def packed(parcel: Parcel, form: Form, pool: Pool) -> Bytes:
     """A copy as bytes."""
     data = pool.take(form.size)
-    HEAD.pack_into(memoryview(data), 0, parcel.number, parcel.version, parcel.figure)
+    HEAD.pack_into(data.data, 0, parcel.number, parcel.version, parcel.figure)
     whole = torch.from_numpy(data)
     for value, place in zip(parcel.values, form.places, strict=True):
         if isinstance(value, torch.Tensor) and value.numel():
@@ -105,7 +105,7 @@ def packed(parcel: Parcel, form: Form, pool: Pool) -> Bytes:
 
 def unpacked(data: Bytes, form: Form, pool: Pool, device: torch.device) -> Parcel:
     """Tensors in the same memory, which goes back to the pool when they are gone."""
-    number, version, figure = HEAD.unpack_from(memoryview(data), 0)
+    number, version, figure = HEAD.unpack_from(data.data, 0)
     view = data[:]
     whole = torch.from_numpy(view)  # holds the view, not what the view is of
     weakref.finalize(view, pool.give, data).atexit = False

@@ -35,7 +35,7 @@ class Endless:
             here, later = self._stretches[replica].get(number), self._stretches[replica].get(number + turn)
             if here is not None and later != [_shifted(action, turn) for action in here]:
                 raise BrokenInvariant(
-                    f"an endless schedule must repeat itself; F{number} and F{number + turn} go on differently"
+                    f"a schedule without flushes must repeat itself; F{number} and F{number + turn} go on differently"
                 )
 
     def call(self, number: int, replica: int | None = None) -> list[Action]:
