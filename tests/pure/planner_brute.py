@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
+from random import Random
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from polytempo.planner.profile import Layer, Profile
 from polytempo.planner.topology import Level, Topology
 
+Drawn = TypeVar("Drawn")
 Stages = list[tuple[int, int, int]]  # first layer, last layer, replicas
 Combine = Callable[[float, float, int, float], float]
 
@@ -66,17 +69,27 @@ def memory_of(layers: Sequence[Layer], stages: Stages) -> float:
     return most
 
 
-_SMALL = st.integers(0, 20).map(float)
+def _drawn(build: Callable[[Random], Drawn]) -> st.SearchStrategy[Drawn]:
+    """Drawn evenly: hypothesis by itself prefers one layer on one device."""
+    return st.integers(0, 2**40).map(lambda seed: build(Random(seed)))
+
+
+def _layer(dice: Random) -> Layer:
+    times, passed = [float(dice.randint(0, 20)) for _ in range(2)], float(dice.randint(0, 20))
+    made = dice.choice([None, float(dice.randint(0, 30))])
+    return Layer("layer", times[0], times[1], passed, dice.choice([0, dice.randint(0, 180) / 2]), made)
+
+
+def _many(dice: Random, most: int) -> int:
+    """Rather more than fewer."""
+    return max(dice.randint(1, most), dice.randint(1, most))
 
 
 def profiles(most: int) -> st.SearchStrategy[Profile]:
-    layer = st.builds(
-        Layer, st.just("layer"), _SMALL, _SMALL, _SMALL, st.integers(0, 90).map(float), st.none() | st.integers(0, 30)
-    )
-    return st.lists(layer, min_size=1, max_size=most).map(lambda layers: Profile("drawn", tuple(layers), 1))
+    """Of at most so many layers."""
+    return _drawn(lambda dice: Profile("drawn", tuple(_layer(dice) for _ in range(_many(dice, most))), 1))
 
 
 def topologies(*most: int) -> st.SearchStrategy[Topology]:
     """Of as many levels as there are numbers, with at most so many components each."""
-    levels = (st.builds(Level, st.integers(1, count), st.integers(1, 50).map(float)) for count in most)
-    return st.tuples(*levels).map(Topology)
+    return _drawn(lambda dice: Topology(tuple(Level(_many(dice, n), float(dice.randint(1, 50))) for n in most)))

@@ -47,6 +47,7 @@ def check_equal(
     own = [value for value, stages in allowed if stages == stages_of(found)]
     assert own
     assert min(own) == pytest.approx(found.seconds, rel=1e-9, abs=1e-12)
+    assert max(stage.memory for stage in found.stages) == memory_of(profile.layers, stages_of(found))
 
 
 def test_the_known_case() -> None:
@@ -79,21 +80,26 @@ def test_three_levels_equal_trying_everything(profile: Profile, topology: Topolo
     check_equal(plan(profile, topology, formula=formula, whole_hosts=True), profile, topology, formula)
 
 
-@often
-@given(profile=profiles(4), topology=topologies(5) | topologies(3, 3), formula=FORMULA, share=st.floats(0.3, 1.2))
+@settings(often, max_examples=400)
+@given(
+    profile=profiles(4),
+    topology=topologies(5) | topologies(3, 3) | topologies(2, 4) | topologies(2, 2, 2),
+    formula=FORMULA,
+    which=st.integers(0, 1000),
+)
 def test_a_limit_of_memory_excludes_what_does_not_fit(
-    profile: Profile, topology: Topology, formula: str, share: float
+    profile: Profile, topology: Topology, formula: str, which: int
 ) -> None:
-    """A limit between nothing and what the best plan takes, where plans begin to be excluded."""
-    free = plan(profile, topology, formula=formula, whole_hosts=True)
-    memory = share * max(stage.memory for stage in free.stages) + 1
+    """Every limit at which some plan begins to fit, and one below all of them."""
     tried = every_plan(profile.layers, 0, len(profile.layers) - 1, topology.levels, COMBINE[formula])
-    least = min(memory_of(profile.layers, stages) for _, stages in tried)
-    if least > memory:
-        with pytest.raises(UsageError, match=f"the least that any needs is {math.ceil(least)} "):
-            plan(profile, topology, memory, formula=formula, whole_hosts=True)
-        memory = float(math.ceil(least))
-    found = plan(profile, topology, memory, formula=formula, whole_hosts=True)
+    needs = sorted({memory_of(profile.layers, stages) for _, stages in tried})
+    if needs[0]:
+        least = math.ceil(needs[0])
+        with pytest.raises(UsageError, match=f"the least that any needs is {least} "):
+            plan(profile, topology, needs[0] - 0.25, formula=formula, whole_hosts=True)
+        assert max(stage.memory for stage in plan(profile, topology, least, whole_hosts=True).stages) <= least
+    memory = needs[which % len(needs)]
+    found = plan(profile, topology, max(memory, 0.5), formula=formula, whole_hosts=True)
     assert max(stage.memory for stage in found.stages) <= memory
     check_equal(found, profile, topology, formula, memory)
 
@@ -204,6 +210,14 @@ def test_a_plan_covers_all_layers_with_all_devices_and_is_no_slower_than_data_pa
     if formula == "paper":
         slowest = max(max(stage.compute, stage.exchange, stage.send) for stage in found.stages)
         assert slowest == pytest.approx(found.seconds)
+
+
+def test_replicas_of_a_pipeline_share_its_cuts() -> None:
+    """Two hosts with the same pipeline of two: a cut is passed by every other minibatch."""
+    slow_inside = parse_topology("2x2:1B/s,1kB/s")
+    found = plan(chain((4, 4), (5, 0), (100, 100)), slow_inside, formula="paper", whole_hosts=True)
+    assert stages_of(found) == [(0, 0, 2), (1, 1, 2)]
+    assert (found.seconds, found.stages[0].send, found.stages[0].time) == (5.0, 5.0, 2.0)
 
 
 def test_one_stage_is_preferred_to_an_equally_good_cut() -> None:
