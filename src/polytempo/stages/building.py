@@ -97,6 +97,7 @@ class Building:
         endless = self._endless(schedule, number, replica)
         first = self._endless(schedule, 0, 0)
         names, catalogue, aside = self._described(parts)
+        group.barrier().wait()  # nobody computes while others still trace: they might be threads
         return Build(
             schedule,
             facts,

@@ -8,6 +8,7 @@ it is run once and what it did is taken (torch.export).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ from torch import fx, nn
 from polytempo.errors import UsageError
 from polytempo.stages.parts import Part
 
+#: While torch traces, it changes what calling any module does, in all threads.
+_tracing = threading.Lock()
+
 
 class Traced:
     """A traced module; `costs` are of its layers."""
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | None = None) -> None:
-        self._root = _graph_of(model, example)
+        with _tracing:
+            self._root = _graph_of(model, example)
         nodes = list(self._root.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
@@ -118,12 +123,18 @@ def _graph_of(model: nn.Module, example: tuple[Any, ...] | None) -> fx.GraphModu
 def _exported(model: nn.Module, example: Sequence[Any]) -> fx.GraphModule:
     shapes = tuple({0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) else None for value in example)
     try:
-        exported = torch.export.export(model, tuple(example), dynamic_shapes=shapes, strict=False).module()
+        program = torch.export.export(model, tuple(example), dynamic_shapes=shapes, strict=False)
     except Exception as problem:
         said = " ".join(str(problem).split())[:200]
         raise UsageError(
             f"{type(model).__name__} can be traced neither by symbols nor by an example ({said}); "
             "give its layers as nn.Sequential or as a list"
         ) from problem
+    exported = program.module()
     assert isinstance(exported, fx.GraphModule)
+    spec, output = program.call_spec.out_spec, next(node for node in exported.graph.nodes if node.op == "output")
+    if spec.is_leaf():  # torch makes a tuple of it, which is not what the module gave
+        output.args = (output.args[0][0],)
+    elif spec.type not in (tuple, list):
+        raise UsageError(f"expected {type(model).__name__} to give tensors or a tuple of them, got {spec.type.__name__}")
     return exported
