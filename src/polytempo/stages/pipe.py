@@ -115,6 +115,7 @@ class Pipeline:
             self._runtime.run(self._line, self._numbers)
             loss = self._mean_loss()
             self._carrier.settle()
+            self.stage.settle()
             self.steps += 1
             self._numbers += self.microbatches
             if self._checkpoint is not None and self._checkpoint_every and self.steps % self._checkpoint_every == 0:
@@ -129,6 +130,7 @@ class Pipeline:
             self._runtime.run(self._endless.rest(self._fed), self._numbers)
             losses = [self._loss_of(number) for number in range(max(0, self._fed - self._lag), self._fed)]
             self._carrier.settle()
+            self.stage.settle()
             self._numbers += self._fed
             self._fed = 0
             if self._checkpoint is not None:

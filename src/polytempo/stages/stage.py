@@ -54,7 +54,7 @@ class Stage:
         device: torch.device | None = None,
     ) -> None:
         self.part, self.number, self.loss, self.seed = part, number, loss, seed
-        self._told = told
+        self._told = told and number > 0
         if device is not None:
             part.module.to(device)
         self.params = list(dict.fromkeys(param for _, param in part.parameters()))
@@ -77,7 +77,7 @@ class Stage:
 
     def forward(self, number: int, inputs: Parcel, target: Any = None, again: bool = False) -> Parcel:
         """The output of this part, or the loss. `again`: keep the input only."""
-        version = inputs.version if self._told and self.number else self.version
+        version = inputs.version if self._told else self.version
         kept = Kept(version, inputs, target, None)
         with torch.set_grad_enabled(not again):
             outputs, single = self._compute(number, kept)
@@ -146,6 +146,11 @@ class Stage:
             self._in_use = self.version if self._in_use == old else self._in_use
         self._forget()
         self.most_versions = max(self.most_versions, len(self._weights))
+
+    def settle(self) -> None:
+        """Nothing is under way anywhere: nobody asks for an old version any more."""
+        self._oldest = self.version
+        self._forget()
 
     @property
     def versions(self) -> int:

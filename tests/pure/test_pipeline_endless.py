@@ -1,0 +1,62 @@
+"""A schedule without flushes, minibatch by minibatch: the same lines as when it is written down for as many."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polytempo.errors import BrokenInvariant
+from polytempo.pipeline.actions import UPDATE, Action, Schedule
+from polytempo.pipeline.schedules import in_flight, make
+from polytempo.stages.endless import Endless
+
+
+def endless(stage: int, replica: int, replicas: tuple[int, ...]) -> Endless:
+    return Endless(lambda count: make("pipedream", len(replicas), count, replicas), stage, replica, replicas)
+
+
+counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(replicas=counts, minibatches=st.integers(3, 70))
+def test_calls_and_the_rest_are_the_line(replicas: tuple[int, ...], minibatches: int) -> None:
+    written = make("pipedream", len(replicas), minibatches, replicas)
+    for stage, replica, line in written.each_line():
+        made = endless(stage, replica, replicas)
+        actions = [action for number in range(minibatches) for action in made.call(number)]
+        assert (*actions, *made.rest(minibatches)) == line
+
+
+@settings(max_examples=50, deadline=None)
+@given(replicas=counts, minibatches=st.integers(1, 2))
+def test_few_minibatches_reach_only_some_replicas(replicas: tuple[int, ...], minibatches: int) -> None:
+    """They all make as many updates; who had none of the minibatches makes nothing else."""
+    for stage, count in enumerate(replicas):
+        updates = set()
+        for replica in range(count):
+            made = endless(stage, replica, replicas)
+            line = [a for number in range(minibatches) for a in made.call(number)] + made.rest(minibatches)
+            updates.add(line.count(UPDATE))
+            mine = [*range(replica, minibatches, count)]
+            assert [action.microbatch for action in line if action.kind == "F"] == mine
+            assert [action.microbatch for action in line if action.kind == "B"] == mine
+        assert len(updates) == 1
+
+
+@given(replicas=counts)
+def test_the_lag_is_what_is_under_way(replicas: tuple[int, ...]) -> None:
+    assert endless(0, 0, replicas).lag() == (in_flight(replicas, 0) - 1) * replicas[0]
+
+
+def test_a_line_that_does_not_repeat_itself_is_refused() -> None:
+    def odd(count: int) -> Schedule:
+        late = [Action(kind, number) for number in range(count // 2, count) for kind in "FB"]  # type: ignore[arg-type]
+        early = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1), UPDATE]
+        rest = [Action(kind, number) for number in range(2, count // 2) for kind in "FB"]  # type: ignore[arg-type]
+        line = (*early, *rest, *[x for a in late for x in ((a, UPDATE) if a.kind == "B" else (a,))])
+        return Schedule("odd", count, ((line,),), flushes=False)
+
+    with pytest.raises(BrokenInvariant, match="must repeat itself"):
+        Endless(odd, 0, 0, (1,))
