@@ -134,7 +134,7 @@ class Building:
         replicas = self._replicas()
         stages = self._count(len(replicas) if replicas is not None else ranks)
         least = sum(replicas) if replicas is not None else stages
-        schedule = make(spec, stages, self.microbatches or least, replicas)
+        schedule = make(spec, stages, least if self.microbatches is None else self.microbatches, replicas)
         if not schedule.flushes and self.microbatches not in (None, 1):
             raise UsageError(
                 f"{schedule.name} moves whole minibatches, one for each step(); "

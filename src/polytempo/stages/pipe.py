@@ -118,6 +118,7 @@ class Pipeline:
             self.stage.settle()
             self.steps += 1
             self._numbers += self.microbatches
+            self._version_before, self._before = self.stage.version, {}
             if self._checkpoint is not None and self._checkpoint_every and self.steps % self._checkpoint_every == 0:
                 self._write_own(self._checkpoint)
             return loss
@@ -133,6 +134,7 @@ class Pipeline:
             self.stage.settle()
             self._numbers += self._fed
             self._fed = 0
+            self._version_before, self._before = self.stage.version, {}
             if self._checkpoint is not None:
                 self._write_own(self._checkpoint)
             return losses[-1] if losses else None

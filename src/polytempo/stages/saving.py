@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def read_part(directory: Path, step: int, stage: int, stages: int) -> dict[str, 
     path = directory / f"step-{step:08}" / f"stage-{stage}-of-{stages}.pt"
     try:
         part: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as problem:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
         raise UsageError(f"cannot read the checkpoint {path}: {' '.join(str(problem).split())[:200]}") from problem
     return part
 

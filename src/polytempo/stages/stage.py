@@ -234,7 +234,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(
-            f"expected the loss to be one number, the mean over the microbatch; got {got}; use reduction='mean'"
+            f"expected the loss to be one number, the mean over a microbatch; got {got}; use reduction='mean'"
         )
     return loss
 
