@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from polytempo.simulate.cluster import Cluster as Cluster
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
+    from polytempo.stages.pipe import Pipeline as Pipeline
     from polytempo.sync.spec import parse_spec as parse_spec
     from polytempo.train.arrays import Array as Array
     from polytempo.train.communicate import all_gather as all_gather
@@ -76,6 +77,7 @@ _WHERE = {
     "Array": "polytempo.train.arrays",
     "AsuP": "polytempo.optim.asup",
     "KV": "polytempo.train.kv",
+    "Pipeline": "polytempo.stages.pipe",
     "ServerEmbedding": "polytempo.train.server_embedding",
     "statistics": "polytempo.train.statistics",
     **dict.fromkeys(
@@ -113,6 +115,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "JobEnded",
+    "Pipeline",
     "PolytempoError",
     "ServerEmbedding",
     "UsageError",

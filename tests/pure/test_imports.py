@@ -48,13 +48,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"rich", "torch"},
     ),
     "virtual": ({"errors", "sync", "records", "simulate", "optim"}, {"torch", "numpy"}),
-    "report": ({"errors", "records", "simulate"}, {"matplotlib"}),
+    "report": ({"errors", "records", "simulate", "pipeline"}, {"matplotlib"}),
     "cli": (
-        {"errors", "version", "sync", "records", "simulate", "coordinate", "transport", "launch", "virtual", "report"},
+        {
+            *("errors", "version", "sync", "records", "simulate", "coordinate", "transport", "launch", "virtual", "report"),
+            *("planner", "stages"),
+        },
         {"typer", "rich", "yaml", "torch"},
     ),
     "__main__": ({"cli"}, set()),
-    "__init__": ({"version", "errors", "simulate", "sync", "optim", "virtual", "train", "torch_backend"}, set()),
+    "__init__": ({"version", "errors", "simulate", "sync", "optim", "virtual", "train", "stages", "torch_backend"}, set()),
 }
 
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.

@@ -24,6 +24,7 @@ def test_public_names() -> None:
         "DistributedSampler",
         "JobEnded",
         "KV",
+        "Pipeline",
         "PolytempoError",
         "ServerEmbedding",
         "UsageError",
