@@ -13,7 +13,7 @@ from piped import ADAM, PLAIN, SGD, alone, assert_same, batches, layered, piped
 from polytempo.pipeline.actions import Action, to_text
 from polytempo.pipeline.schedules import make
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
 SPECS = ["sequential", "gpipe", "gpipe,recompute=0", "1f1b", "1f1b,recompute=1"]
 

@@ -17,7 +17,7 @@ from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.stages.pipe import Pipeline
 from polytempo.train.session import Session
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
 
 class Died(BaseException):

@@ -16,7 +16,7 @@ from polytempo.stages.stage import mixed
 from polytempo.train.session import Session
 
 __all__ = ["one_draws_at_a_time"]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
 FLUSHING = ["sequential", "gpipe", "gpipe,recompute=0", "1f1b", "1f1b,recompute=1"]
 

@@ -21,9 +21,9 @@ import torch
 from polytempo.collectives.group import Group
 from polytempo.collectives.post import Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import DATA, Message
+from polytempo.transport.links import DATA, FAILED, Message
 from polytempo.transport.pool import Pool
 
 #: Kinds of messages: activations, gradients, losses.
@@ -225,11 +225,16 @@ class Carrier:
         return self._group.lane.failed
 
     def fail(self, error: Exception, groups: Sequence[Group]) -> None:
-        """Tell all others in these groups that nothing goes on, and why."""
+        """Tell all others in these groups that nothing goes on, and why: also what others have told. So everybody
+        who waits for this rank hears the cause before it hears that this rank is gone, too."""
 
         def steps() -> Steps:
+            text, lost = str(error).encode()[:60_000], error.ranks[0] + 1 if isinstance(error, RankLost) else 0
             for group in groups:
-                self._engine.fail(group.lane, error)
+                for rank in group.ranks:
+                    if rank != self._engine.rank and rank not in self._engine.left:
+                        self._engine.links[rank].send(Message(FAILED, group.lane.context, lost, text))
+                self._engine.fail(group.lane, error, tell=False)
             return
             yield  # a generator
 
