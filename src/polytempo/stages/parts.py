@@ -16,6 +16,8 @@ class Part:
     members: tuple[tuple[str, nn.Module], ...]
     #: A tuple of values is spread over the module's arguments, and not handed over as one.
     spreads: bool = False
+    #: What of its tensors the model's `state_dict` has, where modules do not know (None: all).
+    known: frozenset[str] | None = None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name in the whole model, and parameter; one that has several names comes as often."""
@@ -27,7 +29,8 @@ class Part:
         found: dict[str, Tensor] = {}
         for prefix, member in self.members:
             found |= member.state_dict(prefix=f"{prefix}." if prefix else "")
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        known = found if self.known is None else self.known
+        return {name: value for name, value in found.items() if isinstance(value, Tensor) and name in known}
 
     def changes_its_input(self) -> bool:
         """Might its first layer work in place? For a traced part: might any?"""

@@ -28,6 +28,7 @@ class Traced:
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | None = None) -> None:
         with _tracing:
             self._root = _graph_of(model, example)
+        self._known = frozenset(model.state_dict())  # torch.fx makes all buffers persistent
         nodes = list(self._root.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
@@ -48,7 +49,7 @@ class Traced:
         """The layers from `first` up to, but not including, `last`."""
         start, end = self._ends[first - 1] if first else 0, self._ends[last - 1]
         module = fx.GraphModule(self._root, self._graph(start, end))
-        return Part(module, (("", module),), spreads=True)
+        return Part(module, (("", module),), spreads=True, known=self._known)
 
     # Looking at the graph.
 
@@ -104,7 +105,7 @@ def _size(root: nn.Module, target: str) -> int:
         found = getattr(found, name)
     if isinstance(found, nn.Module):
         return sum(param.numel() for param in found.parameters())
-    return int(found.numel()) if isinstance(found, torch.Tensor) else 0
+    return found.numel() if isinstance(found, nn.Parameter) else 0
 
 
 def _graph_of(model: nn.Module, example: tuple[Any, ...] | None) -> fx.GraphModule:
