@@ -12,6 +12,7 @@ rows       rows of a table by id, beside a dict of NumPy rows and torch.distribu
 bsp        a training step of two processes, beside DistributedDataParallel
 backend    DDP over our back end and over gloo
 alone      a training step in a job of one, beside plain PyTorch
+pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 idle       CPU time of a server that nobody asks anything
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
@@ -33,6 +34,7 @@ import allreduce
 import exchange
 import idle
 import link
+import pipelines
 import rows
 import steps
 from cases import Case
@@ -45,7 +47,11 @@ from verdicts import Judged, as_data, judge, last_line, table
 OUT = Path("out/bench")
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (allreduce.CASE, link.CASE, exchange.CASE, rows.CASE, steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE)
+    for case in (
+        *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
+        *(steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE),
+        *(pipelines.CASE,),
+    )
 }
 
 
