@@ -1,0 +1,108 @@
+"""Pictures of pipelines: what four stages did, in four processes, for each schedule. `make figures` writes them.
+
+The stages sleep in place of computing, so that each has a processor of its own wherever this runs; all else is real. Each
+picture shows 16 microbatches, after some for warming up: two steps of 8, or 16 minibatches where there is no flush.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+HERE = Path(__file__).parent
+
+STAGES, MICROBATCHES, STEPS = 4, 8, 2
+
+#: Seconds of one stage.
+FORWARD, BACKWARD, UPDATE = 0.02, 0.04, 0.004
+
+#: Name of the picture: the schedule, and what the title says.
+PICTURES = {
+    "sequential": ("sequential", "sequential: one microbatch at a time"),
+    "gpipe": ("gpipe,recompute=0", "gpipe: all forwards, then all backwards"),
+    "1f1b": ("1f1b", "1f1b: a backward as soon as there is one"),
+    "pipedream": ("pipedream", "pipedream: no flush, an update after every backward"),
+}
+
+
+def work(spec: str, folder: str) -> None:
+    """One of the processes: warm up, then do what is drawn."""
+    import torch
+    from torch import nn
+
+    import polytempo as pt
+    from polytempo.stages.recording import write_log
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(FORWARD)
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            time.sleep(BACKWARD)
+            return gradients[0]
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Sleep.apply(super().forward(x))
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(UPDATE)
+            return super().step(closure)
+
+    torch.set_num_threads(1)
+    pt.init()
+    endless = spec == "pipedream"
+    pipe = pt.Pipeline(
+        nn.Sequential(*[Layer(4, 4) for _ in range(STAGES)]),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: Slow(parameters, lr=0.01),
+        schedule=spec,
+        microbatches=None if endless else MICROBATCHES,
+    )
+    batch = torch.ones(MICROBATCHES, 4)
+    for steps in (1, STEPS):
+        for _ in range(steps * MICROBATCHES if endless else steps):
+            pipe.step(batch, batch)
+        pipe.flush()
+        pt.barrier()
+    write_log(pipe, folder)
+    pt.shutdown()
+
+
+def drawn(lines: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """What each rank did last, without the warming up."""
+    updates = STEPS * MICROBATCHES if name == "pipedream" else STEPS
+    by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        by_rank[line["rank"]].append(line)
+    return [line for rank in by_rank.values() for line in rank[-(2 * STEPS * MICROBATCHES + updates) :]]
+
+
+def draw(name: str) -> None:
+    from polytempo.report.pipeline_picture import draw_pipeline
+    from polytempo.stages.recording import read_logs
+
+    spec, title = PICTURES[name]
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(STAGES), __file__, spec, folder]
+        subprocess.run(command, check=True)
+        bubble = draw_pipeline(drawn(read_logs(folder), name), HERE / f"pipeline-{name}.png", title)
+    print(f"written: {HERE.name}/pipeline-{name}.png, bubble {100 * bubble:.1f} %")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        work(*sys.argv[1:])
+    else:
+        for picture in PICTURES:
+            draw(picture)
