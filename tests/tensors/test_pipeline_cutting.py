@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.stages.carrying import Form, Parcel, described, packed, unpacked
 from polytempo.stages.cutting import balanced, cut, layers_of
+from polytempo.stages.parcels import Form, Parcel, described, packed, unpacked
 from polytempo.stages.parts import tied
 from polytempo.transport.pool import Pool
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.stages.carrying import Parcel
+from polytempo.stages.parcels import Parcel
 
 
 def split(batch: Any, parts: int, device: torch.device) -> list[Any]:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from polytempo.pipeline.actions import Action
-from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier, Parcel
+from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
 from polytempo.stages.exchange import Exchange
+from polytempo.stages.parcels import Parcel
 from polytempo.stages.stage import Stage
 
 #: So many of the last actions are remembered.

@@ -1,9 +1,10 @@
 """One stage: its part of the model, its optimizer, what it keeps between forward and backward, and versions of its weights.
 
 Where updates happen while microbatches are under way, forwards run on stand-ins of the parameters, which share their memory.
-An update that somebody still reads behind moves the parameters to new memory first: the stand-ins keep the old
-version for those backwards, and no backward needs anything put back. A version goes with its last reader. Buffers (running
-statistics) have no versions: BatchNorm normalises each microbatch by its own statistics, and counts each once.
+An update that somebody still reads behind moves the parameters to new memory first: the stand-ins keep the old version
+for those backwards, and no backward needs anything put back. (Hooks on parameters see nothing of this.) A version goes
+with its last reader. Buffers (running statistics) have no versions: BatchNorm normalises each microbatch by its own
+statistics, and counts each once.
 
 Dropout draws from a generator seeded for each microbatch and stage: masks depend neither on the schedule, nor on replicas,
 nor on whether a forward is made again.
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.stages.carrying import Parcel
+from polytempo.stages.parcels import Parcel
 from polytempo.stages.parts import Part
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -119,7 +120,8 @@ class Stage:
         self.backwards += 1
         if kept.version != self.version:
             self._collect(kept.version)
-        back = [value.grad if isinstance(value, torch.Tensor) else None for value in kept.inputs.values]
+        given = kept.inputs.values if self.number else []  # nobody wants the gradient of the batch
+        back = [value.grad if isinstance(value, torch.Tensor) else None for value in given]
         self._forget()
         return Parcel(back, number=number, version=kept.version)
 
@@ -233,9 +235,7 @@ def _copied(value: Any) -> Any:
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(
-            f"expected the loss to be one number, the mean over a microbatch; got {got}; use reduction='mean'"
-        )
+        raise UsageError(f"expected the loss to be one number, the mean over a microbatch; got {got}; use reduction='mean'")
     return loss
 
 
