@@ -6,6 +6,7 @@ the loss over the whole batch, so a schedule that flushes trains as the model wo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.pipeline.actions import Schedule
 from polytempo.stages.batches import inputs_of, split
 from polytempo.stages.building import Build, Building
-from polytempo.stages.carrying import LOSS, Parcel
+from polytempo.stages.carrying import LOSS
 from polytempo.stages.cutting import Plan
+from polytempo.stages.parcels import Parcel
 from polytempo.stages.runtime import Done
 from polytempo.stages.saving import newest, prune, read_part, write_manifest, write_part
 from polytempo.stages.stage import Loss, MakeOptimizer
@@ -283,7 +285,10 @@ class Pipeline:
             said = self._understood(error)
             self._broken = said
             self._carrier.fail(said, [self._group, *self._runtime.exchange.groups])
-            self._write_last()
+            try:
+                self._write_last()
+            except OSError as problem:  # what is to be raised is why it was to be written
+                sys.stderr.write(f"polytempo: rank {self.rank} cannot write its part: {problem}\n")
             if isinstance(error, PeerError) and said is not error:
                 raise said from error
             raise
