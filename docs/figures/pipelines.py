@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 STAGES, MICROBATCHES, STEPS = 4, 8, 2
 
 #: Seconds of one stage.
-FORWARD, BACKWARD, UPDATE = 0.02, 0.04, 0.004
+FORWARD, BACKWARD, UPDATE = 0.05, 0.1, 0.01
 
 #: Name of the picture: the schedule, and what the title says.
 PICTURES = {

@@ -46,7 +46,7 @@ WAITING = "#EEEEEE"
 STRIPES = "#BBBBBB"
 
 #: Inches: of the picture, of its axes (about), of one digit; bars that are too narrow for their number have none.
-WIDTH, INNER, DIGIT = 11.0, 9.6, 0.075
+WIDTH, INNER, DIGIT = 11.0, 10.2, 0.07
 
 
 def bars_of(lines: Iterable[Mapping[str, Any]]) -> list[Bar]:
@@ -68,11 +68,10 @@ def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
     return [bar._replace(start=max(bar.start, begin) - begin, end=min(bar.end, end) - begin) for bar in inside]
 
 
-def bubble_of(bars: Sequence[Bar], total: float) -> float:
-    """The share of the time, from 0 to `total`, in which a row does nothing, on average over the rows."""
+def bubble_of(bars: Sequence[Bar], total: float, rows: int) -> float:
+    """The share of the time, from 0 to `total`, in which a row does nothing, on average over so many rows."""
     busy = math.fsum(bar.end - bar.start for bar in bars)
-    whole = total * len({bar.row for bar in bars})
-    return max(0.0, 1.0 - busy / whole) if whole else 0.0
+    return max(0.0, 1.0 - busy / (total * rows)) if total else 0.0
 
 
 def draw_pipeline(lines: Iterable[Mapping[str, Any]], path: Path, title: str, between: Between | None = None) -> float:
@@ -83,8 +82,8 @@ def draw_pipeline(lines: Iterable[Mapping[str, Any]], path: Path, title: str, be
     rows = sorted({bar.row for bar in bars})
     bars = clipped(bars, between) if between else bars
     total = between[1] - between[0] if between else max(bar.end for bar in bars)
-    bubble = bubble_of(bars, total)
-    figure = _figure(f"{title}: {_seconds(total)}, bubble {100 * bubble:.0f} %", rows)
+    bubble = bubble_of(bars, total, len(rows))
+    figure = _figure(f"{title} ({_seconds(total)}, bubble {100 * bubble:.0f} %)", rows)
     axes = figure.subplots()
     _draw_bars(axes, rows, bars, total)
     _dress(axes, rows, total)
@@ -115,7 +114,7 @@ def _draw_bars(axes: Any, rows: Sequence[Row], bars: Sequence[Bar], total: float
         edge = {"height": 0.84, "edgecolor": "#FFFFFF" if kind != "U" else look.fill, "linewidth": 0.6, "zorder": 2}
         axes.barh([place[bar.row] for bar in mine], widths, left=starts, color=look.fill, label=look.name, **edge)
     for bar in bars:
-        if (bar.end - bar.start) / total * INNER > DIGIT * (len(bar.label) + 0.6):
+        if (bar.end - bar.start) / total * INNER > DIGIT * (len(bar.label) + 0.3):
             middle = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 3, "clip_on": True}
             axes.text((bar.start + bar.end) / 2, place[bar.row], bar.label, color=LOOKS[bar.kind].text, **middle)
 

@@ -40,7 +40,7 @@ def read_logs(directory: str | Path) -> list[dict[str, Any]]:
     lines = [line for path in found for line in _read(path)]
     if not lines:
         raise UsageError(
-            f"expected pipeline-RANK.jsonl with a line or more in {directory}, as write_log() makes them; none there"
+            f"expected files pipeline-RANK.jsonl in {directory}, got none that has a line; call write_log() there"
         )
     if len(sizes := sorted({line["ranks"] for line in lines})) > 1:
         raise UsageError(
