@@ -13,6 +13,7 @@ bsp        a training step of two processes, beside DistributedDataParallel
 backend    DDP over our back end and over gloo
 alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
+bubble     how much of their time the stages of a pipeline wait
 idle       CPU time of a server that nobody asks anything
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import allreduce
+import bubble
 import exchange
 import idle
 import link
@@ -50,7 +52,7 @@ CASES: dict[str, Case] = {
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
         *(steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE),
-        *(pipelines.CASE,),
+        *(pipelines.CASE, bubble.CASE),
     )
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 from cases import Bar, Case, Cell, Ratio
 from polytempo.report.table import Table
 
-UNITS = {"ms": 1e3, "s": 1.0}
+UNITS = {"ms": 1e3, "s": 1.0, "%": 100.0}
 RATES = {"M rows/s": 1e-6}  #: where a cost is seconds a row
 NOTHING = "-"
 

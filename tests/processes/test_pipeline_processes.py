@@ -1,0 +1,51 @@
+"""Pipelines whose stages are processes: they train as one, who is killed is named by the others, and a rerun goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from live import SCRIPTS, Bench
+
+sys.path.insert(0, str(SCRIPTS))
+from pipeline_trained import alone
+
+SCRIPT = str(SCRIPTS / "pipeline_trained.py")
+STAGES, STEPS, DEATH = 3, 6, 3
+
+
+def losses(bench: Bench, rank: int) -> list[tuple[int, float]]:
+    lines = (bench.folder / f"losses-{rank}").read_text().splitlines()
+    return [(step, loss) for step, loss in map(json.loads, lines)]
+
+
+def assert_as_alone(bench: Bench, first: int = 0) -> None:
+    """Every rank was told the losses of the model in one piece, from this step on."""
+    wanted = list(enumerate(alone(STEPS)))[first:]
+    for rank in range(STAGES):
+        told = losses(bench, rank)
+        assert [step for step, _ in told] == [step for step, _ in wanted]
+        assert [loss for _, loss in told] == pytest.approx([loss for _, loss in wanted], rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_train_as_one_process_would(schedule: str, bench: Bench) -> None:
+    done = bench.run("run", "-n", str(STAGES), SCRIPT, ".", f"schedule={schedule}", f"steps={STEPS}")
+    assert done.returncode == 0, done.stderr
+    assert_as_alone(bench)
+
+
+@pytest.mark.parametrize("stage", [0, 2])  # not everybody is its neighbour
+def test_a_killed_stage_is_named_by_the_others_and_a_rerun_goes_on(stage: int, bench: Bench) -> None:
+    steps = f"steps={STEPS}"
+    failed = bench.run("run", "-n", str(STAGES), SCRIPT, ".", steps, f"die={stage}:{DEATH}", "checkpoint=saved")
+    assert failed.returncode == 1
+    for rank in set(range(STAGES)) - {stage}:
+        said = [line for line in failed.stderr.splitlines() if line.startswith(f"[{rank}]")]
+        assert any(f"stage {stage} (rank {stage})" in line for line in said), failed.stderr
+        assert [step for step, _ in losses(bench, rank)] == list(range(DEATH))
+    assert f"worker {stage} was killed by SIGKILL" in failed.stderr.splitlines()[-1]
+    rerun = bench.run("run", "-n", str(STAGES), SCRIPT, ".", steps, "resume=saved")
+    assert rerun.returncode == 0, rerun.stderr
+    assert_as_alone(bench, DEATH)
