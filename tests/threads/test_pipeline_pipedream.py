@@ -275,3 +275,25 @@ def test_replicas_start_equal_and_stay_equal() -> None:
 
     first, second, _ = everywhere(3, work)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+class Idle(nn.Module):
+    """A layer with a parameter that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "pipedream"])
+def test_what_nobody_has_a_gradient_for_is_left_alone(spec: str) -> None:
+    """Though its optimizer would make weights decay."""
+    model, data = nn.Sequential(Idle(), nn.Tanh(), Idle()).double(), batches(4, 6)
+    decay: MakeOptimizer = lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)  # noqa: E731
+    outcomes = piped(model, data, 3, decay, schedule=spec, replicas=(2, 1), stages=[2, 1])
+    for name in ("0.unused", "2.unused"):
+        assert torch.equal(outcomes[0].state[name], torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(outcomes[0].state["0.used.weight"], model[0].used.weight)
