@@ -1,8 +1,8 @@
 """How much of their time stages wait: measured, beside (K - 1) / (M + K - 1), with stages that sleep instead of computing.
 
 Each of K stages sleeps 17 ms in a forward and 33 ms in a backward; what passes between them is tiny. So nothing but the
-schedule and our runtime counts, however many cores there are. The *bubble* of a step is the share of all ranks' time, from the
-first action of any to the end of the last, in which they do nothing, by the log of every rank (one clock for all of a host).
+schedule and our runtime counts, however many cores there are. The *bubble* of a step is the share of all ranks' time, from
+the first action of any to the end of the last, in which they do nothing, by the log of every rank (a host has one clock).
 Without flushes there is no end of a step: counted is from the first backward of the first stage to its last forward.
 """
 
@@ -118,7 +118,7 @@ def bubble(logs: list[list[Span]], start: float, end: float) -> float:
 
 
 def formula(work: str) -> float:
-    """None without flushes."""
+    """Nothing is expected without flushes."""
     return 0.0 if work == STEADY else (STAGES - 1) / (WORKS[work][1] + STAGES - 1)
 
 
@@ -135,7 +135,7 @@ def _bars() -> list[Bar]:
 
 CASE = Case(
     name="bubble",
-    title=f"The bubble of {STAGES} stages that sleep {1000 * (FORWARD + BACKWARD):g} ms a microbatch, as a share of their time",
+    title=f"The bubble of {STAGES} stages that sleep {1000 * (FORWARD + BACKWARD):g} ms a microbatch, of their time",
     cells=tuple(Cell(work, work, workers=STAGES, servers=1) for work in WORKS),
     subjects=(
         Subject("measured", start, meter=measured),
