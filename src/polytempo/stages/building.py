@@ -15,6 +15,7 @@ from polytempo.errors import BrokenInvariant, UsageError
 from polytempo.pipeline.actions import Line, Schedule, from_text
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.schedules import make
+from polytempo.stages.auto import planned
 from polytempo.stages.carrying import Carrier
 from polytempo.stages.cutting import Plan, cut
 from polytempo.stages.endless import Endless
@@ -54,19 +55,23 @@ class Building:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        stages: Cuts | None,
+        stages: Cuts | str | None,
         schedule: str | Schedule,
         microbatches: int | None,
         replicas: Sequence[int] | None,
         example: tuple[Any, ...] | None,
     ) -> None:
         self.model, self.spec, self.example = model, schedule, example
-        self.stages, self.microbatches, self.replicas = stages, microbatches, replicas
+        self.auto = stages if isinstance(stages, str) else None
+        self.stages: Cuts | None = stages if not isinstance(stages, str) else None
+        self.microbatches, self.replicas = microbatches, replicas
 
     def build(
         self, world: World, loss: Loss, optimizer: MakeOptimizer, seed: int, device: torch.device | str | None
     ) -> Build:
         """This rank's share."""
+        if self.auto is not None:
+            self.stages = self._planned(self.auto, world, device)
         schedule = self._schedule(world.size)
         facts = _checked(schedule)
         places = Places(schedule.replicas)
@@ -116,6 +121,20 @@ class Building:
         )
 
     # The schedule.
+
+    def _planned(self, spec: str, world: World, device: torch.device | str | None) -> Cuts:
+        """Stages by measurement; replicas of one each ask for a straight pipeline."""
+        if not isinstance(self.spec, str) or ":" in self.spec:
+            raise UsageError(f"stages={spec!r} needs a schedule by its name, such as 1f1b, not one that is written down")
+        if self.replicas is not None and tuple(self.replicas) != (1,) * world.size:
+            raise UsageError(
+                f"stages={spec!r} chooses replicas itself, got replicas={self.replicas}; leave them out, or give "
+                f"replicas={[1] * world.size} for a straight pipeline"
+            )
+        straight, group = self.replicas is not None, world.everybody
+        return planned(
+            spec, self.model, self.example, group, straight=straight, microbatches=self.microbatches, device=device
+        )
 
     def _schedule(self, ranks: int) -> Schedule:
         if isinstance(self.spec, str) and ":" not in self.spec:

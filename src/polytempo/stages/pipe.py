@@ -33,7 +33,8 @@ Folder = str | Path
 class Pipeline:
     """One stage of a model, and links to the others.
 
-    `stages`: how many (cut by their parameters), how many layers each, or a plan; one for each rank by default.
+    `stages`: how many (cut by their parameters), how many layers each, a plan, or "auto" (the first rank measures the model
+    on `example` and plans; see auto.py); one for each rank by default.
     `schedule`: a spec ("1f1b", "gpipe,recompute=0", "pipedream,vertical_sync=1", ...), a schedule written down as text, or a
     `Schedule`. `replicas`: how many ranks share each stage. `seed`: of dropout. `example`: inputs, for a model that
     cannot be traced otherwise. With `checkpoint`, each stage writes its part there when others are lost, at every
@@ -46,7 +47,7 @@ class Pipeline:
         *,
         loss: Loss,
         optimizer: MakeOptimizer,
-        stages: int | Sequence[int] | Plan | None = None,
+        stages: int | Sequence[int] | Plan | str | None = None,
         schedule: str | Schedule = "1f1b",
         microbatches: int | None = None,
         replicas: Sequence[int] | None = None,
