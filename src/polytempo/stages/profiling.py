@@ -3,7 +3,7 @@
 Layers are those that a pipeline can be cut between (`cutting.py`). Each is run by itself on what the layer before gave, once
 to warm up and then some more times; the medians count. Only the layer under measurement is moved to the device, so a model
 can be measured that does not fit there. What a layer keeps for its backward is what torch saves, each piece of memory once,
-without weights and without its input, which the layer before has counted. A tied weight counts at every layer that has it.
+without weights, statistics and its input, which the layer before has counted. A tied weight counts at every layer that has it.
 Afterwards the model is as it was: weights, gradients, running statistics, and the state of the random generator.
 
 Departure from the paper: it measures over many minibatches of the data; here one example stands for all.
@@ -93,7 +93,7 @@ def _measured(name: str, part: Part, value: Any, repeats: int) -> tuple[Layer, A
     with _saving(made):
         inputs = _fresh(value, part.changes_its_input())
         output = _called(part, inputs)
-    known = {_memory(tensor)[0] for tensor in (*params, *_tensors(inputs))}
+    known = {_memory(tensor)[0] for tensor in (*params, *part.module.buffers(), *_tensors(inputs))}
     made |= dict(_memory(tensor) for tensor in _tensors(output))
     gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in _tensors(output)]
     _backward(output, gradients)

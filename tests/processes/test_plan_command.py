@@ -1,0 +1,76 @@
+"""`polytempo plan` as a user types it: scripts, profiles, one-line refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polytempo.planner.profile import Layer, Profile, save_profile
+
+SCRIPT = """
+import torch
+from torch import nn
+from beside import WIDTH
+def make_model(): return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2))
+example = torch.ones(5, WIDTH)
+"""
+NODE = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 10.0, "weight_bytes": 4e6}
+
+
+def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "polytempo", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=60)
+
+
+def test_a_script_is_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "nets"
+    folder.mkdir()
+    (folder / "net.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text("WIDTH = 6\n")
+    done = plan("nets/net.py", "--devices", "2:1Gb/s", "--memory", "1GB", "--json", "out/p.json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in ("on 2 devices", "a minibatch of 5 samples", "data parallelism", "after 8 microbatches", "memory"):
+        assert text in done.stdout
+    found = json.loads((tmp_path / "out/p.json").read_text())
+    assert [layer["name"] for layer in found["profile"]["layers"]] == ["0", "1", "2"]
+    assert sum(stage["replicas"] for stage in found["plan"]["stages"]) == 2
+    assert found["plan"]["limit"] == 1e9
+
+
+def test_saved_profiles_and_graphs(tmp_path: Path) -> None:
+    save_profile(Profile("net", (Layer("a", 1.0, 2.0, 10.0, 4e9), Layer("b", 1.0, 2.0, 10.0, 4e9)), 32), tmp_path / "p.json")
+    nodes = [NODE | {"id": name, "name": name} for name in ("x", "y")]
+    (tmp_path / "g.json").write_text(json.dumps({"model": "graph", "nodes": nodes, "edges": [["x", "y"]]}))
+    done = plan("--profile", "p.json", "--devices", "2:1Gb/s", "--microbatches", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("net: 2 stages (1-1) on 2 devices\n")
+    assert "a minibatch of 32 samples every 3000 ms" in done.stdout
+    assert "after 3 microbatches: 25.0 %" in done.stdout
+    done = plan("--profile", "g.json", "--devices", "2:1Gb/s", cwd=tmp_path)
+    assert done.stdout.startswith("graph: 2 stages (1-1) on 2 devices\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "expected a script to measure or --profile FILE, got neither"),
+        (["broken.py"], "broken.py, line 2: ZeroDivisionError: division by zero"),
+        (["empty.py"], "expected empty.py to define model or make_model(), got neither; nearest: modle"),
+        (["nowhere.py"], "cannot read nowhere.py: No such file"),
+        (["--profile", "nowhere.json"], "cannot read the profile nowhere.json"),
+        (["empty.py", "--devices", "4"], "expected a topology"),
+        (["empty.py", "--memory", "much"], "expected --memory such as 100MB"),
+        (["empty.py", "--microbatches", "0"], "expected --microbatches of at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line_with_status_2(arguments: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("model = None\nexample = 1 / 0\n")
+    (tmp_path / "empty.py").write_text("modle = 1\n")
+    done = plan(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert expected in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
