@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from piped import ADAM, PLAIN, SGD, alone, assert_same, batches, layered, piped
+from torch import nn
 
 from polytempo.pipeline.actions import Action, to_text
 from polytempo.pipeline.schedules import make
@@ -58,6 +59,33 @@ def test_each_rank_does_its_line_and_keeps_what_the_checker_says(spec: str) -> N
 def test_one_forward_one_backward_keeps_few_activations() -> None:
     outcomes = piped(layered(7), batches(1, 8), 4, stages=4, schedule="1f1b", microbatches=8)
     assert [outcome.pipe.stage.most_kept for outcome in outcomes] == [4, 3, 2, 1]
+
+
+class Counting(nn.Linear):
+    """Counts its forwards, and those of them that keep something for a backward."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.forwards = self.kept = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        self.kept += torch.is_grad_enabled()
+        return super().forward(x)
+
+
+def test_forwards_are_made_again_but_for_those_that_were_just_made() -> None:
+    """Of gpipe, the last microbatch of every stage; of 1f1b at the last stage, all."""
+    wanted = {
+        "gpipe": [(7, 4), (7, 4)],
+        "gpipe,recompute=0": [(4, 4), (4, 4)],
+        "1f1b": [(4, 4), (4, 4)],
+        "1f1b,recompute=1": [(8, 4), (4, 4)],
+    }
+    for spec, counts in wanted.items():
+        outcomes = piped(nn.Sequential(Counting(), Counting()).double(), batches(1, 4), 2, schedule=spec, microbatches=4)
+        layers = [outcome.pipe.stage.part.members[0][1] for outcome in outcomes]
+        assert [(layer.forwards, layer.kept) for layer in layers] == counts, spec
 
 
 def test_a_forward_waits_for_the_stage_before_and_a_backward_for_the_one_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,54 @@ def test_after_a_death_training_goes_on_from_the_last_step_of_all(tmp_path: Path
     losses, state = alone(trapped(3), data, ADAM)
     assert_same(resumed, (losses[3:], state), 1e-10)
     assert len(list(tmp_path.glob("step-*/stage-0-of-3.pt"))) <= 3
+
+
+class Breaking(torch.optim.SGD):
+    """Fails in the middle of its n-th step."""
+
+    left = 4
+
+    def step(self, closure: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.param_groups[0]["params"][0].data.zero_()
+            raise ValueError("no step")
+        return super().step(closure)
+
+
+def test_who_is_ahead_by_an_update_writes_that_and_who_is_in_the_middle_of_one_nothing(tmp_path: Path) -> None:
+    data, model = batches(6, 8), trapped(3)
+
+    def work(session: Session, breaks: bool, **options: Any) -> Outcome:
+        kind = Breaking if breaks and session.rank == 0 else torch.optim.SGD
+        options |= {"stages": [2, 2, 2], "microbatches": 4, "session": session}
+        pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=lambda params: kind(params, lr=0.1), **options)
+        return Outcome([pipe.step(x, y) for x, y in data[pipe.steps :]], pipe.state_dict(), pipe)
+
+    everywhere(3, lambda session: work(session, True, checkpoint=tmp_path, checkpoint_every=1))
+    there = {(path.parent.name[-1], path.name[6]) for path in tmp_path.glob("step-*/stage-*.pt")}
+    assert {("3", "0"), ("3", "1"), ("3", "2"), ("4", "1"), ("4", "2")} <= there
+    assert ("4", "0") not in there
+    resumed = everywhere(3, lambda session: work(session, False, resume=tmp_path))
+    losses, state = alone(model, data, lambda params: torch.optim.SGD(params, lr=0.1))
+    assert_same(resumed, (losses[3:], state), 1e-10)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    """One stage: it has the generator to itself."""
+    model, data = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)).double(), batches(6, 4)
+
+    def work(session: Session, data: Sequence[Batch], resume: Path | None = None) -> list[float | None]:
+        pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=ADAM, microbatches=2, session=session, resume=resume)
+        losses = [pipe.step(x, y) for x, y in data]
+        pipe.save(tmp_path)
+        return losses
+
+    (whole,) = everywhere(1, lambda session: work(session, data))
+    (first,) = everywhere(1, lambda session: work(session, data[:3]))
+    shutil.rmtree(tmp_path / "step-00000006")
+    (second,) = everywhere(1, lambda session: work(session, data[3:], tmp_path))
+    assert first + second == whole
 
 
 def test_running_statistics_of_a_step_that_failed_are_not_kept(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_a_forward_that_is_made_again_draws_the_same() -> None:
     assert all(torch.equal(kept[0].state[name], again[0].state[name]) for name in kept[0].state)
 
 
+def test_dropout_of_one_stage_without_any_help() -> None:
+    model = seeded_model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 6)))
+    data = batches(3, 8)
+    outcomes = piped(model, data, 1, schedule="gpipe", microbatches=4, seed=7)
+    assert_same(outcomes, stage_by_stage(model, data, 1, 4, seed=7), 1e-12)
+
+
+def test_seeds_differ_by_everything() -> None:
+    assert len({mixed(seed, number, stage) for seed in range(4) for number in range(40) for stage in range(4)}) == 4 * 40 * 4
+
+
 def test_the_callers_random_numbers_go_on_as_if_nothing_was_drawn() -> None:
     model = seeded_model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)))
     torch.manual_seed(3)

@@ -141,6 +141,13 @@ def test_a_long_run_goes_on_in_the_same_way() -> None:
     assert_follows(outcomes, straight(model, data, 3, PLAIN, False), [60], 2)
 
 
+def test_minibatches_may_change_their_size() -> None:
+    sizes = [4, 4, 2, 6, 4, 1, 1, 8]
+    model, data = layered(), [[batches(1, size, seed=index)[0] for index, size in enumerate(sizes)]]
+    outcomes = trained(model, data, 3, PLAIN, schedule="pipedream")
+    assert_follows(outcomes, straight(model, data, 3, PLAIN, False), [len(sizes)], 2)
+
+
 @pytest.mark.parametrize("optimizer", [PLAIN, SGD, ADAM])
 def test_one_stage_is_plain_training_bit_for_bit(optimizer: MakeOptimizer) -> None:
     model, data = layered(), batches(6, 4)

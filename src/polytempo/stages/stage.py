@@ -64,6 +64,7 @@ class Stage:
         self.optimizer = make_optimizer(self.params) if self.params else None
         self.version = 0
         self.backwards = 0  #: since the last update
+        self.updating = False  #: weights may be those of no version
         self.kept: dict[int, Kept] = {}
         self.most_kept = 0  #: microbatches under way at once
         self.most_versions = 1
@@ -134,6 +135,7 @@ class Stage:
 
     def update(self) -> None:
         """A step of the optimizer: a new version."""
+        self.updating = True
         read = self._told or any(kept.version == self.version for kept in self.kept.values())
         if self._versioned and read:
             for param in self.params:
@@ -148,6 +150,7 @@ class Stage:
             self._in_use = self.version if self._in_use == old else self._in_use
         self._forget()
         self.most_versions = max(self.most_versions, len(self._weights))
+        self.updating = False
 
     def settle(self) -> None:
         """Nothing is under way anywhere: nobody asks for an old version any more."""
