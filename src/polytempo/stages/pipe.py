@@ -318,7 +318,7 @@ class Pipeline:
 
     def _write_last(self) -> None:
         """This stage's part as of the last step that it has done completely; nothing, where it is between two."""
-        if self._checkpoint is None or self._fed:
+        if self._checkpoint is None or self._fed or self.stage.updating:
             return
         made = self.stage.version - self._version_before
         whole = sum(action.kind == "U" for action in self._line)
