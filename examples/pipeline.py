@@ -6,7 +6,8 @@
     polytempo run -n 4 examples/pipeline.py --record out/pipeline            and what each stage did, when
 
 A plain PyTorch script; the lines that cut the model are marked with a number. With a schedule that flushes, the result is
-the same however many processes there are, to rounding; `pipedream` does not flush, and trains on older weights.
+the same however many processes there are, to rounding; `pipedream` does not flush: its gradients are of older weights, which
+momentum and high rates do not forgive.
 """
 
 import argparse
@@ -25,7 +26,7 @@ parser.add_argument("--batch", type=int, default=128)
 parser.add_argument("--blocks", type=int, default=12)
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--epochs", type=int, default=12)
-parser.add_argument("--lr", type=float, default=0.02)
+parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--record", help="a folder for what each stage did: see `read_logs` and `draw_pipeline`")
 options = parser.parse_args()
 
@@ -52,7 +53,7 @@ model = nn.Sequential(nn.Linear(64, options.width), *blocks, nn.LayerNorm(option
 pipe = pt.Pipeline(  # 2: a stage for each process
     model,
     loss=nn.functional.cross_entropy,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=options.lr, momentum=0.9),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=options.lr),
     schedule=options.schedule,
     microbatches=None if options.schedule.startswith("pipedream") else options.microbatches,
 )
