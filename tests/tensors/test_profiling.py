@@ -61,6 +61,18 @@ def test_a_layer_with_more_work_takes_longer() -> None:
     assert heavy.kept_bytes == 300 * heavy.activation_bytes  # what torch saves, not only what passes on
 
 
+def test_gradients_are_wanted_of_what_comes_from_weights() -> None:
+    wanted: list[bool] = []
+
+    class Asking(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wanted.append(x.requires_grad)
+            return super().forward(x)
+
+    profile([Asking(), nn.Linear(8, 8), Asking()], torch.ones(4, 8), repeats=2)
+    assert wanted == [False] * 3 + [True] * 3  # once to warm up
+
+
 def test_the_model_stays_as_it_was() -> None:
     model = layered()
     model[0].weight.grad = torch.ones(16, 8)
@@ -141,8 +153,9 @@ def test_what_cannot_be_planned_is_said_by_all() -> None:
         ({}, "got none; give example=(x,)"),
         ({"example": (torch.ones(4, 7),)}, "layer '0' cannot be run on the example"),
         ({"example": (torch.ones(4, 8),), "replicas": [2]}, "chooses replicas itself, got replicas=[2]; leave them out"),
+        ({"stages": "auto:1000TB/s", "schedule": "pipedream", "example": (torch.ones(4, 8),)}, "a schedule that flushes"),
         ({"schedule": "stage 0: F0 B0 U"}, "needs a schedule by its name"),
     ):
-        first, second = built(stages="auto", **options)
+        first, second = built(**{"stages": "auto"} | options)
         assert text in first
         assert first == second

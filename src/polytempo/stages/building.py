@@ -132,9 +132,15 @@ class Building:
                 f"replicas={[1] * world.size} for a straight pipeline"
             )
         straight, group = self.replicas is not None, world.everybody
-        return planned(
+        found = planned(
             spec, self.model, self.example, group, straight=straight, microbatches=self.microbatches, device=device
         )
+        if len(found.stages) == 1 < world.size and not make(self.spec, 1, world.size, (world.size,)).flushes:
+            raise UsageError(
+                f"the best plan is one stage on all ranks, which needs a schedule that flushes, got {self.spec}; "
+                f"use 1f1b, or replicas={[1] * world.size} for a straight pipeline"
+            )
+        return found
 
     def _schedule(self, ranks: int) -> Schedule:
         if isinstance(self.spec, str) and ":" not in self.spec:
