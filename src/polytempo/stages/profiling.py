@@ -3,7 +3,7 @@
 Layers are those that a pipeline can be cut between (`cutting.py`). Each is run by itself on what the layer before gave, once
 to warm up and then some more times; the medians count. Only the layer under measurement is moved to the device, so a model
 can be measured that does not fit there. What a layer keeps for its backward is what torch saves, each piece of memory once,
-without weights, statistics and its input, which the layer before has counted. A tied weight counts at each layer that has it.
+without weights, statistics and its input, which the layer before has counted. A tied weight counts wherever it is used.
 Afterwards the model is as it was: weights, gradients, running statistics, and the state of the random generator.
 
 Departure from the paper: it measures over many minibatches of the data; here one example stands for all.
