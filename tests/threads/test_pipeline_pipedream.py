@@ -304,3 +304,11 @@ def test_what_nobody_has_a_gradient_for_is_left_alone(spec: str) -> None:
     for name in ("0.unused", "2.unused"):
         assert torch.equal(outcomes[0].state[name], torch.ones(3, dtype=torch.float64))
     assert not torch.equal(outcomes[0].state["0.used.weight"], model[0].used.weight)
+
+
+def test_replicas_of_a_single_stage_do_not_wait_for_each_others_losses() -> None:
+    """They meet at the update, so a loss can only be told once all of them have come so far."""
+    results = piped(layered(), batches(6, 12), 3, stages=1, replicas=(3,), schedule="pipedream")
+    assert len({tuple(result.losses) for result in results}) == 1
+    assert results[0].losses[:2] == [None, None]
+    assert None not in results[0].losses[2:]

@@ -114,7 +114,7 @@ class Building:
             schedule.lines[number][replica],
             1 if endless else schedule.microbatches,
             endless,
-            first.lag() if first is not None else 0,
+            max(first.lag(), max(places.replicas) - 1) if first is not None else 0,  # who meets must be let through
             names,
             catalogue,
             aside,

@@ -245,10 +245,17 @@ def _scalar(loss: Any) -> torch.Tensor:
 @contextmanager
 def seeded(seed: int, number: int, stage: int, device: torch.device) -> Iterator[None]:
     """Random numbers of one microbatch at one stage; the generator goes on afterwards as if nothing had been drawn."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(mixed(seed, number, stage))
+    if device.type == "cuda":
+        with torch.random.fork_rng(devices=[device]):
+            torch.manual_seed(mixed(seed, number, stage))
+            yield
+        return
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(mixed(seed, number, stage))  # torch's own asks all kinds of devices: 0.3 ms
+    try:
         yield
+    finally:
+        torch.default_generator.set_state(before)
 
 
 def mixed(seed: int, number: int, stage: int) -> int:
