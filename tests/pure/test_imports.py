@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "filters", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
-    "stages": ({"errors", "pipeline", "planner", "transport", "collectives", "train"}, {"torch", "numpy"}),
+    "stages": ({"errors", "pipeline", "planner", "transport", "collectives", "train"}, {"torch", "numpy", "safetensors"}),
     "torch_backend": ({"errors", "collectives", "train"}, {"torch"}),
     "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (

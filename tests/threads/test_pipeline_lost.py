@@ -127,7 +127,7 @@ def test_after_a_failure_all_parts_are_there_and_training_goes_on(spec: str, sta
     options = {"schedule": spec, "microbatches": 4}
     failed = train(3, data, fails, (stage, 22), checkpoint=tmp_path, **options)
     assert all(isinstance(error, ValueError | PeerError) for error in failed)
-    assert len(list(tmp_path.glob("step-*/stage-*-of-3.pt"))) == 3
+    assert len(list(tmp_path.glob("step-*/stage-*-of-3.safetensors"))) == 3
     resumed = train(3, data, resume=tmp_path, **options)
     losses, state = alone(trapped(3), data, ADAM)
     done = int(next(tmp_path.glob("step-*")).name.removeprefix("step-"))
@@ -143,7 +143,7 @@ def test_after_a_death_training_goes_on_from_the_last_step_of_all(tmp_path: Path
     resumed = train(3, data, resume=tmp_path, **options)
     losses, state = alone(trapped(3), data, ADAM)
     assert_same(resumed, (losses[3:], state), 1e-10)
-    assert len(list(tmp_path.glob("step-*/stage-0-of-3.pt"))) <= 3
+    assert len(list(tmp_path.glob("step-*/stage-0-of-3.safetensors"))) <= 3
 
 
 class Breaking(torch.optim.SGD):
@@ -171,7 +171,7 @@ def test_who_is_ahead_by_an_update_writes_that_and_who_is_in_the_middle_of_one_n
         return Outcome([pipe.step(x, y) for x, y in data[pipe.steps :]], pipe.state_dict(), pipe)
 
     everywhere(3, lambda session: work(session, True, checkpoint=tmp_path, checkpoint_every=1))
-    there = {(path.parent.name[-1], path.name[6]) for path in tmp_path.glob("step-*/stage-*.pt")}
+    there = {(path.parent.name[-1], path.name[6]) for path in tmp_path.glob("step-*/stage-*.safetensors")}
     assert {("3", "0"), ("3", "1"), ("3", "2"), ("4", "1")} <= there
     assert ("4", str(stage)) not in there
     resumed = everywhere(3, lambda session: work(session, False, resume=tmp_path))
@@ -268,7 +268,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     assert message(resume=tmp_path)[0].endswith("parts of 3 stages are there, of no step all")
     train(2, batches(1, 4), checkpoint=tmp_path / "two", checkpoint_every=1, microbatches=2)
     assert "was cut elsewhere" in message(resume=tmp_path / "two", stages=[3, 1])[0]
-    part = next((tmp_path / "two").glob("step-*/stage-1-of-2.pt"))
+    part = next((tmp_path / "two").glob("step-*/stage-1-of-2.safetensors"))
     part.write_bytes(b"no such thing")
     outcomes = everywhere(
         2,

@@ -83,7 +83,7 @@ def _defined(script: Path) -> tuple[Any, Any]:
     sys.modules[module.__name__] = module  # some classes look for the module that they are from
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        exec(compile(text, str(script), "exec"), module.__dict__)
+        exec(compile(text, str(script), "exec"), module.__dict__)  # the user's own script, as python would run it
         return _made(script, module, "model"), _made(script, module, "example")
     except PolytempoError:
         raise
