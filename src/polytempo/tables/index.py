@@ -7,8 +7,6 @@ All ids of a call are looked up at once: those that met another id's key go on t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy
 import numpy.typing
 import torch
@@ -21,29 +19,6 @@ Int64s = numpy.typing.NDArray[numpy.int64]
 #: Part of a map's places that may be taken.
 LOAD = 0.6
 FREE = -1
-
-
-class Index(Protocol):
-    """Ids in, slots out. Ids may repeat; that they belong to this shard was checked before."""
-
-    capacity: int  #: slots there are now
-    count: int  #: rows that exist
-
-    def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slot of each id, -1 where the row does not exist."""
-
-    def touch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slot of each id, and which of them came into being."""
-
-    def ids_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The ids of the rows in these slots."""
-
-    def touched(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All ids whose rows exist, ascending, and their slots."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the index itself."""
 
 
 class RangeIndex:
