@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.errors import BrokenInvariant
+from polytempo.errors import BrokenInvariant, UsageError
 from polytempo.pipeline.actions import UPDATE, Action, Line, Schedule, from_text, to_text
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.schedules import gpipe, make, one_f_one_b, pipedream
@@ -75,6 +75,14 @@ def complaint(schedule: Schedule | str) -> str:
 )
 def test_mistakes_by_hand(text: str, expected: str) -> None:
     assert complaint(text) == expected
+
+
+def test_gradients_of_weights_are_part_of_a_backward() -> None:
+    line = (Action("F", 0), Action("B", 0), Action("W", 0), UPDATE)
+    with pytest.raises(BrokenInvariant, match=r"impossible: stage 0, action 2 \(W0\): .* part of B0; leave it out"):
+        check(Schedule("by hand", 1, ((line,),)))
+    with pytest.raises(UsageError, match="'W0' is no action"):
+        from_text("stage 0: F0 B0 W0 U")
 
 
 def test_many_that_wait_are_counted() -> None:

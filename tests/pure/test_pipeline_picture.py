@@ -136,9 +136,9 @@ def test_a_window_is_drawn_alone_and_rows_stay(seen: Seen, tmp_path: Path) -> No
         (
             [{"stage": 0, "replica": 0, "action": "X0", "start": 0, "end": 1}],
             None,
-            "the action 'X0', which is not F, B or U",
+            "the action 'X0', which is not F, B, W or U",
         ),
-        ([{"stage": 0, "replica": 0, "start": 0.0, "end": 1.0}], None, "the action '', which is not F, B or U"),
+        ([{"stage": 0, "replica": 0, "start": 0.0, "end": 1.0}], None, "the action '', which is not F, B, W or U"),
         ([{"stage": 0, "replica": 0, "action": "F0", "start": 0, "end": 1}], (2.0, 3.0), "from 0 to 1; got 2 and 3"),
         ([{"stage": 0, "replica": 0, "action": "F0", "start": 0, "end": 1}], (1.0, 0.0), "got 1 and 0"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo.stages import stage as stage_module
+from polytempo.stages import runtime
 from polytempo.stages.pipe import Pipeline
-from polytempo.stages.stage import MakeOptimizer, mixed
+from polytempo.stages.stage import MakeOptimizer, Stage
 from polytempo.testing.threads import GroupJob
 from polytempo.train.session import Session
 
@@ -116,14 +116,14 @@ def assert_same(outcomes: Sequence[Outcome], wanted: tuple[list[float], dict[str
 _drawing = threading.Lock()
 
 
-@contextmanager
-def _drawing_alone(seed: int, number: int, stage: int, device: torch.device) -> Iterator[None]:
-    with _drawing, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mixed(seed, number, stage))
-        yield
-
-
 @pytest.fixture
 def one_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share one random generator, which processes do not."""
-    monkeypatch.setattr(stage_module, "seeded", _drawing_alone)
+    compute = Stage._compute
+
+    def alone(*arguments: Any) -> Any:
+        with _drawing:
+            return compute(*arguments)
+
+    monkeypatch.setattr(Stage, "_compute", alone)
+    monkeypatch.setattr(runtime, "drawing_apart", lambda device: nullcontext())

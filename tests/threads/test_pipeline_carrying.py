@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from piped import everywhere
 
 from polytempo.errors import RankLost
+from polytempo.stages import slots as slots_module
 from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
 from polytempo.stages.parcels import Parcel
+from polytempo.stages.slots import Slots
 from polytempo.train.session import Session
+from polytempo.transport.segments import Segment, make_segment
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
@@ -92,3 +95,101 @@ def test_what_was_sent_may_be_changed_at_once() -> None:
         return float(carrier.take(0, FORWARD, 0).values[0].min())
 
     assert everywhere(2, work) == [1.0, 1.0]
+
+
+def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
+    """A few bytes travel, and slots stay as few as are held at once."""
+
+    def work(session: Session) -> tuple[int, int]:
+        carrier, everybody, held = carrier_of(session), session.world().everybody, []
+        for number in range(40):
+            if session.rank == 0:
+                carrier.send(1, FORWARD, Parcel([torch.full((300_000,), float(number))], number=number))
+            else:
+                held = [*held[-2:], carrier.take(0, FORWARD, number)]
+                assert [float(one.values[0].sum()) for one in held] == [300_000.0 * one.number for one in held]
+            everybody.barrier().wait()
+        carrier.settle()
+        if session.rank == 1:
+            return 0, 0
+        slots = carrier._slots[1]._slots
+        return sum(map(len, slots.values())), sum(link.payload_sent for link in session.world().engine.links.values())
+
+    slots, sent = everywhere(2, work)[0]
+    assert 3 <= slots <= 4
+    assert sent < 20_000, "an announcement, and places"
+
+
+def test_slots_of_one_size_share_segments_and_open_few_files() -> None:
+    slots, made = Slots(), []
+    for _ in range(200):
+        slot, segment = slots.take(20_000)
+        slot.room[:20_000:100] = 1  # its own
+        made += [segment] if segment is not None else []
+    assert len(made) < 25
+    assert sum(segment.size for segment in made) < 1.3 * 200 * 20_480
+    assert slots.take(100_000)[1] is not None, "another size"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none")])
+def test_without_room_for_shared_memory_bytes_travel(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    allowed = [1]
+
+    def sometimes(size: int) -> Segment:
+        if not allowed:
+            raise error
+        allowed.pop()
+        return make_segment(size)
+
+    monkeypatch.setattr(slots_module, "make_segment", sometimes)
+
+    def work(session: Session) -> list[float]:
+        carrier = carrier_of(session)
+        if session.rank == 0:
+            for number in range(6):
+                carrier.send(1, FORWARD, Parcel([torch.full((300_000,), float(number))], number=number))
+            carrier.settle()
+            return []
+        parcels = [carrier.take(0, FORWARD, number) for number in range(6)]  # the first keeps the only slot
+        return [float(parcel.values[0][-1]) for parcel in parcels]
+
+    assert everywhere(2, work)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot share" in line]
+    assert len(said) == 1
+    assert "rank 0 cannot share 1200064 bytes of memory with rank 1" in said[0]
+
+
+def test_who_sends_and_receives_on_one_host_needs_no_thread() -> None:
+    def work(session: Session) -> bool:
+        carrier, other = carrier_of(session), 1 - session.rank
+        for number in range(5):
+            carrier.send(other, FORWARD, Parcel([torch.ones(300_000)], number=number))
+            carrier.take(other, FORWARD, number)
+        carrier.settle()
+        return session.world().engine._thread is None
+
+    assert everywhere(2, work) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(2, 2)[:, :1],
+        torch.tensor(3.0),
+    ],
+    ids=["transposed", "conjugated", "sliced", "a-number"],
+)
+def test_however_a_tensor_lies_its_values_come(value: torch.Tensor) -> None:
+    def work(session: Session) -> bool:
+        carrier = carrier_of(session)
+        if session.rank == 0:
+            carrier.send(1, FORWARD, Parcel([value]))
+            carrier.settle()
+            return True
+        return torch.equal(carrier.take(0, FORWARD, 0).values[0], value)
+
+    assert everywhere(2, work) == [True, True]

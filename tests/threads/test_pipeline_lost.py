@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from piped import ADAM, Batch, Outcome, alone, assert_same, batches, everywhere, layered, mse
+from piped import ADAM, SGD, Batch, Outcome, alone, assert_same, batches, everywhere, layered, mse
 from torch import nn
 
 from polytempo.errors import PeerError, RankLost, UsageError
@@ -199,17 +199,18 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 def test_running_statistics_of_a_step_that_failed_are_not_kept(tmp_path: Path) -> None:
     data = batches(5, 8)
     norms = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Trap(), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    optimizer = SGD  # a bias before BatchNorm has no gradient but rounding, which Adam would magnify
 
     def work(session: Session, breaks: bool, **options: Any) -> Outcome:
         model = copy.deepcopy(norms)
         if breaks and session.rank == 0:
             model[2].left, model[2].spring = 8, lambda: fails(session)
-        pipe = Pipeline(model, loss=mse, optimizer=ADAM, stages=[3, 2], session=session, microbatches=2, **options)
+        pipe = Pipeline(model, loss=mse, optimizer=optimizer, stages=[3, 2], session=session, microbatches=2, **options)
         return Outcome([pipe.step(x, y) for x, y in data[pipe.steps :]], pipe.state_dict(), pipe)
 
     everywhere(2, lambda session: work(session, True, checkpoint=tmp_path))
     resumed = everywhere(2, lambda session: work(session, False, resume=tmp_path))
-    losses, state = alone(norms, data, ADAM, microbatches=2)
+    losses, state = alone(norms, data, optimizer, microbatches=2)
     assert_same(resumed, (losses[3:], state), 1e-10)
 
 

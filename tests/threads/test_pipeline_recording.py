@@ -63,7 +63,7 @@ def test_writing_twice_leaves_each_action_once(tmp_path: Path) -> None:
     before = read_logs(tmp_path)
     for outcome in outcomes:
         write_log(outcome.pipe, tmp_path)
-    assert len(read_logs(tmp_path)) == len(before) == 3 * 2 * 9
+    assert len(read_logs(tmp_path)) == len(before) == sum(len(outcome.pipe.log) for outcome in outcomes)
 
 
 def test_what_is_left_of_a_run_with_a_lost_rank_is_read(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_folders_that_are_no_record_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "3", '{"stage": 0}'])
 def test_a_line_that_is_no_action_is_named(tmp_path: Path, text: str) -> None:
-    written(tmp_path)
+    lines = len(written(tmp_path)[2].pipe.log)
     with (tmp_path / "pipeline-2.jsonl").open("a") as file:
         file.write(text + "\n")
-    with pytest.raises(UsageError, match=r"pipeline-2\.jsonl, line 19: expected an action, got ") as caught:
+    with pytest.raises(UsageError, match=rf"pipeline-2\.jsonl, line {lines + 1}: expected an action, got ") as caught:
         read_logs(tmp_path)
     assert "\n" not in str(caught.value)

@@ -157,6 +157,19 @@ class Engine:
             task.finish(None, PeerError("the group was closed"))
         return task
 
+    def begin(self, lane: Lane, name: str, steps: Steps, timeout: float | None = None) -> Task:
+        """Start a task and let it go as far as it can at once, in this thread if no other drives; the rest goes on whether
+        or not anybody waits."""
+        task = self.start(lane, name, steps, False, timeout)
+        if self._thread is None and self._driving.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._driving.release()
+        if not task.done:
+            self._drive_in_background()
+        return task
+
     def wait_for(self, task: Task, timeout: float | None) -> None:
         """Until the task has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -189,7 +202,9 @@ class Engine:
         """Move on what can move now."""
         if self._thread is None and self._driving.acquire(blocking=False):
             try:
-                self._turn(0)
+                self._advance()
+                self._hear(0)
+                self._advance()
             finally:
                 self._driving.release()
 
@@ -247,8 +262,10 @@ class Engine:
             self._turn(patience, over)
 
     def _turn(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
-        if self._advance() or over():
-            return
+        if not (self._advance() or over()):
+            self._hear(seconds)
+
+    def _hear(self, seconds: float) -> None:
         ready = self._poller.poll(int(seconds * 1000))
         if time.monotonic() >= self._looks_at:
             self._look_at_the_clock(time.monotonic())
@@ -346,6 +363,8 @@ class Engine:
         elif kind == FAILED:
             lane = self._lanes.setdefault(context, Lane(context, ()))
             text = message.meta.decode(errors="replace")
+            if lane.queue and not lane.queue[0].running:
+                lane.queue[0].advance()  # what had come before this may be all it needs
             self.fail(lane, RankLost(text, (tag - 1,)) if tag else PeerError(text), tell=False)
         elif kind == BYE:
             self._polite.add(source)

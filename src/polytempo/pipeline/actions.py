@@ -5,6 +5,9 @@ backwards since the last one. What travels follows: F3 waits for F3 of the stage
 Microbatch m is on replica m mod r of a stage with r replicas, both ways. All replicas of a stage meet at U, the first with
 the first, and so on: they take the mean of their gradients, so that they always hold the same weights. The version of
 the weights is the number of updates so far.
+
+`W3`, the gradients of weights for microbatch 3, is part of B3 and stands in no schedule. A run may do it later, before the
+next U, and then says when.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Literal, cast, get_args
 
 from polytempo.errors import UsageError, nearest
 
-Kind = Literal["F", "B", "U"]
+Kind = Literal["F", "B", "U", "W"]
 Versions = Literal["newest", "first"]
 
 

@@ -57,6 +57,8 @@ def _check_line(schedule: Schedule, stage: int, replica: int, line: Line) -> Non
         number, at = action.microbatch, f"{where}, action {index} ({action})"
         if action.kind == "U":
             continue
+        if action.kind == "W":
+            raise BrokenInvariant(f"impossible: {at}: gradients of weights are part of B{number}; leave it out")
         if number >= schedule.microbatches:
             raise BrokenInvariant(f"impossible: {at}: there are microbatches 0 to {schedule.microbatches - 1}")
         if (owner := schedule.replica_of(stage, number)) != replica:
@@ -140,7 +142,7 @@ def _most(schedule: Schedule, numbers: list[int]) -> tuple[int, ...]:
 def _peak_in_flight(line: Line) -> int:
     now = most = 0
     for action in line:
-        now += {"F": 1, "B": -1, "U": 0}[action.kind]
+        now += {"F": 1, "B": -1}.get(action.kind, 0)
         most = max(most, now)
     return most
 

@@ -1,7 +1,8 @@
 """A pipeline as a picture: one row for each replica of a stage, one bar for each action, time to the right.
 
-Takes the lines of a clock (`Timeline.as_lines()`) or of a run (`read_logs()`). Forwards are dark, backwards light, updates
-black and waiting grey with stripes: colours that everybody tells apart, and that stay apart without colour.
+Takes the lines of a clock (`Timeline.as_lines()`) or of a run (`read_logs()`). Forwards are dark, backwards light, gradients
+of weights that were done later a little darker, updates black and waiting grey with stripes: colours that everybody tells
+apart, and that stay apart without colour.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Look(NamedTuple):
 LOOKS = {
     "F": Look("forward", "#0072B2", "#FFFFFF"),
     "B": Look("backward", "#F0C75E", "#000000"),
+    "W": Look("weights' gradients, later", "#D98E04", "#000000"),
     "U": Look("update", "#000000", "#FFFFFF"),
 }
 WAITING = "#EEEEEE"
@@ -98,7 +100,7 @@ def _bar(line: Mapping[str, Any]) -> Bar:
     word = str(line.get("action") or f"{line.get('kind', '')}{line.get('microbatch', '')}")
     kind, number = word[:1], word[1:]
     if missing or kind not in LOOKS:
-        wrong = f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B or U"
+        wrong = f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B, W or U"
         raise UsageError(f"expected lines of Timeline.as_lines() or of read_logs(), got {wrong}")
     label = "" if kind == "U" else number
     return Bar((line["stage"], line["replica"]), kind, label, float(line["start"]), float(line["end"]))
@@ -110,6 +112,8 @@ def _draw_bars(axes: Any, rows: Sequence[Row], bars: Sequence[Bar], total: float
     axes.barh(range(len(rows)), [total] * len(rows), label="waiting", zorder=1, **waiting)
     for kind, look in LOOKS.items():
         mine = [bar for bar in bars if bar.kind == kind]
+        if kind == "W" and not mine:
+            continue
         starts, widths = [bar.start for bar in mine], [bar.end - bar.start for bar in mine]
         edge = {"height": 0.84, "edgecolor": "#FFFFFF" if kind != "U" else look.fill, "linewidth": 0.6, "zorder": 2}
         axes.barh([place[bar.row] for bar in mine], widths, left=starts, color=look.fill, label=look.name, **edge)
@@ -127,8 +131,10 @@ def _dress(axes: Any, rows: Sequence[Row], total: float) -> None:
     axes.set_xlim(0, total)
     axes.set_xlabel("seconds")
     handles, names = axes.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda index: ["forward", "backward", "update", "waiting"].index(names[index]))
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4, "frameon": False}
+    order = sorted(
+        range(len(names)), key=lambda index: [*(look.name for look in LOOKS.values()), "waiting"].index(names[index])
+    )
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 5, "frameon": False}
     axes.legend([handles[index] for index in order], [names[index] for index in order], **place)
     axes.spines[["top", "right", "left"]].set_visible(False)
 

@@ -93,6 +93,8 @@ class Building:
             loss if number == len(parts) - 1 else None,
             versioned=facts.versions_kept[number] > 1 or told,
             told=told,
+            room=facts.activations[number],
+            share=schedule.microbatches if schedule.flushes else 1,
             seed=seed,
             device=torch.device(device) if device is not None else None,
         )

@@ -1,16 +1,23 @@
 """Parcels (`parcels.py`) between ranks.
 
 What a message is like (shapes, dtypes, which tensors want a gradient) is announced before the first of its kind between two
-ranks, and again when it changes; after that only bytes travel, in one piece. Sending never waits: a copy is made, and the
-engine's thread sends it, and receives whatever comes, while this rank computes.
+ranks, and again when it changes; after that only bytes travel, in one piece. On one host they lie in shared memory
+(`slots.py`), and small messages say where.
+
+Sending never waits: a copy is made, and what the socket does not take at once is sent by the engine's thread. Otherwise no
+thread is involved: who sends, sends by itself, and who waits for a message receives it by itself. Handing things to another
+thread and waking it would cost more than the rest of a hop.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,16 +25,30 @@ from polytempo.collectives.group import Group
 from polytempo.collectives.post import Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.stages.parcels import Form, Parcel, described, packed, unpacked
+from polytempo.stages.parcels import Form, Parcel, described, outline, pack, unpacked
+from polytempo.stages.slots import PLACE, Slots, read
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import DATA, FAILED, Message
+from polytempo.transport.links import DATA, FAILED, SEGMENT, Message
 from polytempo.transport.pool import Pool
+from polytempo.transport.segments import SHARE_FROM, Segment
 
 #: Kinds of messages: activations, gradients, losses.
 FORWARD, BACKWARD, LOSS = 0, 1, 2
 KINDS = 8
 #: An announcement has this many bytes.
 ANNOUNCEMENT = 8 << 10
+#: What an announcement begins with: messages say where parcels lie, or are parcels.
+SHARED, BYTES = "shared ", "bytes "
+
+
+@dataclass
+class _Outgoing:
+    """Messages of one kind to one rank."""
+
+    outline: tuple[Any, ...] = ()
+    form: Form | None = None
+    count: int = 0  # of announcements
+    shared: bool = False
 
 
 @dataclass
@@ -35,6 +56,7 @@ class _Incoming:
     """Messages of one kind from one rank, in the order in which they were sent."""
 
     form: Form | None = None
+    shared: bool = False
     count: int = 0  # of announcements
     announced: Receipt | None = None  # the next announcement; it may be there before the messages that come first are read
     parcels: dict[int, Parcel] = field(default_factory=dict)
@@ -46,33 +68,71 @@ class Carrier:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._engine, self.device = group, group.engine, device
         self._context = group.context + 1
-        self._outgoing: dict[tuple[int, int], tuple[int, Form]] = {}
+        self._outgoing: dict[tuple[int, int], _Outgoing] = {}
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self._sending: deque[Task] = deque()
         self._pool = Pool()
+        here = next(host for host in group.place.hosts if group.rank in host)
+        self._slots = {group.ranks[index]: Slots() for index in here}  # for those who share memory with this rank
+        self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
 
     # Sending.
 
     def send(self, to: int, kind: int, parcel: Parcel) -> None:
         """Send to a rank, without waiting."""
-        count, form = self._outgoing.get((to, kind), (0, None))
-        text = described(parcel)
-        announcement = b""
-        if form is None or form.text != text:
-            count, form = count + 1, Form(text)
-            self._outgoing[to, kind] = count, form
-            announcement = _padded(text)
-        data = packed(parcel, form, self._pool)
+        outgoing = self._outgoing.setdefault((to, kind), _Outgoing())
+        form, announcement = self._form(outgoing, parcel, to in self._slots)
         while self._sending and self._sending[0].done:
             self._sending.popleft()
-        steps = self._send(to, kind, count, data, announcement)
-        self._sending.append(self._start(f"send to rank {to}", steps))
+        try:
+            data, segment = self._written(to, outgoing, form, parcel)
+        except (OSError, MemoryError) as error:
+            self._do_without(to, form.size, error)
+            outgoing.form = None  # to be announced again
+            return self.send(to, kind, parcel)
+        steps = self._send(to, kind, outgoing.count, data, announcement, segment)
+        task = self._engine.begin(Lane(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
+        self._sending.append(task)
 
-    def _send(self, to: int, kind: int, count: int, data: Bytes, announcement: bytes) -> Steps:
+    def _form(self, outgoing: _Outgoing, parcel: Parcel, beside: bool) -> tuple[Form, bytes]:
+        """What the message is like, and what must be announced before it."""
+        if outgoing.form is not None and outgoing.outline == outline(parcel):
+            return outgoing.form, b""
+        form = Form(described(parcel))
+        outgoing.outline, outgoing.form, outgoing.shared = outline(parcel), form, beside and form.size >= SHARE_FROM
+        outgoing.count += 1
+        return form, _padded((SHARED if outgoing.shared else BYTES) + form.text)
+
+    def _written(self, to: int, outgoing: _Outgoing, form: Form, parcel: Parcel) -> tuple[Bytes, tuple[int, Segment] | None]:
+        """What travels; and memory to hand over before it."""
+        if not outgoing.shared:
+            data = self._pool.take(form.size)
+            pack(parcel, form, data)
+            return data, None
+        slot, made = self._slots[to].take(form.size)
+        pack(parcel, form, slot.room)
+        data = self._pool.take(PLACE.size)
+        data[:] = memoryview(slot.place)
+        return data, (slot.number, made) if made is not None else None
+
+    def _do_without(self, to: int, size: int, error: Exception) -> None:
+        del self._slots[to]
+        why = getattr(error, "strerror", None) or str(error)
+        sys.stderr.write(
+            f"polytempo: rank {self._engine.rank} cannot share {size} bytes of memory with rank {to} ({why}); "
+            "its bytes travel through sockets instead, which is slower\n"
+        )
+        sys.stderr.flush()
+
+    def _send(
+        self, to: int, kind: int, count: int, data: Bytes, announcement: bytes, segment: tuple[int, Segment] | None
+    ) -> Steps:
         if announcement:
             note = self._pool.take(ANNOUNCEMENT)
             note[:] = memoryview(announcement)
             self._engine.send(to, Message(DATA, self._context, kind), note)
+        if segment is not None:
+            self._engine.send(to, Message(SEGMENT, self._context, segment[0], segment=segment[1]))
         left = [1]
         self._engine.send(to, Message(DATA, self._context, count * KINDS + kind), data, left.clear)
         if left:
@@ -86,11 +146,15 @@ class Carrier:
 
     # Receiving.
 
-    def take(self, source: int, kind: int, number: int) -> Parcel:
-        """The message with this number, of this kind, from this rank; waits for it."""
+    def take(self, source: int, kind: int, number: int, meanwhile: Callable[[], bool] = lambda: False) -> Parcel:
+        """The message with this number, of this kind, from this rank; waits for it. As long as it is not there,
+        `meanwhile` may do a piece of other work, until it has none."""
         incoming = self._incoming.setdefault((source, kind), _Incoming())
         while number not in incoming.parcels:
-            parcel = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming)).wait()
+            task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
+            while not task.is_completed() and meanwhile():
+                pass
+            parcel = task.wait()
             incoming.parcels[parcel.number] = parcel
         return incoming.parcels.pop(number)
 
@@ -101,16 +165,29 @@ class Carrier:
                 incoming.announced = self._engine.expect(self._context, kind, source, ANNOUNCEMENT)
             form, note = incoming.form, incoming.announced
             tag = incoming.count * KINDS + kind
-            data = self._engine.expect(self._context, tag, source, form.size) if form else note
+            size = PLACE.size if incoming.shared else form.size if form else 0
+            data = self._engine.expect(self._context, tag, source, size) if form else note
             try:
                 yield from self._until(source, data, note)
             finally:
                 if data is not note:
                     self._engine.post.withdraw(data, self._context, tag)
             if form is not None and data.done:  # what was sent first is there first: it is not of the newer form
-                return unpacked(_bytes(data), form, self._engine.pool, self.device)
-            incoming.form = Form(_bytes(note).tobytes().decode().rstrip())
+                return unpacked(self._held(source, _bytes(data), incoming.shared, form.size), form, self.device)
+            how, _, text = _bytes(note).tobytes().decode().rstrip().partition(" ")
+            incoming.form, incoming.shared = Form(text), f"{how} " == SHARED
             incoming.count, incoming.announced = incoming.count + 1, None
+
+    def _held(self, source: int, data: Bytes, shared: bool, size: int) -> Bytes:
+        """The bytes of a parcel; where they lie is free for others when nobody holds them any more."""
+        if not shared:
+            view = data[:]
+            weakref.finalize(view, self._engine.pool.give, data).atexit = False
+            return view
+        number, offset = PLACE.unpack(data.tobytes())
+        if (key := (source, number)) not in self._segments:
+            self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
+        return read(self._segments[key], offset, size)
 
     def _until(self, source: int, *receipts: Receipt) -> Steps:
         lane = self._group.lane
@@ -152,7 +229,7 @@ class Carrier:
         return self._engine.left.get(rank, "is gone")
 
     def _start(self, name: str, steps: Steps) -> Task:
-        return self._engine.start(Lane(-1, self._group.ranks), name, steps, True, self._group.timeout)
+        return self._engine.start(Lane(-1, self._group.ranks), name, steps, False, self._group.timeout)
 
 
 def _padded(text: str) -> bytes:

@@ -31,18 +31,19 @@ class Exchange:
         for group, shared in self._tied:
             group.broadcast([param.detach() for param in shared], 0).wait()
 
-    def add_up(self, params: Sequence[nn.Parameter], backwards: int) -> None:
-        """Make each gradient the mean over the microbatches of this update; `backwards` of them were here."""
+    def add_up(self, params: Sequence[nn.Parameter], backwards: int, expected: int) -> None:
+        """Make each gradient the mean over the microbatches of this update; `backwards` of them were here. Gradients are
+        as if there were `expected` of them everywhere."""
         total = backwards
         if self._replicas is not None:
             own = [param for param in params if param not in self._apart]
             total = _summed(self._replicas, own, backwards)
         for group, shared in self._tied:
             _summed(group, shared, backwards)
-        if total > 1:
+        if total != expected:
             for param in params:
                 if param.grad is not None:
-                    param.grad.div_(total)
+                    param.grad.mul_(expected / total)
 
 
 def _summed(group: Group, params: Sequence[nn.Parameter], backwards: int) -> int:

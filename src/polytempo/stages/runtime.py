@@ -1,7 +1,8 @@
 """Runs one replica's line of a schedule, whatever the schedule: what travels follows from the actions.
 
 F m takes the activation of m from the stage before and hands its own on; B m takes the gradient from the stage behind
-and hands its own back; U adds up what replicas and tied copies have, and updates.
+and hands its own back; U adds up what replicas and tied copies have, and updates. What a backward owes is done while there
+is nothing else to do, where its activations are in the way, or before U.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from polytempo.pipeline.actions import Action
 from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
 from polytempo.stages.exchange import Exchange
 from polytempo.stages.parcels import Parcel
-from polytempo.stages.stage import Stage
+from polytempo.stages.stage import Stage, drawing_apart
 
 #: So many of the last actions are remembered.
 REMEMBERED = 100_000
 
 
 class Done(NamedTuple):
-    """An action that was done. `version`: of the weights it used, or made; `waited`: seconds before `start`, for others."""
+    """An action that was done. `version`: of the weights it used, or made; `waited`: seconds before `start`, for others.
+    What was owed for a backward and done later has its own entry, with the kind W."""
 
     action: Action
     version: int
@@ -76,13 +78,18 @@ class Runtime:
         self.targets: dict[int, Any] = {}  #: of the last
         self.losses: dict[int, torch.Tensor] = {}  #: that the last stage found
         self.doing: Action | None = None
-        self._began = self._waited = 0.0
+        self._start = self._waited = 0.0  # of what is done now
 
     def run(self, actions: Sequence[Action], base: int) -> None:
         """Do these, one after another. Numbers of microbatches that travel count from `base`."""
+        with drawing_apart(self.stage.device):
+            self._run(actions, base)
+        self.doing = None
+
+    def _run(self, actions: Sequence[Action], base: int) -> None:
         for index, action in enumerate(actions):
             self.doing = action
-            self._began, self._waited = time.perf_counter(), 0.0
+            self._start, self._waited = time.perf_counter(), 0.0
             if action.kind == "F":
                 follows = actions[index + 1] if index + 1 < len(actions) else None
                 again = self._recompute and follows != Action("B", action.microbatch)
@@ -90,15 +97,15 @@ class Runtime:
             elif action.kind == "B":
                 version = self._backward(action.microbatch, base)
             else:
-                version = self._update()
-            start = self._began + self._waited
-            self.log.append(Done(action, version, start, time.perf_counter(), self._waited))
-        self.doing = None
+                version = self._update(base)
+            self.log.append(Done(action, version, self._start, time.perf_counter(), self._waited))
 
     def _forward(self, microbatch: int, base: int, again: bool) -> int:
         stage, number = self.stage, base + microbatch
+        while stage.full and not again:
+            self._catch_up(base)
         if stage.number:
-            inputs = self._take(stage.number - 1, microbatch, FORWARD, number)
+            inputs = self._take(stage.number - 1, microbatch, FORWARD, base)
         else:
             inputs = self.inputs.pop(microbatch)
         out = stage.forward(number, inputs, self.targets.pop(microbatch, None), again)
@@ -110,24 +117,51 @@ class Runtime:
 
     def _backward(self, microbatch: int, base: int) -> int:
         stage, number = self.stage, base + microbatch
-        gradients = None if stage.loss is not None else self._take(stage.number + 1, microbatch, BACKWARD, number)
+        gradients = None if stage.loss is not None else self._take(stage.number + 1, microbatch, BACKWARD, base)
+        while stage.full and stage.kept[number].outputs is None:  # it is about to be made again
+            self._catch_up(base)
         back = stage.backward(number, gradients)
         if stage.number:
             self.carrier.send(self._neighbour(stage.number - 1, microbatch), BACKWARD, back)
         return back.version
 
-    def _update(self) -> int:
-        waited = time.perf_counter()
-        self.exchange.add_up(self.stage.collect(), self.stage.backwards)
-        self._waited += time.perf_counter() - waited
+    def _update(self, base: int) -> int:
+        while self.stage.owed:
+            self._catch_up(base)
+        waits = time.perf_counter()
+        self.exchange.add_up(self.stage.collect(), self.stage.backwards, self.stage.share)
+        self._start = time.perf_counter()
+        self._waited += self._start - waits
         self.stage.update()
         return self.stage.version
 
     def _neighbour(self, stage: int, microbatch: int) -> int:
         return self.places.rank(stage, microbatch % self.places.replicas[stage])
 
-    def _take(self, stage: int, microbatch: int, kind: int, number: int) -> Parcel:
-        began = time.perf_counter()
-        parcel = self.carrier.take(self._neighbour(stage, microbatch), kind, number)
-        self._waited += time.perf_counter() - began
+    def _take(self, stage: int, microbatch: int, kind: int, base: int) -> Parcel:
+        """What comes from another stage. Meanwhile, what is owed is done."""
+        waits = time.perf_counter()
+
+        def meanwhile() -> bool:
+            nonlocal waits
+            if self.stage.owed:
+                self._waited += time.perf_counter() - waits
+                self._catch_up(base)
+                waits = time.perf_counter()
+                return True
+            return False
+
+        parcel = self.carrier.take(self._neighbour(stage, microbatch), kind, base + microbatch, meanwhile)
+        self._start = time.perf_counter()
+        self._waited += self._start - waits
         return parcel
+
+    def _catch_up(self, base: int) -> None:
+        """Do a piece of what is owed, which is not part of the action that comes next."""
+        start = time.perf_counter()
+        number, version = self.stage.catch_up()
+        self._start = time.perf_counter()
+        action = Action("W", number - base)
+        if self.log and self.log[-1].action == action:
+            start = self.log.pop().start
+        self.log.append(Done(action, version, start, self._start, 0.0))

@@ -6,6 +6,9 @@ for those backwards, and no backward needs anything put back. (Hooks on paramete
 with its last reader. Buffers (running statistics) have no versions: BatchNorm normalises each microbatch by its own
 statistics, and counts each once.
 
+A backward may leave gradients of weights for later (`weight_gradients.py`): `catch_up` does a piece of that. An update
+needs all of it.
+
 Dropout draws from a generator seeded for each microbatch and stage: masks depend neither on the schedule, nor on replicas,
 nor on whether a forward is made again.
 """
@@ -13,8 +16,9 @@ nor on whether a forward is made again.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch import nn
 from polytempo.errors import UsageError
 from polytempo.stages.parcels import Parcel
 from polytempo.stages.parts import Part
+from polytempo.stages.weight_gradients import Job, SplitBackward, may_split
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -39,8 +44,18 @@ class Kept:
     outputs: list[Any] | None
 
 
+@dataclass
+class Owed:
+    """What is left of the backward of a microbatch."""
+
+    number: int
+    version: int
+    jobs: deque[Job]
+
+
 class Stage:
-    """`versioned`: updates happen while microbatches are under way. `told`: which version to use comes from before."""
+    """`versioned`: updates happen while microbatches are under way. `told`: which version to use comes from before. `room`:
+    for the activations of so many microbatches. `share`: gradients are those of a loss divided by this."""
 
     def __init__(
         self,
@@ -51,10 +66,13 @@ class Stage:
         *,
         versioned: bool = False,
         told: bool = False,
+        room: int = 1,
+        share: int = 1,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
         self.part, self.number, self.loss, self.seed = part, number, loss, seed
+        self.room, self.share = room, share
         self._told = told and number > 0
         if device is not None:
             part.module.to(device)
@@ -66,7 +84,9 @@ class Stage:
         self.backwards = 0  #: since the last update
         self.updating = False  #: weights may be those of no version
         self.kept: dict[int, Kept] = {}
+        self.owed: deque[Owed] = deque()
         self.most_kept = 0  #: microbatches under way at once
+        self.most_held = 0  #: microbatches with activations at once
         self.most_versions = 1
         self._spots = list(_spots(part.module, self.params))
         self._versioned = versioned
@@ -74,6 +94,7 @@ class Stage:
         self._in_use = -1 if versioned else 0
         self._oldest = 0  # that a forward may still ask for
         self._in_place = part.changes_its_input()
+        self._split = SplitBackward() if may_split(part.module) else None
 
     # Forward and backward.
 
@@ -88,13 +109,15 @@ class Stage:
         self.kept[number] = kept
         self._oldest = version
         self.most_kept = max(self.most_kept, len(self.kept))
+        self.most_held = max(self.most_held, self._held())
         passed = [_wanting(value) if again else value for value in outputs]
         return Parcel(passed, single, number, version)
 
     def _compute(self, number: int, kept: Kept) -> tuple[list[Any], bool]:
         self._use(kept.version)
         values = [_copied(value) if self._in_place else value for value in kept.inputs.values]
-        with seeded(self.seed, number, self.number, self.device):
+        seed(mixed(self.seed, number, self.number), self.device)
+        with self._split or nullcontext():
             if kept.inputs.single:
                 result = self.part.module(values[0])
             else:
@@ -105,31 +128,69 @@ class Stage:
         return ([result] if single else list(result)), single
 
     def backward(self, number: int, gradients: Parcel | None) -> Parcel:
-        """The gradients of what came in; those of the parameters are added to what is there."""
+        """The gradients of what came in; those of the parameters are added to what is there, or owed."""
         kept = self.kept.pop(number)
         if kept.outputs is None:
             with self._buffers_apart():
                 kept.outputs, _ = self._compute(number, kept)
-        given = gradients.values if gradients is not None else [torch.ones_like(kept.outputs[0])]
+            self.most_held = max(self.most_held, self._held() + 1)
+        given = gradients.values if gradients is not None else [torch.full_like(kept.outputs[0], 1 / self.share)]
         pairs = [
             (output, gradient)
             for output, gradient in zip(kept.outputs, given, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad and gradient is not None
         ]
+        jobs: list[Job] = []
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            with self._owing(jobs):
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.backwards += 1
-        if kept.version != self.version:
+        if jobs:
+            self.owed.append(Owed(number, kept.version, deque(jobs)))
+        elif kept.version != self.version:
             self._collect(kept.version)
         given = kept.inputs.values if self.number else []  # nobody wants the gradient of the batch
         back = [value.grad if isinstance(value, torch.Tensor) else None for value in given]
         self._forget()
         return Parcel(back, number=number, version=kept.version)
 
+    @contextmanager
+    def _owing(self, jobs: list[Job]) -> Iterator[None]:
+        if self._split is None:
+            yield
+            return
+        self._split.jobs = jobs
+        try:
+            yield
+        finally:
+            self._split.jobs = None
+
+    def _held(self) -> int:
+        """Microbatches whose activations are there."""
+        return len(self.owed) + sum(kept.outputs is not None for kept in self.kept.values())
+
+    @property
+    def full(self) -> bool:
+        """Is there no room for the activations of one more, but there would be without what is owed?"""
+        return bool(self.owed) and self._held() >= self.room
+
+    def catch_up(self) -> tuple[int, int]:
+        """Do a piece of what is owed; of which microbatch, and with which version."""
+        oldest = self.owed[0]
+        oldest.jobs.popleft().do()
+        if not oldest.jobs:
+            self.owed.popleft()
+            if oldest.version != self.version:
+                self._collect(oldest.version)
+            self._forget()
+        return oldest.number, oldest.version
+
     # Updates.
 
     def collect(self) -> list[nn.Parameter]:
         """The parameters, with all gradients since the last update added up."""
+        while self.owed:
+            self.catch_up()
         self._collect(self.version)
         return self.params
 
@@ -164,7 +225,7 @@ class Stage:
 
     def _forget(self) -> None:
         """Let go of versions that nobody can read any more."""
-        needed = {self.version, *(kept.version for kept in self.kept.values())}
+        needed = {self.version, *(kept.version for kept in self.kept.values()), *(owed.version for owed in self.owed)}
         for version in [*self._weights]:
             if version not in needed and not (self._told and version >= self._oldest):
                 del self._weights[version]
@@ -199,6 +260,7 @@ class Stage:
         self._weights = {self.version: self._stand_ins() if self._versioned else self.params}
         self._in_use, self._oldest = -1, self.version
         self.kept.clear()
+        self.owed.clear()
 
     @contextmanager
     def _buffers_apart(self) -> Iterator[None]:
@@ -243,19 +305,21 @@ def _scalar(loss: Any) -> torch.Tensor:
 
 
 @contextmanager
-def seeded(seed: int, number: int, stage: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of one microbatch at one stage; the generator goes on afterwards as if nothing had been drawn."""
-    if device.type == "cuda":
-        with torch.random.fork_rng(devices=[device]):
-            torch.manual_seed(mixed(seed, number, stage))
-            yield
-        return
+def drawing_apart(device: torch.device) -> Iterator[None]:
+    """Whatever is seeded and drawn here: generators go on afterwards as if nothing had been."""
     before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(mixed(seed, number, stage))  # torch's own asks all kinds of devices: 0.3 ms
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
+    with torch.random.fork_rng(devices=[device]) if device.type == "cuda" else nullcontext():
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+def seed(number: int, device: torch.device) -> None:
+    """Seed the generators that this device's layers draw from. (torch's own function asks all kinds of devices: 0.3 ms.)"""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
 
 
 def mixed(seed: int, number: int, stage: int) -> int:
