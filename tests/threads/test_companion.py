@@ -1,4 +1,4 @@
-"""A worker that has its server to itself calls it over to its core while it waits."""
+"""A worker that has its server to itself calls it over to its core while it waits; who computes keeps its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 from polytempo.transport import cores
-from polytempo.transport.cores import Companion
+from polytempo.transport.cores import Companion, Seat
 
 pytestmark = [
     pytest.mark.timeout(30),
@@ -233,3 +233,36 @@ def test_a_worker_that_computes_with_several_threads_does_not_call(monkeypatch: 
 
     with ThreadJob(1) as job:
         assert job.run(work) == [(1, 1)]
+
+
+# Who computes wakes up where it fell asleep.
+
+
+def test_who_waits_in_its_seat_keeps_its_core_until_it_is_awake(own_mask: set[int]) -> None:
+    seat = Seat(1)
+    for _ in range(3):
+        with seat:
+            assert len(os.sched_getaffinity(0)) == 1
+            assert os.sched_getaffinity(0) <= own_mask
+        assert os.sched_getaffinity(0) == own_mask
+    with pytest.raises(KeyError, match="passes"), seat:
+        raise KeyError("passes")
+    assert os.sched_getaffinity(0) == own_mask
+
+
+def test_more_who_compute_than_cores_take_any_core(own_mask: set[int]) -> None:
+    with Seat(len(own_mask) + 1):
+        assert os.sched_getaffinity(0) == own_mask
+
+
+def test_where_cores_cannot_be_chosen_nothing_happens(own_mask: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: int, mask: set[int]) -> None:
+        raise PermissionError(1, "not permitted")
+
+    seat = Seat(1)
+    monkeypatch.setattr(os, "sched_setaffinity", refuses)
+    with seat, seat:
+        assert os.sched_getaffinity(0) == own_mask
+    monkeypatch.undo()
+    with seat:
+        assert os.sched_getaffinity(0) == own_mask, "it is not tried again"

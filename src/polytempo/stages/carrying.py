@@ -28,6 +28,7 @@ from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.stages.parcels import Form, Parcel, described, outline, pack, unpacked
 from polytempo.stages.slots import PLACE, Slots, read
 from polytempo.transport.channel import Bytes
+from polytempo.transport.cores import Seat
 from polytempo.transport.links import DATA, FAILED, SEGMENT, Message
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import SHARE_FROM, Segment
@@ -74,6 +75,7 @@ class Carrier:
         self._pool = Pool()
         here = next(host for host in group.place.hosts if group.rank in host)
         self._slots = {group.ranks[index]: Slots() for index in here}  # for those who share memory with this rank
+        self._seat = Seat(len(here))
         self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
 
     # Sending.
@@ -154,7 +156,8 @@ class Carrier:
             task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
             while not task.is_completed() and meanwhile():
                 pass
-            parcel = task.wait()
+            with self._seat:
+                parcel = task.wait()
             incoming.parcels[parcel.number] = parcel
         return incoming.parcels.pop(number)
 
