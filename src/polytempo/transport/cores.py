@@ -1,10 +1,10 @@
 """On which cores threads of two processes run that wait for each other.
 
-Two threads that take turns do so on one core (`Companion`). A worker that waits for its server leaves its core idle, and waking a thread on another core costs more than everything else
-in a small exchange (on virtual machines a hundred microseconds, twice); and what the server has just computed is then in
-another core's cache. So a worker that has its server to itself calls it over to the core it is on, and stays there until it
-is answered; and longer only while exchanges follow each other within milliseconds. Only where both compute with one thread:
-others would inherit the narrow mask.
+Two threads that take turns do so on one core (`Companion`). A worker that waits for its server leaves its core idle, and
+waking a thread on another core costs more than everything else in a small exchange (on virtual machines a hundred
+microseconds, twice); and what the server has just computed is then in another core's cache. So a worker that has its server
+to itself calls it over to the core it is on, and stays there until it is answered; and longer only while exchanges follow
+each other within milliseconds. Only where both compute with one thread: others would inherit the narrow mask.
 
 Two threads that both compute do so on two (`Seat`). The system takes a message through a socket for the last thing its
 sender does for now, and wakes the receiver on the sender's core; where that goes on computing, both then share a core for as
