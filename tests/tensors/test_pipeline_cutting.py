@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from itertools import combinations
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +16,8 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.stages.cutting import balanced, cut, layers_of
-from polytempo.stages.parcels import Form, Parcel, described, packed, unpacked
-from polytempo.stages.parts import tied
-from polytempo.transport.pool import Pool
+from polytempo.stages.parcels import Form, Parcel, described, pack, unpacked
+from polytempo.stages.parts import Part, tied
 
 CPU = torch.device("cpu")
 
@@ -131,6 +132,52 @@ def test_more_stages_than_operations_are_refused() -> None:
         cut(Net(), 99)
 
 
+# By an example.
+
+
+class Chooses(nn.Module):
+    """Its code asks for a shape, which symbols do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(x.shape[1]):
+            x = torch.tanh(self.one(x))
+        return self.two(x)  # type: ignore[no-any-return]
+
+
+def through(parts: list[Part], x: torch.Tensor) -> Any:
+    value: Any = (x,)
+    for part in parts:
+        value = part.module(*(value if isinstance(value, tuple) else (value,)))
+    return value
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_what_checks_the_inputs_is_no_layer(stages: int) -> None:
+    model, example = Chooses(), torch.randn(6, 2, 4)
+    layers = layers_of(model, (example,))
+    assert layers.names == ["linear", "tanh", "linear_1", "tanh_1", "linear_2"]
+    assert layers.costs == [21, 1, 1, 1, 21]
+    parts = cut(model, stages, (example,))
+    assert torch.equal(through(parts, example), model(example))
+    names = [name for part in parts for name, _ in part.module.named_modules()]
+    assert not [name for name in names if "guard" in name], "nor is it called by a part's graph"
+
+
+def test_inputs_unlike_the_example_are_refused_and_other_batches_are_not() -> None:
+    model = Chooses()
+    parts = cut(model, 2, (torch.randn(6, 2, 4),))
+    for samples in (6, 3, 1, 6):
+        x = torch.randn(samples, 2, 4)
+        assert torch.equal(through(parts, x), model(x))
+    for shape in ((6, 3, 4), (6, 1, 4), (6, 3, 4)):  # they could be computed, but with the example's number of layers
+        with pytest.raises(UsageError, match=r"these are not like it: Guard failed: x.size\(\)\[1\] == 2"):
+            through(parts, torch.randn(shape))
+
+
 # What passes.
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool, torch.complex64]
@@ -139,6 +186,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 def tensors() -> st.SearchStrategy[torch.Tensor]:
     shapes = st.lists(st.integers(0, 4), max_size=3)
     return st.builds(lambda shape, dtype: (torch.randn(shape) * 5).to(dtype), shapes, st.sampled_from(DTYPES))
+
+
+def sent(parcel: Parcel) -> Parcel:
+    """As bytes, and back."""
+    form = Form(described(parcel))
+    data = numpy.empty(form.size, dtype=numpy.uint8)
+    pack(parcel, form, data)
+    return unpacked(data, form, CPU)
 
 
 plain = st.one_of(
@@ -155,8 +210,7 @@ def test_a_parcel_comes_back_as_it_was(values: list[Any], number: int, figure: f
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
     parcel = Parcel(values, len(values) == 1, number, 7, figure)
-    form = Form(described(parcel))
-    back = unpacked(packed(parcel, form, Pool()), form, Pool(), CPU)
+    back = sent(parcel)
     assert (back.single, back.number, back.version, back.figure) == (parcel.single, number, 7, figure)
     for was, now in zip(values, back.values, strict=True):
         if isinstance(was, torch.Tensor):
@@ -175,20 +229,21 @@ def test_tensors_that_are_not_in_one_piece() -> None:
         torch.ones(1).expand(5),
     ]
     parcel = Parcel(strange)
-    form = Form(described(parcel))
-    back = unpacked(packed(parcel, form, Pool()), form, Pool(), CPU)
+    back = sent(parcel)
     assert all(torch.equal(now, was) for now, was in zip(back.values, strange, strict=True))
 
 
-def test_memory_is_used_again_when_nobody_holds_what_came_in_it() -> None:
-    pool, parcel = Pool(), Parcel([torch.ones(50_000), torch.ones(3)])
+def test_memory_is_held_as_long_as_anything_that_came_in_it() -> None:
+    parcel = Parcel([torch.ones(50_000), torch.ones(3)])
     form = Form(described(parcel))
-    data = packed(parcel, form, Pool())
-    back = unpacked(data, form, pool, CPU)
+    data = numpy.empty(form.size, dtype=numpy.uint8)
+    memory = weakref.ref(data)
+    pack(parcel, form, data)
+    back = unpacked(data, form, CPU)
     kept = back.values[1][1:]
-    del back
+    del back, data
     gc.collect()
-    assert pool.take(form.size) is not data
+    assert memory() is not None
     del kept
     gc.collect()
-    assert pool.take(form.size) is data
+    assert memory() is None

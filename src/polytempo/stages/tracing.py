@@ -3,7 +3,8 @@
 A *layer* here is a stretch of the graph between two places where only one value passes. When these are too few, any two
 operations can be cut apart, and all values that are still needed pass, as a tuple. Weights never pass: a part that
 needs one holds it. A module whose Python code depends on values cannot be traced by symbols; given an example of its inputs,
-it is run once and what it did is taken (torch.export).
+it is run once and what it did is taken (torch.export). That holds for inputs of shapes like the example's, which is checked,
+but is no layer: it would be one in plans and cuts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Traced:
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | None = None) -> None:
         with _tracing:
             self._root = _graph_of(model, example)
+        self._guards = _guards_taken_from(self._root)
         self._known = frozenset(model.state_dict())  # torch.fx makes all buffers persistent
         nodes = list(self._root.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
@@ -49,6 +51,8 @@ class Traced:
         """The layers from `first` up to, but not including, `last`."""
         start, end = self._ends[first - 1] if first else 0, self._ends[last - 1]
         module = fx.GraphModule(self._root, self._graph(start, end))
+        if not start and self._guards is not None:
+            module.register_forward_pre_hook(Guard(self._guards))
         return Part(module, (("", module),), spreads=True, known=self._known)
 
     # Looking at the graph.
@@ -97,6 +101,35 @@ class Traced:
             graph.output(tuple(made[node] for node in self._passing(end)))
         graph.lint()
         return graph
+
+
+class Guard:
+    """Refuses inputs for which what the example did is not what the module would do."""
+
+    def __init__(self, check: nn.Module) -> None:
+        self._check = check
+        self._good = set[tuple[Any, ...]]()
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before the first part. What torch checks is sizes, and values that are no tensors: once for each is enough."""
+        seen = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in inputs)
+        if seen in self._good:
+            return
+        try:
+            self._check(*inputs)
+        except AssertionError as problem:
+            raise UsageError(
+                f"the model was traced by an example of its inputs, and these are not like it: {problem}"
+            ) from None
+        self._good.add(seen)
+
+
+def _guards_taken_from(root: fx.GraphModule) -> nn.Module | None:
+    """The call that torch.export puts before everything else, in newer versions; it is then no longer there."""
+    for node in root.graph.find_nodes(op="call_module", target="_guards_fn"):
+        root.graph.erase_node(node)
+        return root.get_submodule("_guards_fn")
+    return None
 
 
 def _size(root: nn.Module, target: str) -> int:
