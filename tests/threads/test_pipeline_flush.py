@@ -53,7 +53,7 @@ def test_each_rank_does_its_line_and_keeps_what_the_checker_says(spec: str) -> N
         assert all(before.end <= after.start for before, after in pairwise(outcome.pipe.log))
         assert all(before.end <= after.start - after.waited for before, after in pairwise(log))
         assert outcome.pipe.stage.most_kept == outcome.pipe.facts.in_flight[stage]
-        assert outcome.pipe.stage.most_held == outcome.pipe.facts.activations[stage]
+        assert outcome.pipe._runtime.debts.most_held == outcome.pipe.facts.activations[stage]
         assert outcome.pipe.stage.most_versions == 1
         assert not outcome.pipe.stage.kept
 
@@ -61,7 +61,9 @@ def test_each_rank_does_its_line_and_keeps_what_the_checker_says(spec: str) -> N
 def test_one_forward_one_backward_keeps_few_activations() -> None:
     outcomes = piped(layered(7), batches(1, 8), 4, stages=4, schedule="1f1b", microbatches=8)
     assert [outcome.pipe.stage.most_kept for outcome in outcomes] == [4, 3, 2, 1]
-    assert [outcome.pipe.stage.most_held for outcome in outcomes] == [4, 3, 2, 1], "what is owed for later is counted, too"
+    assert [outcome.pipe._runtime.debts.most_held for outcome in outcomes] == [4, 3, 2, 1], (
+        "what is owed for later is counted, too"
+    )
 
 
 class Counting(nn.Linear):

@@ -2,7 +2,8 @@
 
 Every action starts as soon as its line is free and what it waits for has arrived. What travels between stages s and s + 1
 takes `transfer[s]` both ways and holds nobody up: a link carries any number of things at once, and sending costs a stage
-nothing. The replicas of a stage take equally long, and start an update together.
+nothing. The replicas of a stage take equally long, and start an update together. Gradients of weights that have a time
+of their own are done by the rule that a run goes by (`debts.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from polytempo.errors import UsageError
 from polytempo.pipeline.actions import Action, Schedule
 from polytempo.pipeline.check import check
+from polytempo.pipeline.debts import Debts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,12 @@ def run(
     transfer: Sequence[float] = (),
     recompute: Sequence[float] = (),
     update: Sequence[float] = (),
+    weights: Sequence[float] = (),
+    pieces: int = 1,
 ) -> Timeline:
     """The moments of all actions, from what one takes at each stage; a backward that makes its forward again takes
-    `recompute` more. Times that are left out are 0. The schedule is checked first."""
+    `recompute` more. `weights`: what the gradients of weights take, in so many pieces; it is not part of `backward` then.
+    Times that are left out are 0. The schedule is checked first."""
     stages = schedule.stages
     durations = {
         "F": _times("forward", forward, stages),
@@ -92,12 +97,17 @@ def run(
     }
     travel = _times("transfer", transfer or [0.0] * (stages - 1), stages - 1)
     extra = _times("recompute", recompute or [0.0] * stages, stages)
+    later = [time / pieces for time in _times("weights", weights or [0.0] * stages, stages)]
     again = {(stage, replica): schedule.made_again(stage, replica) for stage, replica, _ in schedule.each_line()}
-    clock = _Clock(schedule, travel)
-    for stage, replica, index in check(schedule).order:
+    facts = check(schedule)
+    clock = _Clock(schedule, travel, later, facts.activations)
+    for stage, replica, index in facts.order:
         action = schedule.lines[stage][replica][index]
-        more = extra[stage] if action.kind == "B" and action.microbatch in again[stage, replica] else 0.0
+        repeated = action.microbatch in again[stage, replica]
+        more = extra[stage] if action.kind == "B" and repeated else 0.0
+        clock.pay(stage, replica, action, repeated)
         clock.do(stage, replica, action, durations[action.kind][stage] + more)
+        clock.debts[stage][replica].did(action, repeated, pieces if later[stage] else 0)
     return Timeline(schedule, tuple(tuple(map(tuple, replicas)) for replicas in clock.spans))
 
 
@@ -112,8 +122,9 @@ def _times(name: str, times: Sequence[float], count: int) -> Sequence[float]:
 class _Clock:
     """Who is free when, and what has arrived when."""
 
-    def __init__(self, schedule: Schedule, travel: Sequence[float]) -> None:
-        self.travel = travel
+    def __init__(self, schedule: Schedule, travel: Sequence[float], later: Sequence[float], rooms: Sequence[int]) -> None:
+        self.travel, self.later = travel, later
+        self.debts = [[Debts(room) for _ in replicas] for room, replicas in zip(rooms, schedule.lines, strict=True)]
         self.free = [[0.0] * count for count in schedule.replicas]
         self.spans: list[list[list[Span]]] = [[[] for _ in replicas] for replicas in self.free]
         self.ends: dict[tuple[int, Action], float] = {}
@@ -124,6 +135,26 @@ class _Clock:
         start = max(self.free[stage][replica], self.arrival(stage, replica, action))
         self.spans[stage][replica].append(Span(action, start, start + duration))
         self.free[stage][replica] = self.ends[stage, action] = start + duration
+
+    def pay(self, stage: int, replica: int, action: Action, again: bool) -> None:
+        """What is owed, as far as it is due before this action or there is time until it can start."""
+        if action.kind == "U":
+            for other, debts in enumerate(self.debts[stage]):  # they meet: all of them must be done
+                while debts:
+                    self.piece(stage, other)
+            return
+        debts = self.debts[stage][replica]
+        while debts.due(action, again) or (debts and self.free[stage][replica] < self.arrival(stage, replica, action)):
+            self.piece(stage, replica)
+
+    def piece(self, stage: int, replica: int) -> None:
+        """Do one; those of a microbatch that follow each other are one span."""
+        spans, start = self.spans[stage][replica], self.free[stage][replica]
+        action = Action("W", self.debts[stage][replica].pay())
+        end = self.free[stage][replica] = start + self.later[stage]
+        if spans[-1].action == action and spans[-1].end == start:
+            start = spans.pop().start
+        spans.append(Span(action, start, end))
 
     def arrival(self, stage: int, replica: int, action: Action) -> float:
         if action.kind == "U":

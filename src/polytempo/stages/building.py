@@ -14,6 +14,7 @@ from polytempo.collectives.world import World
 from polytempo.errors import BrokenInvariant, UsageError
 from polytempo.pipeline.actions import Line, Schedule, from_text
 from polytempo.pipeline.check import Facts, check
+from polytempo.pipeline.debts import Debts
 from polytempo.pipeline.schedules import make
 from polytempo.stages.auto import planned
 from polytempo.stages.carrying import Carrier
@@ -93,14 +94,14 @@ class Building:
             loss if number == len(parts) - 1 else None,
             versioned=facts.versions_kept[number] > 1 or told,
             told=told,
-            room=facts.activations[number],
             share=schedule.microbatches if schedule.flushes else 1,
             seed=seed,
             device=torch.device(device) if device is not None else None,
         )
         carrier = Carrier(group, stage.device)
         exchange.start_equal([*stage.params, *stage.part.module.buffers()])
-        runtime = Runtime(stage, places, carrier, exchange, schedule.recompute)
+        debts = Debts(facts.activations[number])
+        runtime = Runtime(stage, places, carrier, exchange, debts, schedule.recompute)
         endless = self._endless(schedule, number, replica)
         first = self._endless(schedule, 0, 0)
         names, catalogue, aside = self._described(parts)

@@ -1,8 +1,8 @@
 """Runs one replica's line of a schedule, whatever the schedule: what travels follows from the actions.
 
 F m takes the activation of m from the stage before and hands its own on; B m takes the gradient from the stage behind
-and hands its own back; U adds up what replicas and tied copies have, and updates. What a backward owes is done while there
-is nothing else to do, where its activations are in the way, or before U.
+and hands its own back; U adds up what replicas and tied copies have, and updates. Gradients of weights that a backward owes
+are done when they are due, and while this rank would wait (`pipeline/debts.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from polytempo.pipeline.actions import Action
+from polytempo.pipeline.debts import Debts
 from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
 from polytempo.stages.exchange import Exchange
 from polytempo.stages.parcels import Parcel
@@ -70,8 +71,10 @@ class Places:
 class Runtime:
     """This rank's stage, and its neighbours."""
 
-    def __init__(self, stage: Stage, places: Places, carrier: Carrier, exchange: Exchange, recompute: bool) -> None:
-        self.stage, self.places, self.carrier, self.exchange = stage, places, carrier, exchange
+    def __init__(
+        self, stage: Stage, places: Places, carrier: Carrier, exchange: Exchange, debts: Debts, recompute: bool
+    ) -> None:
+        self.stage, self.places, self.carrier, self.exchange, self.debts = stage, places, carrier, exchange, debts
         self._recompute = recompute
         self.log: deque[Done] = deque(maxlen=REMEMBERED)
         self.inputs: dict[int, Parcel] = {}  #: of the first stage, by microbatch
@@ -83,27 +86,34 @@ class Runtime:
     def run(self, actions: Sequence[Action], base: int) -> None:
         """Do these, one after another. Numbers of microbatches that travel count from `base`."""
         with drawing_apart(self.stage.device):
-            self._run(actions, base)
+            for action, follows in pairwise((*actions, None)):
+                assert action is not None
+                self.doing = action
+                self._do(action, base, self._again(action, follows, base))
         self.doing = None
 
-    def _run(self, actions: Sequence[Action], base: int) -> None:
-        for index, action in enumerate(actions):
-            self.doing = action
-            self._start, self._waited = time.perf_counter(), 0.0
-            if action.kind == "F":
-                follows = actions[index + 1] if index + 1 < len(actions) else None
-                again = self._recompute and follows != Action("B", action.microbatch)
-                version = self._forward(action.microbatch, base, again)
-            elif action.kind == "B":
-                version = self._backward(action.microbatch, base)
-            else:
-                version = self._update(base)
-            self.log.append(Done(action, version, self._start, time.perf_counter(), self._waited))
+    def _again(self, action: Action, follows: Action | None, base: int) -> bool:
+        """Is it a forward that is to be made again, or a backward that makes it again?"""
+        if action.kind == "B":
+            return self.stage.kept[base + action.microbatch].outputs is None
+        return self._recompute and action.kind == "F" and follows != Action("B", action.microbatch)
+
+    def _do(self, action: Action, base: int, again: bool) -> None:
+        self._start, self._waited, owes = time.perf_counter(), 0.0, 0
+        while self.debts.due(action, again):
+            self._pay()
+        if action.kind == "F":
+            version = self._forward(action.microbatch, base, again)
+        elif action.kind == "B":
+            version = self._backward(action.microbatch, base)
+            owes = self.stage.owes(base + action.microbatch)
+        else:
+            version = self._update()
+        self.debts.did(action, again, owes)
+        self.log.append(Done(action, version, self._start, time.perf_counter(), self._waited))
 
     def _forward(self, microbatch: int, base: int, again: bool) -> int:
         stage, number = self.stage, base + microbatch
-        while stage.full and not again:
-            self._catch_up(base)
         if stage.number:
             inputs = self._take(stage.number - 1, microbatch, FORWARD, base)
         else:
@@ -118,16 +128,12 @@ class Runtime:
     def _backward(self, microbatch: int, base: int) -> int:
         stage, number = self.stage, base + microbatch
         gradients = None if stage.loss is not None else self._take(stage.number + 1, microbatch, BACKWARD, base)
-        while stage.full and stage.kept[number].outputs is None:  # it is about to be made again
-            self._catch_up(base)
         back = stage.backward(number, gradients)
         if stage.number:
             self.carrier.send(self._neighbour(stage.number - 1, microbatch), BACKWARD, back)
         return back.version
 
-    def _update(self, base: int) -> int:
-        while self.stage.owed:
-            self._catch_up(base)
+    def _update(self) -> int:
         waits = time.perf_counter()
         self.exchange.add_up(self.stage.collect(), self.stage.backwards, self.stage.share)
         self._start = time.perf_counter()
@@ -144,24 +150,23 @@ class Runtime:
 
         def meanwhile() -> bool:
             nonlocal waits
-            if self.stage.owed:
-                self._waited += time.perf_counter() - waits
-                self._catch_up(base)
-                waits = time.perf_counter()
-                return True
-            return False
+            if not self.debts:
+                return False
+            self._waited += time.perf_counter() - waits
+            self._pay()
+            waits = time.perf_counter()
+            return True
 
         parcel = self.carrier.take(self._neighbour(stage, microbatch), kind, base + microbatch, meanwhile)
         self._start = time.perf_counter()
         self._waited += self._start - waits
         return parcel
 
-    def _catch_up(self, base: int) -> None:
+    def _pay(self) -> None:
         """Do a piece of what is owed, which is not part of the action that comes next."""
         start = time.perf_counter()
-        number, version = self.stage.catch_up()
+        action, version = Action("W", self.debts.pay()), self.stage.catch_up()
         self._start = time.perf_counter()
-        action = Action("W", number - base)
         if self.log and self.log[-1].action == action:
             start = self.log.pop().start
         self.log.append(Done(action, version, start, self._start, 0.0))

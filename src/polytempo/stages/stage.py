@@ -54,8 +54,8 @@ class Owed:
 
 
 class Stage:
-    """`versioned`: updates happen while microbatches are under way. `told`: which version to use comes from before. `room`:
-    for the activations of so many microbatches. `share`: gradients are those of a loss divided by this."""
+    """`versioned`: updates happen while microbatches are under way. `told`: which version to use comes from before.
+    `share`: gradients are those of a loss divided by this."""
 
     def __init__(
         self,
@@ -66,13 +66,12 @@ class Stage:
         *,
         versioned: bool = False,
         told: bool = False,
-        room: int = 1,
         share: int = 1,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
         self.part, self.number, self.loss, self.seed = part, number, loss, seed
-        self.room, self.share = room, share
+        self.share = share
         self._told = told and number > 0
         if device is not None:
             part.module.to(device)
@@ -86,7 +85,6 @@ class Stage:
         self.kept: dict[int, Kept] = {}
         self.owed: deque[Owed] = deque()
         self.most_kept = 0  #: microbatches under way at once
-        self.most_held = 0  #: microbatches with activations at once
         self.most_versions = 1
         self._spots = list(_spots(part.module, self.params))
         self._versioned = versioned
@@ -109,7 +107,6 @@ class Stage:
         self.kept[number] = kept
         self._oldest = version
         self.most_kept = max(self.most_kept, len(self.kept))
-        self.most_held = max(self.most_held, self._held())
         passed = [_wanting(value) if again else value for value in outputs]
         return Parcel(passed, single, number, version)
 
@@ -133,7 +130,6 @@ class Stage:
         if kept.outputs is None:
             with self._buffers_apart():
                 kept.outputs, _ = self._compute(number, kept)
-            self.most_held = max(self.most_held, self._held() + 1)
         given = gradients.values if gradients is not None else [torch.full_like(kept.outputs[0], 1 / self.share)]
         pairs = [
             (output, gradient)
@@ -165,17 +161,12 @@ class Stage:
         finally:
             self._split.jobs = None
 
-    def _held(self) -> int:
-        """Microbatches whose activations are there."""
-        return len(self.owed) + sum(kept.outputs is not None for kept in self.kept.values())
+    def owes(self, number: int) -> int:
+        """How many pieces, for a microbatch that had its backward just now."""
+        return len(self.owed[-1].jobs) if self.owed and self.owed[-1].number == number else 0
 
-    @property
-    def full(self) -> bool:
-        """Is there no room for the activations of one more, but there would be without what is owed?"""
-        return bool(self.owed) and self._held() >= self.room
-
-    def catch_up(self) -> tuple[int, int]:
-        """Do a piece of what is owed; of which microbatch, and with which version."""
+    def catch_up(self) -> int:
+        """Do a piece of what is owed, the oldest first; with which version."""
         oldest = self.owed[0]
         oldest.jobs.popleft().do()
         if not oldest.jobs:
@@ -183,14 +174,12 @@ class Stage:
             if oldest.version != self.version:
                 self._collect(oldest.version)
             self._forget()
-        return oldest.number, oldest.version
+        return oldest.version
 
     # Updates.
 
     def collect(self) -> list[nn.Parameter]:
-        """The parameters, with all gradients since the last update added up."""
-        while self.owed:
-            self.catch_up()
+        """The parameters, with all gradients since the last update added up; nothing is owed."""
         self._collect(self.version)
         return self.params
 
