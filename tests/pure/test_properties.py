@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from driving import Job
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from polytempo.records.check import check_lines
@@ -29,7 +30,6 @@ WARM = ("downpour", "downpour:push=2,warm=5", "downpour:warm=3,scale=2")
 TIMED = ("dssp:0..2", "dssp:1..4", "dssp-paper:1..4", "every:3,wait=0.5", "every:2,wait=2,scale=3")
 MODES = (*BARRIERS, *EAGER, "asup,bound=1", *WARM, *TIMED)
 
-every_mode = pytest.mark.parametrize("sync", MODES)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 KINDS = (*["push"] * 8, "join", "leave", "tick")
@@ -50,6 +50,24 @@ class Game:
 MOVE = st.integers(0, len(KINDS) * 16 * len(PAUSES) - 1)
 MOVES = st.lists(MOVE, max_size=12) | st.lists(MOVE, min_size=30, max_size=90)
 GAMES = st.builds(Game, st.integers(1, 5), st.lists(MOVE, max_size=6), MOVES)
+
+
+def under_each(cases: Sequence[Any]) -> Callable[[Callable[[Any, Game], None]], Callable[[], None]]:
+    """A test with one case after the other on each game: to make up a game takes longer than to play it."""
+
+    def decorate(look: Callable[[Any, Game], None]) -> Callable[[], None]:
+        def test(game: Game) -> None:
+            for case in cases:
+                note(f"under {case}")  # the last one is the one that failed
+                look(case, game)
+
+        test.__name__, test.__doc__ = look.__name__, look.__doc__  # games depend on the name: each test has its own
+        return given(game=GAMES)(moderately(test))
+
+    return decorate
+
+
+every_mode = under_each(MODES)
 
 
 def workers_for(sync: str, game: Game) -> int:
@@ -343,8 +361,6 @@ def only(kind, actions: list[Action]) -> list:
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_the_record_passes_the_checker_and_replays_from_its_text(sync: str, game: Game) -> None:
     job = played(sync, game)
     assert check_lines(job.lines, parse_spec(sync), job.workers) == len(job.lines)
@@ -354,8 +370,6 @@ def test_the_record_passes_the_checker_and_replays_from_its_text(sync: str, game
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_the_bound_holds_and_nobody_waits_without_need(sync: str, game: Game) -> None:
     opinion = opinion_on(sync, workers_for(sync, game))
     for job in play(sync, game):
@@ -363,8 +377,6 @@ def test_the_bound_holds_and_nobody_waits_without_need(sync: str, game: Game) ->
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_every_accepted_push_is_applied_once_at_the_right_rate(sync: str, game: Game) -> None:
     for job in play(sync, game):
         event, _, actions = job.history[-1]
@@ -398,19 +410,16 @@ def rate_of(sync: str, job: Job) -> float:
 
 
 @every_mode
-@given(game=GAMES, fastest_first=st.booleans())
-@moderately
-def test_nobody_is_held_for_ever(sync: str, game: Game, fastest_first: bool) -> None:
+def test_nobody_is_held_for_ever(sync: str, game: Game) -> None:
     job = played(sync, game)
-    drain(job, fastest_first)
-    assert not job.held
-    assert not job.pending
-    assert job.policy.holds() == []
+    for twin, fastest_first in ((job.fork(), True), (job, False)):
+        drain(twin, fastest_first)
+        assert not twin.held
+        assert not twin.pending
+        assert twin.policy.holds() == []
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_each_death_frees_the_rest_in_the_same_call(sync: str, game: Game) -> None:
     job = played(sync, game).start()
     while job.steps:
@@ -421,17 +430,16 @@ def test_each_death_frees_the_rest_in_the_same_call(sync: str, game: Game) -> No
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_a_leave_holds_nobody_back(sync: str, game: Game) -> None:
     job = played(sync, game)
     able = set(job.computing())
+    going_on = goes_on_at_once(job, able)
     for leaver in sorted(job.steps):
         twin = job.fork()
         assert not only(Hold, twin.leave(leaver, "lost"))
         assert able - {leaver} <= set(twin.computing())
         if sync not in TIMED:  # a forecast, or a deadline, may come out otherwise with another slowest worker
-            assert goes_on_at_once(job, able - {leaver}) <= goes_on_at_once(twin, able - {leaver})
+            assert going_on - {leaver} <= goes_on_at_once(twin, able - {leaver})
 
 
 def goes_on_at_once(job: Job, workers: set[int]) -> set[int]:
@@ -443,24 +451,19 @@ def goes_on_at_once(job: Job, workers: set[int]) -> set[int]:
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_the_same_events_give_the_same_actions(sync: str, game: Game) -> None:
     job = played(sync, game)
     assert answers(sync, job) == [actions for _, _, actions in job.history]
 
 
 @every_mode
-@given(game=GAMES)
-@moderately
 def test_without_explanations_the_decisions_are_the_same(sync: str, game: Game) -> None:
     job = played(sync, game)
     quiet = answers(sync, job, explains=False)
     assert [bare(actions) for actions in quiet] == [bare(actions) for _, _, actions in job.history]
 
 
-@pytest.mark.parametrize(
-    ("sync", "same_as"),
+@under_each(
     [
         ("dssp:0..0", "ssp:0"),
         ("dssp:2..2", "ssp:2"),
@@ -472,19 +475,17 @@ def test_without_explanations_the_decisions_are_the_same(sync: str, game: Game) 
         ("downpour:push=3,fetch=2", "delay:1"),
         ("asp,drop=1,lr=staleness", "asp"),
         ("ssp:1,dc=1,momentum=async", "ssp:1"),
-    ],
+    ]
 )
-@given(game=GAMES)
-@moderately
-def test_modes_that_are_one_and_the_same(sync: str, same_as: str, game: Game) -> None:
+def test_modes_that_are_one_and_the_same(pair: tuple[str, str], game: Game) -> None:
+    sync, same_as = pair
     job = played(sync, game)
     assert answers(same_as, job) == [actions for _, _, actions in job.history]
 
 
-@pytest.mark.parametrize(("sync", "same_as"), [("every:1", "ssp:0"), ("dssp-paper:2..2", "ssp:2"), ("bsp", "ssp:0")])
-@given(game=GAMES)
-@moderately
-def test_modes_that_decide_alike_with_other_words(sync: str, same_as: str, game: Game) -> None:
+@under_each([("every:1", "ssp:0"), ("dssp-paper:2..2", "ssp:2"), ("bsp", "ssp:0")])
+def test_modes_that_decide_alike_with_other_words(pair: tuple[str, str], game: Game) -> None:
+    sync, same_as = pair
     job = played(sync, without_leaves(game) if sync == "bsp" else game)
     decided = [without_updates(actions) for _, _, actions in job.history]
     assert [without_updates(actions) for actions in answers(same_as, job)] == decided
