@@ -1,7 +1,8 @@
 """Pictures of pipelines: what four stages did, in four processes, for each schedule. `make figures` writes them.
 
 The stages sleep in place of computing, so that each has a processor of its own wherever this runs; all else is real. Each
-picture shows 16 microbatches, after some for warming up: two steps of 8, or 16 minibatches where there is no flush.
+picture shows 16 microbatches, after some for warming up: two steps of 8, or 16 minibatches where there is no flush. The last
+picture is of two stages that do compute, and so have gradients of weights that are worth putting off.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ PICTURES = {
     "gpipe": ("gpipe,recompute=0", "gpipe: all forwards, then all backwards"),
     "1f1b": ("1f1b", "1f1b: a backward as soon as there is one"),
     "pipedream": ("pipedream", "pipedream: no flush, an update after every backward"),
+    "later": ("1f1b", "1f1b, two stages that compute: gradients of weights when nobody waits for more"),
 }
+#: Of the last picture: linear layers, their width, and the rows of a microbatch.
+LAYERS, WIDTH, ROWS = 8, 1024, 64
 
 
-def work(spec: str, folder: str) -> None:
-    """One of the processes: warm up, then do what is drawn."""
+def stages_of(name: str) -> int:
+    return 2 if name == "later" else STAGES
+
+
+def sleeping() -> tuple[Any, Any]:
+    """A model, and what makes its optimizer."""
     import torch
     from torch import nn
-
-    import polytempo as pt
-    from polytempo.stages.recording import write_log
 
     class Sleep(torch.autograd.Function):
         @staticmethod
@@ -59,17 +64,37 @@ def work(spec: str, folder: str) -> None:
             time.sleep(UPDATE)
             return super().step(closure)
 
+    return nn.Sequential(*[Layer(4, 4) for _ in range(STAGES)]), lambda parameters: Slow(parameters, lr=0.01)
+
+
+def computing() -> tuple[Any, Any]:
+    """The same, of layers that compute."""
+    import torch
+    from torch import nn
+
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers), lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+
+
+def work(name: str, folder: str) -> None:
+    """One of the processes: warm up, then do what is drawn."""
+    import torch
+
+    import polytempo as pt
+    from polytempo.stages.recording import write_log
+
     torch.set_num_threads(1)
     pt.init()
-    endless = spec == "pipedream"
+    endless = name == "pipedream"
+    model, optimizer = computing() if name == "later" else sleeping()
     pipe = pt.Pipeline(
-        nn.Sequential(*[Layer(4, 4) for _ in range(STAGES)]),
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: Slow(parameters, lr=0.01),
-        schedule=spec,
+        model,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=optimizer,
+        schedule=PICTURES[name][0],
         microbatches=None if endless else MICROBATCHES,
     )
-    batch = torch.ones(MICROBATCHES, 4)
+    batch = torch.ones(MICROBATCHES * ROWS, WIDTH) if name == "later" else torch.ones(MICROBATCHES, 4)
     for steps in (1, STEPS):
         for _ in range(steps * MICROBATCHES if endless else steps):
             pipe.step(batch, batch)
@@ -85,16 +110,20 @@ def drawn(lines: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, An
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         by_rank[line["rank"]].append(line)
-    return [line for rank in by_rank.values() for line in rank[-(2 * STEPS * MICROBATCHES + updates) :]]
+    found = []
+    for mine in by_rank.values():
+        ends = [index for index, line in enumerate(mine) if line["kind"] == "U"]
+        found += mine[ends[-updates - 1] + 1 :]
+    return found
 
 
 def draw(name: str) -> None:
     from polytempo.report.pipeline_picture import draw_pipeline
     from polytempo.stages.recording import read_logs
 
-    spec, title = PICTURES[name]
+    title = PICTURES[name][1]
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(STAGES), __file__, spec, folder]
+        command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(stages_of(name)), __file__, name, folder]
         subprocess.run(command, check=True)
         bubble = draw_pipeline(drawn(read_logs(folder), name), HERE / f"pipeline-{name}.png", title)
     print(f"written: {HERE.name}/pipeline-{name}.png, bubble {100 * bubble:.1f} %")
