@@ -280,7 +280,7 @@ WHOLE = [
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
     """`make check` walks some of the modes; the others take seconds each."""
-    return [pytest.mark.long] if case.sync in ("dssp:0..2", "dssp:1..2", "asp", "delay:1", "downpour:push=2,warm=3") else []
+    return [] if case.sync in ("bsp", "ssp:0", "ssp:1") else [pytest.mark.long]
 
 
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES), *WHOLE])

@@ -176,6 +176,7 @@ def test_the_command_without_training_loads_neither_torch_nor_zmq() -> None:
     assert fresh(f"import sys, polytempo.cli.main; {call}; {HEAVY}").splitlines()[-1].strip() == ""
 
 
+@pytest.mark.long  # some of them load torch
 def test_every_module_can_be_imported_first() -> None:
     names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name, _, _ in modules()]
     light = [

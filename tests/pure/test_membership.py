@@ -6,8 +6,7 @@ import random
 
 import pytest
 from driving import Job
-from hypothesis import given, settings
-from test_properties import GAMES, Game, play
+from test_properties import Game, play, under_each
 
 from polytempo.errors import OrderError, UsageError
 from polytempo.sync.actions import Action, Admit, Discard, Hold, Release
@@ -240,9 +239,7 @@ class Waited:
 BOUNDED = ("bsp", "ssp:0", "ssp:2", "dssp:0..2", "dssp:1..3", "dssp-paper:1..3", "every:1", "every:3", "every:3,wait=1")
 
 
-@pytest.mark.parametrize("sync", BOUNDED)
-@given(game=GAMES)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@under_each(BOUNDED)
 def test_holds_name_exactly_those_who_are_waited_for(sync: str, game: Game) -> None:
     waited = Waited(sync)
     for job in play(sync, game):

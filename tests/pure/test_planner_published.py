@@ -68,6 +68,7 @@ def test_only_the_released_formula_with_parts_of_hosts_gives_them(
     assert found.config == config, said(model, found)
 
 
+@pytest.mark.long
 def test_the_graph_of_resnet_cut_everywhere_gives_the_same() -> None:
     graph = json.loads((FOLDER / "resnet50.json").read_text(encoding="utf-8"))
     chain = chain_of(graph, width=2)

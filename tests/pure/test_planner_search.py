@@ -15,7 +15,7 @@ from polytempo.planner.profile import Layer, Profile
 from polytempo.planner.search import Plan, plan
 from polytempo.planner.topology import Level, Topology, parse_topology
 
-often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 FORMULA = st.sampled_from(list(COMBINE))
 
@@ -80,7 +80,7 @@ def test_three_levels_equal_trying_everything(profile: Profile, topology: Topolo
     check_equal(plan(profile, topology, formula=formula, whole_hosts=True), profile, topology, formula)
 
 
-@settings(often, max_examples=400)
+@often
 @given(
     profile=profiles(4),
     topology=topologies(5) | topologies(3, 3) | topologies(2, 4) | topologies(2, 2, 2),

@@ -51,7 +51,12 @@ def splits(size: int) -> Iterator[Hosts]:
 # The plans are right.
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), list(PLANS))
+def marks_of(collective: str, algorithm: str) -> list[pytest.MarkDecorator]:
+    """Hosts can be split in many ways: the largest of those walks takes seconds; `make check` has the drawn ones."""
+    return [pytest.mark.long] if (collective, algorithm) == ("all_reduce", "hierarchical") else []
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), [pytest.param(*key, marks=marks_of(*key)) for key in PLANS])
 def test_every_plan_is_right(collective: str, algorithm: str) -> None:
     for size in range(1, 10):
         for hosts in splits(size) if algorithm == "hierarchical" else [one_host(size)]:
