@@ -28,6 +28,7 @@ import platform
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,12 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "system": platform.platform(), "torch": version("torch"), "load": os.getloadavg()}
 
 
-def fill_in(page: Path) -> None:
+def fill_in(page: Path, names: Iterable[str]) -> None:
     """Replace what stands between "<!-- NAME -->" and "<!-- end -->" by the table of that case."""
     text = page.read_text(encoding="utf-8")
-    for name in CASES:
-        result = OUT / f"{name}.md"
-        if result.exists():
-            table_of = result.read_text(encoding="utf-8").strip()
-            text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{table_of}\n\n\2", text, flags=re.S)
+    for name in names:
+        table_of = (OUT / f"{name}.md").read_text(encoding="utf-8").strip()
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{table_of}\n\n\2", text, flags=re.S)
     page.write_text(text, encoding="utf-8")
 
 
@@ -98,7 +97,7 @@ def main() -> None:
     if judged:
         print(last_line(judged))
     if arguments.page:
-        fill_in(arguments.page)
+        fill_in(arguments.page, judged)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,28 +102,17 @@ def work(name: str, folder: str) -> None:
     pt.shutdown()
 
 
-def drawn(lines: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """What each rank did last, without the warming up."""
-    updates = STEPS * MICROBATCHES if name == "pipedream" else STEPS
-    by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for line in lines:
-        by_rank[line["rank"]].append(line)
-    found = []
-    for mine in by_rank.values():
-        ends = [index for index, line in enumerate(mine) if line["kind"] == "U"]
-        found += mine[ends[-updates - 1] + 1 :]
-    return found
-
-
 def draw(name: str) -> None:
-    from polytempo.report.pipeline_picture import draw_pipeline
+    """What each rank did last, without the warming up."""
+    from polytempo.report.pipeline_picture import draw_pipeline, last_updates
     from polytempo.stages.recording import read_logs
 
     title = PICTURES[name][1]
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(stages_of(name)), __file__, name, folder]
         subprocess.run(command, check=True)
-        bubble = draw_pipeline(drawn(read_logs(folder), name), HERE / f"pipeline-{name}.png", title)
+        lines = last_updates(read_logs(folder), STEPS * MICROBATCHES if name == "pipedream" else STEPS)
+        bubble = draw_pipeline(lines, HERE / f"pipeline-{name}.png", title)
     print(f"written: {HERE.name}/pipeline-{name}.png, bubble {100 * bubble:.1f} %")
 
 

@@ -75,8 +75,18 @@ def options(command: str) -> list[str]:
 
 
 def test_commands_and_options() -> None:
-    assert sorted(typer.main.get_command(app).commands) == ["check", "compare", "key", "plan", "run", "simulate", "worker"]
+    assert sorted(typer.main.get_command(app).commands) == [
+        "check",
+        "compare",
+        "key",
+        "picture",
+        "plan",
+        "run",
+        "simulate",
+        "worker",
+    ]
     assert options("check") == options("key") == []
+    assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile"]
     assert options("worker") == ["--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [

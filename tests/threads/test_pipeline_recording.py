@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from piped import Outcome, batches, layered, piped
 
+from polytempo.cli.main import run
 from polytempo.errors import UsageError
-from polytempo.report.pipeline_picture import bars_of
+from polytempo.report.pipeline_picture import bars_of, last_updates
 from polytempo.stages.recording import FIELDS, read_logs, write_log
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,3 +90,52 @@ def test_a_line_that_is_no_action_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match=rf"pipeline-2\.jsonl, line {lines + 1}: expected an action, got ") as caught:
         read_logs(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+# The command.
+
+
+def test_a_run_is_drawn_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    written(tmp_path)
+    assert run(["picture", str(tmp_path)]) == 0
+    assert (tmp_path / "pipeline.png").stat().st_size > 10_000
+    assert f"written: {tmp_path}/pipeline.png, bubble " in capsys.readouterr().out
+    assert run(["picture", str(tmp_path), "--last", "1", "--out", str(tmp_path / "last.svg"), "--title", "one step"]) == 0
+    assert "one step" in (tmp_path / "last.svg").read_text()
+
+
+def test_the_last_updates_of_each_stage_are_what_belongs_to_them(tmp_path: Path) -> None:
+    written(tmp_path)
+    lines = read_logs(tmp_path)
+    last = last_updates(lines, 1)
+    for stage in range(3):
+        mine = [line for line in last if line["stage"] == stage]
+        assert [line["version"] for line in mine if line["kind"] in "FB"] == [1] * 8
+        assert [line["kind"] for line in mine].count("U") == 1
+    assert len(last_updates(lines, 2)) == len(last_updates(lines, 3)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--last", "0"], "expected --last of at least 1, got 0"),
+        (["--between", "1"], "expected --between FROM,TO in seconds, such as 0.5,1.5; got '1'"),
+        (["--between", "50,60"], "expected two moments with actions between them, from 0 to"),
+        (["--out", "here.txt"], "here.txt"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(
+    arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    written(tmp_path)
+    assert run(["picture", str(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["picture", str(tmp_path / "none")]) == 2
+    assert "expected files pipeline-RANK.jsonl" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import typer
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
 from polytempo.cli.key import key
+from polytempo.cli.picture import picture
 from polytempo.cli.plan import plan
 from polytempo.cli.run import PASS_ON, worker
 from polytempo.cli.run import run as run_job
@@ -32,6 +33,7 @@ app.command("worker", context_settings=PASS_ON)(worker)
 app.command("compare", context_settings=PASS_ON)(compare)
 app.command()(simulate)
 app.command()(plan)
+app.command()(picture)
 app.command()(check)
 app.command()(key)
 

@@ -70,6 +70,18 @@ def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
     return [bar._replace(start=max(bar.start, begin) - begin, end=min(bar.end, end) - begin) for bar in inside]
 
 
+def last_updates(lines: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Of lines of a run, those that belong to the last so many updates of each replica of a stage."""
+    rows: dict[Row, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        rows.setdefault((line["stage"], line["replica"]), []).append(line)
+    found: list[Mapping[str, Any]] = []
+    for mine in rows.values():
+        ends = [index for index, line in enumerate(mine) if line["kind"] == "U"]
+        found += mine[ends[-count - 1] + 1 :] if len(ends) > count else mine
+    return found
+
+
 def bubble_of(bars: Sequence[Bar], total: float, rows: int) -> float:
     """The share of the time, from 0 to `total`, in which a row does nothing, on average over so many rows."""
     busy = math.fsum(bar.end - bar.start for bar in bars)

@@ -1,0 +1,39 @@
+"""`polytempo picture`: what each stage of a pipeline did, when, from the files that a run wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polytempo.errors import UsageError
+from polytempo.report.pipeline_picture import draw_pipeline, last_updates
+from polytempo.stages.recording import read_logs
+
+Option = typer.Option
+
+
+def picture(
+    folder: Annotated[Path, typer.Argument(help="Where the ranks of a pipeline wrote what they did.")],
+    out: Annotated[Path | None, Option(help="The picture: .png, .svg or .pdf (FOLDER/pipeline.png).")] = None,
+    last: Annotated[int | None, Option(help="Only the last so many updates of each stage.")] = None,
+    between: Annotated[str | None, Option(help="Only FROM,TO: seconds after the first action.")] = None,
+    title: Annotated[str | None, Option(help="Above the picture.")] = None,
+) -> None:
+    """Draw what each stage of a pipeline did: forward, backward, update, waiting."""
+    if last is not None and last < 1:
+        raise UsageError(f"expected --last of at least 1, got {last}")
+    lines = last_updates(read_logs(folder), last) if last is not None else read_logs(folder)
+    path = out or folder / "pipeline.png"
+    bubble = draw_pipeline(lines, path, title or folder.name, _moments(between) if between is not None else None)
+    sys.stdout.write(f"written: {path}, bubble {100 * bubble:.1f} %\n")
+
+
+def _moments(text: str) -> tuple[float, float]:
+    try:
+        begin, end = (float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"expected --between FROM,TO in seconds, such as 0.5,1.5; got {text!r}") from None
+    return begin, end
