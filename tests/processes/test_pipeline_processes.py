@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -34,6 +35,20 @@ def test_stages_train_as_one_process_would(schedule: str, bench: Bench) -> None:
     done = bench.run("run", "-n", str(STAGES), SCRIPT, ".", f"schedule={schedule}", f"steps={STEPS}")
     assert done.returncode == 0, done.stderr
     assert_as_alone(bench)
+    last = done.stderr.splitlines()[-1]
+    told = (
+        rf"polytempo: pipeline of {STAGES} stages, {schedule}, 4 microbatches: {STEPS} steps in [\d.]+ s, [\d.e-]+ s a step"
+    )
+    assert re.fullmatch(rf"{told}, last loss {alone(STEPS)[-1]:.4g}", last), done.stderr
+    assert "ignores" not in done.stderr
+
+
+def test_what_a_pipeline_ignores_is_said_once(bench: Bench) -> None:
+    done = bench.run("run", "-n", str(STAGES), "--sync", "asp", "--servers", "2", SCRIPT, ".", f"steps={STEPS}")
+    assert done.returncode == 0, done.stderr
+    assert_as_alone(bench)
+    said = [line for line in done.stderr.splitlines() if "ignores" in line]
+    assert said == ["polytempo: a pipeline pushes nothing to servers: it ignores --sync asp, --servers 2"]
 
 
 @pytest.mark.parametrize("stage", [0, 2])  # not everybody is its neighbour

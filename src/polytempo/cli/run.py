@@ -44,7 +44,7 @@ def run(
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
     """Run a training script in several processes; one word sets how they wait for one another."""
-    from polytempo.launch.display import Display
+    from polytempo.launch.display import Display, told_in_words
     from polytempo.launch.local import LocalJob
     from polytempo.launch.request import RunRequest
 
@@ -74,7 +74,8 @@ def run(
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
-        typer.echo(_summary(sync, job.summary), err=True)
+        told = told_in_words(job.progress) if job.progress is not None else ""
+        typer.echo(_summary(sync, job.summary, told), err=True)
     raise typer.Exit(status)
 
 
@@ -110,7 +111,11 @@ def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> 
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
-def _summary(sync: str, figures: dict[str, Any]) -> str:
+def _summary(sync: str, figures: dict[str, Any], told: str = "") -> str:
+    """The last words; `told`: of what has trained without pushes."""
+    if told:
+        pushed = f"{_summary(sync, figures)}\n" if figures.get("steps") else ""
+        return f"{pushed}polytempo: {told}"
     if not figures.get("steps"):
         return f"polytempo: {sync}: every worker finished; no step was pushed"
     stale = f"staleness {figures['staleness_mean']:.1f} (at most {figures['staleness_max']})"

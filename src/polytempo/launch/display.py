@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from polytempo.protocol.messages import Status, WorkerStatus
+from polytempo.protocol.values import Progress
 
 #: Without a terminal a line is written about so often.
 PLAIN_EVERY = 5.0
@@ -74,10 +75,16 @@ class Display:
         """How everybody is now."""
         self._rates.look(status)
         if self._live is not None:
-            self._live.update(self._table(status), refresh=True)  # by hand: a launcher has no threads
+            self._live.update(self._picture(status), refresh=True)  # by hand: a launcher has no threads
         elif not self._quiet and status.seconds - self._said >= PLAIN_EVERY:
             self._said = status.seconds
             self.say(plain(self._title, status))
+
+    def _picture(self, status: Status) -> Table | Text | Group:
+        if status.progress is None:
+            return self._table(status)
+        told = Text(told_in_words(status.progress))
+        return Group(self._table(status), told) if pushes(status) else told
 
     def _table(self, status: Status) -> Table:
         used = f", {100 * min(status.used, 1):.0f} % of the budget" if status.used else ""
@@ -118,8 +125,24 @@ def state(worker: WorkerStatus) -> str:
     return f"waits for {named}{', ...' if len(worker.waiting_for) > 4 else ''}"
 
 
+def pushes(status: Status) -> bool:
+    """Does anybody train by pushes?"""
+    return any(worker.present_s for worker in status.workers)
+
+
+def told_in_words(progress: Progress) -> str:
+    """How far something is that trains without pushes."""
+    if progress.steps < 1:
+        return f"{progress.what}: 0 steps"
+    loss = f", last loss {progress.loss:.4g}" if progress.loss is not None else ""
+    steps = f"{progress.steps} step{'s' * (progress.steps != 1)} in {progress.seconds:.1f} s"
+    return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
+
+
 def plain(title: str, status: Status) -> str:
     """The whole job in one line."""
+    if status.progress is not None and not pushes(status):
+        return told_in_words(status.progress)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
     steps = [worker.step for worker in status.workers]

@@ -43,6 +43,7 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
+from polytempo.protocol.values import Progress
 from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE, JobFacts
 from polytempo.transport.keys import JobKeys, make_keys, write_key_file
 from polytempo.transport.pool import Pool
@@ -64,6 +65,7 @@ class LocalJob:
         self.checked, self.request, self.plan = checked, checked.request, checked.plan
         self.display = display
         self.summary: dict[str, Any] = {}
+        self.progress: Progress | None = None  #: of what trains without pushes
         self._directory = private_directory()
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
         self._port = free_port()
@@ -295,6 +297,7 @@ class LocalJob:
     def _take(self, message: AnyMessage) -> None:
         if isinstance(message, Status):
             self._checkpoint = message.checkpoint or self._checkpoint
+            self._take_progress(message.progress)
             self.display.show(message)
             self._watch_patience(message)
         elif isinstance(message, Notice):
@@ -307,8 +310,17 @@ class LocalJob:
             self._obey(self._supervisor.exited(message.worker, message.reason, message.cause))
         elif isinstance(message, Finished):
             self.summary = message.summary
+            last = message.summary.get("progress")
+            self._take_progress(Progress(**last) if last else None)
             self._checkpoint = message.checkpoint or self._checkpoint
             self._finished = True
+
+    def _take_progress(self, progress: Progress | None) -> None:
+        """Say once what of the request has no meaning for what trains without pushes."""
+        ignored = self.request.about_pushes()
+        if progress is not None and self.progress is None and ignored:
+            self.display.say(f"a pipeline pushes nothing to servers: it ignores {', '.join(ignored)}")
+        self.progress = progress or self.progress
 
     def _watch_patience(self, status: Status) -> None:
         """`--timeout`: whoever is waited for too long is given up."""

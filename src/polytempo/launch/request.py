@@ -73,6 +73,22 @@ class RunRequest:
         }
         return next((name for name, value in options.items() if value is not None), "")
 
+    def about_pushes(self) -> list[str]:
+        """What of this request is about pushes to servers, and means nothing to those who make none."""
+        limits = self.limits
+        options: dict[str, Any] = {
+            "--sync": self.sync if self.sync != "bsp" else None,
+            "--servers": self.servers,
+            "--via": self.via if self.via != "auto" else None,
+            **{f"--{name}": value for name, value in vars(limits).items() if value != float("inf")},
+            "--slow": "" if self.slow else None,
+            "--hiccup": "" if self.hiccup != (0.0, 0.0) else None,
+            "--checkpoint": self.checkpoint,
+            "--resume": self.resume,
+            "--timeout": self.timeout,
+        }
+        return [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
+
     def _check_via(self) -> None:
         known = ("auto", "ps", "allreduce")
         if self.via not in known:

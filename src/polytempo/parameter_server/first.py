@@ -8,6 +8,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError
@@ -40,7 +42,7 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
-from polytempo.protocol.values import PushId
+from polytempo.protocol.values import Progress, PushId
 from polytempo.records.lines import MAIN
 from polytempo.records.writer import RecordWriter
 from polytempo.transport.channel import Peer
@@ -78,6 +80,8 @@ class First:
         self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
         self._finish: Finish | None = None
         self._notices = Notices()
+        self._progress: Progress | None = None  # of what trains without pushes, and since when
+        self._progress_since = 0.0
         self._begun = time.time()
         self.checkpoint = ""  # the last that is whole
 
@@ -163,7 +167,13 @@ class First:
         elif isinstance(message, Read):
             self._do(self.sequencer.read(message))
         else:
+            self._take_progress(message.progress, now)
             self._do(self.sequencer.metric(message, now))
+
+    def _take_progress(self, progress: Progress | None, now: float) -> None:
+        if progress is not None:
+            self._progress_since = now if self._progress is None else self._progress_since
+            self._progress = progress
 
     def _hear_notice(self, rank: int, message: Post | Look) -> None:
         if isinstance(message, Post):
@@ -178,7 +188,9 @@ class First:
     def _hear_launcher(self, peer: Peer, message: AnyMessage, now: float) -> None:
         if isinstance(message, StatusRequest):
             status = self.sequencer.status(now)
-            status.checkpoint = self.checkpoint
+            status.checkpoint, status.progress = self.checkpoint, self._progress
+            if self._progress is not None:  # time goes on, even if no step does
+                status.seconds = max(status.seconds, now - self._progress_since)
             peer.send(encode(status))
         elif isinstance(message, Gone):
             if message.reason != "finished":
@@ -314,7 +326,8 @@ class First:
             self._do([ToShards(Save(name=order.name)), order])
 
     def _end(self, finish: Finish, now: float) -> None:
-        summary = self.sequencer.summary(now) | {"spread": self._apart()}
+        progress = asdict(self._progress) if self._progress is not None else None
+        summary = self.sequencer.summary(now) | {"spread": self._apart(), "progress": progress}
         if self._record is not None:
             meta = {
                 **self._facts,

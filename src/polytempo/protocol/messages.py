@@ -23,7 +23,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol.log import Entry
 from polytempo.protocol.rows import Pull, RowAnswer, RowPart, Rows, UnknownKeys, Want
 from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
-from polytempo.protocol.values import Message, Piece, Position, Proposal, PushId, Share, StagedBucket
+from polytempo.protocol.values import Message, Piece, Position, Progress, Proposal, PushId, Share, StagedBucket
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -119,6 +119,7 @@ class Metric(Message):
 
     worker: int
     values: dict[str, float | int | str]
+    progress: Progress | None = None  #: for the display: no push tells it how this worker gets on
 
 
 class Post(Message):
@@ -277,6 +278,7 @@ class Status(Message):
     used: float  #: share of the budget, 0 without one
     workers: tuple[WorkerStatus, ...]
     checkpoint: str = ""
+    progress: Progress | None = None  #: of what trains without pushes
 
 
 class Notice(Message):

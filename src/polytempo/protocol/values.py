@@ -63,6 +63,15 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     taken: int
 
 
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """How far something is that trains without pushes, such as a pipeline."""
+
+    what: str  #: in words
+    steps: int
+    seconds: float  #: from the start of the first step to the end of the last
+    loss: float | None = None  #: the last
+
+
 class Share(msgspec.Struct, array_like=True, frozen=True):
     """A worker's weight in a mean."""
 

@@ -26,6 +26,7 @@ from polytempo.stages.runtime import Done
 from polytempo.stages.saving import newest, prune, read_part, write_manifest, write_part
 from polytempo.stages.stage import Loss, MakeOptimizer
 from polytempo.train.session import Session, current
+from polytempo.train.telling import Telling
 
 Folder = str | Path
 
@@ -79,6 +80,7 @@ class Pipeline:
         self._last = len(self.places.replicas) - 1
         if resume is not None:
             self._resume(Path(resume))
+        self._telling = Telling(self._session, in_words(self.schedule))
 
     # What users look at.
 
@@ -110,21 +112,25 @@ class Pipeline:
         Without flushes, a batch is on its way when this returns; the loss is that of the newest batch that all stages are
         done with, or None.
         """
+        self._telling.begins()
         with self._telling_others():
-            if self._endless is not None:
-                return self._feed(x, y)
-            self._remember()
-            self._hand_in(range(self.microbatches), x, y)
-            self._runtime.run(self._line, self._numbers)
-            loss = self._mean_loss()
-            self._carrier.settle()
-            self.stage.settle()
-            self.steps += 1
-            self._numbers += self.microbatches
-            self._version_before, self._before = self.stage.version, {}
-            if self._checkpoint is not None and self._checkpoint_every and self.steps % self._checkpoint_every == 0:
-                self._write_own(self._checkpoint)
-            return loss
+            loss = self._whole_step(x, y) if self._endless is None else self._feed(x, y)
+        self._telling.made(1, loss)
+        return loss
+
+    def _whole_step(self, x: Any, y: Any) -> float:
+        self._remember()
+        self._hand_in(range(self.microbatches), x, y)
+        self._runtime.run(self._line, self._numbers)
+        loss = self._mean_loss()
+        self._carrier.settle()
+        self.stage.settle()
+        self.steps += 1
+        self._numbers += self.microbatches
+        self._version_before, self._before = self.stage.version, {}
+        if self._checkpoint is not None and self._checkpoint_every and self.steps % self._checkpoint_every == 0:
+            self._write_own(self._checkpoint)
+        return loss
 
     def flush(self) -> float | None:
         """Finish what is under way; the loss of the last batch, if there was any under way."""
@@ -140,7 +146,9 @@ class Pipeline:
             self._version_before, self._before = self.stage.version, {}
             if self._checkpoint is not None:
                 self._write_own(self._checkpoint)
-            return losses[-1] if losses else None
+        loss = losses[-1] if losses else None
+        self._telling.made(0, loss)
+        return loss
 
     def _feed(self, x: Any, y: Any) -> float | None:
         assert self._endless is not None
@@ -326,3 +334,11 @@ class Pipeline:
             self._write(self._checkpoint, self.steps, self._numbers, self.stage.state() | self._before)
         elif made == whole:
             self._write(self._checkpoint, self.steps + 1, self._numbers + self.microbatches, self.stage.state())
+
+
+def in_words(schedule: Schedule) -> str:
+    """What a pipeline with this schedule is."""
+    stages = f"{schedule.stages} stage{'s' * (schedule.stages != 1)}"
+    shared = f" (replicas {'-'.join(map(str, schedule.replicas))})" if max(schedule.replicas) > 1 else ""
+    cut = f", {schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}" if schedule.flushes else ""
+    return f"pipeline of {stages}{shared}, {schedule.name}{cut}"

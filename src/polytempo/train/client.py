@@ -50,7 +50,7 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.protocol.rows import Rows, UnknownKeys
-from polytempo.protocol.values import Proposal, PushId
+from polytempo.protocol.values import Progress, Proposal, PushId
 from polytempo.train.lines import Line, MakeSeed, Outstanding, Reading, split_rows
 from polytempo.train.pulls import Pulls
 from polytempo.transport.channel import Bytes, Channel
@@ -176,9 +176,9 @@ class Client:
         """Take what has come, without waiting."""
         self._receive(0)
 
-    def metric(self, values: dict[str, float | int | str]) -> None:
+    def metric(self, values: dict[str, float | int | str], progress: Progress | None = None) -> None:
         """A figure for the record."""
-        self._tell(0, Metric(worker=self.rank, values=values))
+        self._tell(0, Metric(worker=self.rank, values=values, progress=progress))
 
     def put(self, key: str, value: str) -> None:
         """Post something for other workers."""

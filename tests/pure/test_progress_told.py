@@ -1,0 +1,59 @@
+"""What a user reads of something that trains without pushes, such as a pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polytempo.coordinate.plan import Limits
+from polytempo.launch.display import plain, told_in_words
+from polytempo.launch.request import RunRequest
+from polytempo.protocol.messages import Status, WorkerStatus
+from polytempo.protocol.values import Progress
+
+FOUR = "pipeline of 4 stages, 1f1b"
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (Progress(FOUR, 0, 0.0), f"{FOUR}: 0 steps"),
+        (Progress(FOUR, 1, 2.0, 0.5), f"{FOUR}: 1 step in 2.0 s, 2 s a step, last loss 0.5"),
+        (Progress(FOUR, 40, 3.21, 0.123456), f"{FOUR}: 40 steps in 3.2 s, 0.0803 s a step, last loss 0.1235"),
+        (Progress("pipedream", 2, 3.0), "pipedream: 2 steps in 3.0 s, 1.5 s a step"),
+        (Progress(FOUR, 1, 1.0, float("nan")), f"{FOUR}: 1 step in 1.0 s, 1 s a step, last loss nan"),
+    ],
+)
+def test_progress_in_words(progress: Progress, text: str) -> None:
+    assert told_in_words(progress) == text
+
+
+def worker(step: int, present: float) -> WorkerStatus:
+    return WorkerStatus(0, step, 0.0, "computing" if present else "absent", 0.0, 0.0, present, ())
+
+
+def test_the_plain_line_is_about_what_trains() -> None:
+    told = Progress(FOUR, 3, 6.0, 0.5)
+    alone = Status(seconds=7.0, used=0.0, workers=(worker(0, 0.0),), progress=told)
+    assert plain("bsp", alone) == told_in_words(told)
+    pushing = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0),))
+    assert plain("bsp", pushing) == "bsp: 7 s, steps 5 to 5, waiting 0 %"
+    pushing.progress = told
+    assert plain("bsp", pushing).startswith("bsp: 7 s"), "both: the budget is about pushes"
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({}, []),
+        ({"workers": 4, "record": Path("here"), "seed": 3, "min_workers": 1}, []),
+        ({"sync": "ssp:3", "servers": 2}, ["--sync ssp:3", "--servers 2"]),
+        ({"via": "allreduce", "limits": Limits(steps=5, seconds=1.5)}, ["--via allreduce", "--steps 5", "--seconds 1.5"]),
+        ({"slow": {1: 2.0}, "hiccup": (0.1, 0.2)}, ["--slow", "--hiccup"]),
+        ({"checkpoint": Path("a"), "resume": Path("b"), "timeout": 3.0}, ["--checkpoint a", "--resume b", "--timeout 3.0"]),
+    ],
+)
+def test_what_a_request_says_about_pushes(options: dict[str, Any], ignored: list[str]) -> None:
+    assert RunRequest("script.py", **options).about_pushes() == ignored
