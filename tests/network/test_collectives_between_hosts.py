@@ -42,7 +42,7 @@ def new_key(bench: Bench) -> str:
     return str(path)
 
 
-def ranks(bench: Bench, hosts: Hosts, per_host: int, *keys: str) -> list[subprocess.Popen[str]]:
+def ranks(bench: Bench, hosts: Hosts, per_host: int, *keys: str, script: str = SCRIPT) -> list[subprocess.Popen[str]]:
     """As a launcher with agents on both hosts starts them; with one key file for all, or one for each."""
     started = []
     for rank in range(2 * per_host):
@@ -58,7 +58,7 @@ def ranks(bench: Bench, hosts: Hosts, per_host: int, *keys: str) -> list[subproc
             own["POLYTEMPO_KEY_FILE"] = keys[rank % len(keys)]
         environment = {**bench.environment, "PATIENCE": "20", **{name: str(value) for name, value in own.items()}}
         prefix = hosts.inside(hosts.a if rank < per_host else hosts.b)
-        command = [*prefix, sys.executable, SCRIPT]
+        command = [*prefix, sys.executable, script]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=bench.folder, env=environment))
     return started
