@@ -79,7 +79,6 @@ def work(name: str, folder: str) -> None:
     import torch
 
     import polytempo as pt
-    from polytempo.stages.recording import write_log
 
     torch.set_num_threads(1)
     pt.init()
@@ -98,7 +97,7 @@ def work(name: str, folder: str) -> None:
             pipe.step(batch, batch)
         pipe.flush()
         pt.barrier()
-    write_log(pipe, folder)
+    pipe.record(folder)
     pt.shutdown()
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 def written(folder: Path, spec: str = "1f1b", ranks: int = 3) -> list[Outcome]:
     outcomes = piped(layered(5), batches(2, 8), ranks, schedule=spec, microbatches=None if spec == "pipedream" else 4)
     for outcome in outcomes:
-        assert write_log(outcome.pipe, folder) == folder / f"pipeline-{outcome.pipe.rank}.jsonl"
+        assert outcome.pipe.record(folder) == folder / f"pipeline-{outcome.pipe.rank}.jsonl"
     return outcomes
 
 

@@ -22,6 +22,7 @@ from polytempo.stages.building import Build, Building
 from polytempo.stages.carrying import LOSS
 from polytempo.stages.cutting import Plan
 from polytempo.stages.parcels import Parcel
+from polytempo.stages.recording import write_log
 from polytempo.stages.runtime import Done
 from polytempo.stages.saving import newest, prune, read_part, write_manifest, write_part
 from polytempo.stages.stage import Loss, MakeOptimizer
@@ -103,6 +104,10 @@ class Pipeline:
     def log(self) -> list[Done]:
         """What this rank did, and when."""
         return list(self._runtime.log)
+
+    def record(self, directory: Folder) -> Path:
+        """Write what this rank did, and when, to a file there; `polytempo picture DIRECTORY` draws what all of them wrote."""
+        return write_log(self, directory)
 
     # Training.
 
