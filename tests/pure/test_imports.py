@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,15 @@ IMPURE = {
 }
 
 
-def modules() -> Iterator[tuple[str, str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, str, ast.Module]]:
+    """Name, room and contents of each; read when first asked for, since whoever collects tests imports this file."""
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
         room = name.split("/")[0].removesuffix(".py")
-        yield name, room, ast.parse(path.read_text(encoding="utf-8"))
+        found.append((name, room, ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -132,27 +137,27 @@ def test_the_table_itself_has_no_way_back() -> None:
             assert all(order.index(other) < order.index(room) for other in ours)
 
 
-@pytest.mark.parametrize(("name", "room", "tree"), list(modules()), ids=[name for name, _, _ in modules()])
-def test_imports_go_one_way(name: str, room: str, tree: ast.Module) -> None:
-    ours, theirs = ALLOWED[room]
-    for target in imported(tree):
-        top, *rest = target.split(".")
-        if top == "polytempo":
-            assert rest[0] in ours | {room}, f"{name} imports {target}"
-        elif top not in sys.stdlib_module_names:
-            assert top in theirs, f"{name} imports {target}"
+def test_imports_go_one_way() -> None:
+    for name, room, tree in modules():
+        ours, theirs = ALLOWED[room]
+        for target in imported(tree):
+            top, *rest = target.split(".")
+            if top == "polytempo":
+                assert rest[0] in ours | {room}, f"{name} imports {target}"
+            elif top not in sys.stdlib_module_names:
+                assert top in theirs, f"{name} imports {target}"
 
 
-@pytest.mark.parametrize(("name", "room", "tree"), list(modules()), ids=[name for name, _, _ in modules()])
-def test_what_decides_is_pure(name: str, room: str, tree: ast.Module) -> None:
-    if not name.startswith(PURE):
-        return
-    targets = set(imported(tree))
-    assert not {target.split(".")[0] for target in targets} & IMPURE
-    dice = {target for target in targets if target.split(".")[0] in ("random", "secrets", "uuid")}
-    assert dice <= ({"random.Random"} if room == "simulate" else set())
-    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert not calls & {"open", "print", "input", "eval", "exec"}
+def test_what_decides_is_pure() -> None:
+    for name, room, tree in modules():
+        if not name.startswith(PURE):
+            continue
+        targets = set(imported(tree))
+        assert not {target.split(".")[0] for target in targets} & IMPURE, name
+        dice = {target for target in targets if target.split(".")[0] in ("random", "secrets", "uuid")}
+        assert dice <= ({"random.Random"} if room == "simulate" else set()), name
+        calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        assert not calls & {"open", "print", "input", "eval", "exec"}, name
 
 
 def fresh(code: str) -> str:
