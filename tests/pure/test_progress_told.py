@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from polytempo.coordinate.plan import Limits
-from polytempo.launch.display import plain, told_in_words
+from polytempo.launch.display import Display, plain, told_in_words
 from polytempo.launch.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import Progress
@@ -57,3 +59,14 @@ def test_the_plain_line_is_about_what_trains() -> None:
 )
 def test_what_a_request_says_about_pushes(options: dict[str, Any], ignored: list[str]) -> None:
     assert RunRequest("script.py", **options).about_pushes() == ignored
+
+
+@pytest.mark.parametrize("pushing", [False, True])
+def test_a_terminal_shows_a_line_instead_of_a_table_of_workers_who_push_nothing(pushing: bool) -> None:
+    told = Progress(FOUR, 3, 6.0, 0.5)
+    status = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0 if pushing else 0.0),), progress=told)
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(Display("bsp", quiet=True)._picture(status))
+    shown = console.export_text()
+    assert told_in_words(told) in shown
+    assert ("waiting" in shown) is pushing
