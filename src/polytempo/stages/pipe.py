@@ -106,7 +106,7 @@ class Pipeline:
         return list(self._runtime.log)
 
     def record(self, directory: Folder) -> Path:
-        """Write what this rank did, and when, to a file there; `polytempo picture DIRECTORY` draws what all of them wrote."""
+        """Write what this rank did, and when, to a file there; `polytempo picture DIRECTORY` draws what all wrote."""
         return write_log(self, directory)
 
     # Training.
