@@ -8,13 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.pipeline.actions import UPDATE, Action, Schedule
+from polytempo.errors import UsageError
+from polytempo.pipeline.actions import UPDATE, Action, Schedule, from_text, to_text
 from polytempo.pipeline.check import check
 from polytempo.pipeline.clock import Timeline, run
 from polytempo.pipeline.debts import Debts
 from polytempo.pipeline.schedules import make
 
-SPECS = ["sequential", "gpipe", "gpipe,recompute=0", "1f1b", "1f1b,recompute=1", "pipedream", "pipedream,vertical_sync=1"]
+SPECS = [
+    "1f1b,spare=1",
+    "gpipe,spare=2",
+    "1f1b,recompute=1,spare=3",
+    "sequential",
+    "gpipe",
+    "gpipe,recompute=0",
+    "1f1b",
+    "1f1b,recompute=1",
+    "pipedream",
+    "pipedream,vertical_sync=1",
+]
 
 
 def F(number: int) -> Action:  # noqa: N802
@@ -116,6 +128,41 @@ def test_the_bubble_shrinks_by_what_others_do_not_wait_for(spec: str, stages: in
     split = run(schedule, one, one, weights=one).total
     assert whole == 3 * (count + stages - 1)
     assert split <= whole - (stages - 1)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_each_spare_microbatch_buys_time(stages: int) -> None:
+    """With equal times: that of one stage's gradients of weights, until stages wait for nothing else."""
+    count, one = 4 * stages, [1.0] * stages
+    totals = [
+        run(make(f"1f1b,spare={spare}", stages, count), one, one, weights=one, pieces=4).total for spare in range(stages + 1)
+    ]
+    assert [totals[0] - total for total in totals[:stages]] == [float(spare) for spare in range(stages)]
+    assert totals[stages] == totals[stages - 1]
+
+
+def test_what_is_spare_is_counted_and_written_down() -> None:
+    schedule = make("1f1b,spare=2", 4, 8)
+    assert check(schedule).activations == (6, 5, 4, 3)
+    assert check(schedule).in_flight == (4, 3, 2, 1)
+    assert "spare: 2" in to_text(schedule)
+    assert from_text(to_text(schedule)) == schedule
+    assert "spare" not in to_text(make("1f1b", 4, 8))
+    assert check(make("1f1b,spare=99", 2, 4)).activations == (4, 4), "there are no more microbatches"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("1f1b,spare=x", "option 'spare' of 1f1b is a number of microbatches, such as spare=1; got 'spare=x'"),
+        ("1f1b,spare=-1", "is a number of microbatches"),
+        ("pipedream,spare=1", "pipedream has no option 'spare'"),
+        ("1f1b,spar=1", "known: recompute, spare"),
+    ],
+)
+def test_what_cannot_be_spare(spec: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        make(spec, 2, 4)
 
 
 def test_without_times_of_their_own_there_are_none() -> None:

@@ -124,7 +124,7 @@ def test_specs() -> None:
         ("gpip", "unknown pipeline schedule 'gpip'; nearest: gpipe; known: sequential, gpipe, 1f1b, pipedream"),
         ("PipeDream", "unknown pipeline schedule 'PipeDream'; nearest: pipedream"),
         ("", "unknown pipeline schedule ''; known"),
-        ("gpipe,recompte=1", "gpipe has no option 'recompte'; known: recompute; nearest: recompute"),
+        ("gpipe,recompte=1", "gpipe has no option 'recompte'; known: recompute, spare; nearest: recompute"),
         ("sequential,recompute=1", "sequential has no option 'recompute'; known: none"),
         ("gpipe,", "gpipe has no option ''; known: recompute"),
         (

@@ -83,6 +83,16 @@ def test_a_gradient_is_sent_before_the_weights_have_theirs(monkeypatch: pytest.M
     assert_same(outcomes, alone(model, data, PLAIN), 1e-12)
 
 
+@pytest.mark.parametrize("spec", ["1f1b,spare=1", "1f1b,recompute=1,spare=2"])
+def test_with_spare_room_it_trains_the_same(spec: str) -> None:
+    model, data = layered(5), batches(2, 8)
+    outcomes = piped(model, data, 2, schedule=spec, microbatches=8)
+    assert_same(outcomes, alone(model, data), 1e-12)
+    for stage, outcome in enumerate(outcomes):
+        least = 1 if "recompute" in spec else 2 - stage
+        assert least <= outcome.pipe._runtime.debts.most_held <= outcome.pipe.facts.activations[stage]
+
+
 @pytest.mark.parametrize("spec", ["gpipe,recompute=0", "gpipe", "1f1b", "pipedream"])
 def test_each_microbatch_has_its_weights_gradients_once_between_backward_and_update(spec: str) -> None:
     endless = spec == "pipedream"

@@ -57,6 +57,8 @@ class Schedule:
     versions: Versions = "newest"
     #: The list is one step: one update, at the end, with nothing under way.
     flushes: bool = True
+    #: Room for the activations of so many microbatches more, kept for gradients of weights that wait (see `debts`).
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip() or not self.name.isprintable():
@@ -65,6 +67,8 @@ class Schedule:
             raise UsageError(f"versions must be newest or first, not {self.versions!r}")
         if self.microbatches < 1:
             raise UsageError(f"microbatches must be 1 or more, not {self.microbatches}")
+        if self.spare < 0:
+            raise UsageError(f"spare must be 0 or more, not {self.spare}")
         if not self.lines or not all(self.lines):
             raise UsageError(f"expected a stage or more, each with a replica or more; got replicas {self.replicas}")
 
@@ -109,6 +113,8 @@ def to_text(schedule: Schedule) -> str:
         "versions": schedule.versions,
         "flushes": "yes" if schedule.flushes else "no",
     }
+    if schedule.spare:
+        facts["spare"] = schedule.spare
     head = [f"{name}: {value}" for name, value in facts.items()]
     body = [f"{schedule.place(stage, replica)}: {' '.join(map(str, line))}" for stage, replica, line in schedule.each_line()]
     return "\n".join([*head, *body, ""])
@@ -121,6 +127,7 @@ _HEAD = {
     "recompute": (r"yes|no", "yes or no"),
     "versions": (r"newest|first", "newest or first"),
     "flushes": (r"yes|no", "yes or no"),
+    "spare": (r"[0-9]+", "a number"),
 }
 
 
@@ -141,6 +148,7 @@ def from_text(text: str) -> Schedule:
         head.get("recompute") == "yes",
         cast(Versions, head.get("versions", "newest")),
         head["flushes"] == "yes" if "flushes" in head else all(line.count(UPDATE) == 1 for line in lines.values()),
+        int(head.get("spare", 0)),
     )
 
 

@@ -26,7 +26,7 @@ class Facts:
 
     #: The most microbatches between their forward and their backward on one replica; with recompute: inputs kept.
     in_flight: tuple[int, ...]
-    #: The most microbatches of which all activations are there at once: with recompute 1.
+    #: The most microbatches of which activations are there at once: with recompute 1; and what is spare.
     activations: tuple[int, ...]
     #: The most versions of the weights that one replica must hold at once, the newest among them.
     versions_kept: tuple[int, ...]
@@ -46,7 +46,9 @@ def check(schedule: Schedule) -> Facts:
     used = _used(schedule, updates)
     in_flight = _most(schedule, [_peak_in_flight(line) for _, _, line in schedule.each_line()])
     kept = _most(schedule, [_peak_versions(line, used[stage]) for stage, _, line in schedule.each_line()])
-    activations = (1,) * schedule.stages if schedule.recompute else in_flight
+    least = (1,) * schedule.stages if schedule.recompute else in_flight
+    shares = [-(-schedule.microbatches // count) for count in schedule.replicas]
+    activations = tuple(min(share, most + schedule.spare) for share, most in zip(shares, least, strict=True))
     return Facts(in_flight, activations, kept, used, updates, tuple(Run(schedule).to_the_end()))
 
 

@@ -16,6 +16,7 @@ way leaves stages idle where replicas differ between stages and meet after every
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from polytempo.errors import UsageError, nearest
 from polytempo.pipeline.actions import UPDATE, Action, Line, Schedule
@@ -124,19 +125,33 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 
 
+#: Which of them can use memory that is spare: what they owe may wait for a while.
+CAN_WAIT = ("gpipe", "1f1b")
+
+
 def make(spec: str, stages: int, microbatches: int, replicas: Replicas = None) -> Schedule:
-    """The schedule of a spec `name[,option=0|1]...`."""
+    """The schedule of a spec `name[,option=0|1]...[,spare=N]`."""
     name, *pairs = (part.strip() for part in spec.split(","))
     if name not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UsageError(f"unknown pipeline schedule {name!r}{nearest(name.lower(), SCHEDULES)}; known: {known}")
     given: dict[str, bool] = {}
+    spare = 0
     for pair in pairs:
         option, _, value = pair.partition("=")
+        if option == "spare" and name in CAN_WAIT:
+            spare = _number(name, pair, value)
+            continue
         if option not in OPTIONS[name]:
-            known = ", ".join(OPTIONS[name]) or "none"
+            known = ", ".join([*OPTIONS[name], *(["spare"] if name in CAN_WAIT else [])]) or "none"
             raise UsageError(f"{name} has no option {option!r}; known: {known}{nearest(option, OPTIONS[name])}")
         if value not in ("0", "1") or OPTIONS[name][option] in given:
             raise UsageError(f"option {option!r} of {name} must be given once, as {option}=0 or {option}=1; got {pair!r}")
         given[OPTIONS[name][option]] = value == "1"
-    return SCHEDULES[name](stages, microbatches, replicas=replicas, **given)
+    return replace(SCHEDULES[name](stages, microbatches, replicas=replicas, **given), spare=spare)
+
+
+def _number(name: str, pair: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise UsageError(f"option 'spare' of {name} is a number of microbatches, such as spare=1; got {pair!r}")
+    return int(value)
