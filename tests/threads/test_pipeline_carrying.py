@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from piped import everywhere
 
-from polytempo.errors import RankLost
+from polytempo.errors import PeerError, RankLost
 from polytempo.stages import slots as slots_module
 from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
 from polytempo.stages.parcels import Parcel
-from polytempo.stages.slots import Slots
+from polytempo.stages.slots import PLACE, Slot, Slots
 from polytempo.train.session import Session
 from polytempo.transport.segments import Segment, make_segment
 
@@ -132,10 +132,11 @@ def test_slots_of_one_size_share_segments_and_open_few_files() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none")])
+@pytest.mark.parametrize("slots", [0, 1])
 def test_without_room_for_shared_memory_bytes_travel(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    error: Exception, slots: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    allowed = [1]
+    allowed = [1] * slots
 
     def sometimes(size: int) -> Segment:
         if not allowed:
@@ -159,6 +160,23 @@ def test_without_room_for_shared_memory_bytes_travel(
     said = [line for line in capfd.readouterr().err.splitlines() if "cannot share" in line]
     assert len(said) == 1
     assert "rank 0 cannot share 1200064 bytes of memory with rank 1" in said[0]
+
+
+@pytest.mark.parametrize(("number", "offset"), [(7, 0), (0, 1 << 40), (0, -64)])
+def test_a_place_that_is_nowhere_is_refused(number: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "place", property(lambda slot: PLACE.pack(number, offset)))
+
+    def work(session: Session) -> None:
+        carrier = carrier_of(session)
+        if session.rank == 0:
+            carrier.send(1, FORWARD, Parcel([torch.ones(30_000)]))
+            carrier.settle()
+        else:
+            carrier.take(0, FORWARD, 0)
+
+    error = everywhere(2, work)[1]
+    assert isinstance(error, PeerError)
+    assert f"a message lies at {offset} of memory {number}, which is not so" in str(error)
 
 
 def test_who_sends_and_receives_on_one_host_needs_no_thread() -> None:

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class Carrier:
         except (OSError, MemoryError) as error:
             self._do_without(to, form.size, error)
             outgoing.form = None  # to be announced again
+            outgoing.count -= bool(announcement)  # nobody has heard of it
             return self.send(to, kind, parcel)
         steps = self._send(to, kind, outgoing.count, data, announcement, segment)
         task = self._engine.begin(Lane(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
@@ -156,7 +157,7 @@ class Carrier:
             task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
             while not task.is_completed() and meanwhile():
                 pass
-            with self._seat:
+            with self._seat if not task.done else nullcontext():
                 parcel = task.wait()
             incoming.parcels[parcel.number] = parcel
         return incoming.parcels.pop(number)
@@ -188,9 +189,14 @@ class Carrier:
             weakref.finalize(view, self._engine.pool.give, data).atexit = False
             return view
         number, offset = PLACE.unpack(data.tobytes())
-        if (key := (source, number)) not in self._segments:
-            self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
-        return read(self._segments[key], offset, size)
+        try:
+            if (key := (source, number)) not in self._segments:
+                self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
+            return read(self._segments[key], offset, size)
+        except (KeyError, ValueError):
+            raise PeerError(
+                f"rank {source} says that a message lies at {offset} of memory {number}, which is not so"
+            ) from None
 
     def _until(self, source: int, *receipts: Receipt) -> Steps:
         lane = self._group.lane
