@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.stages.recording import write_log
 from polytempo.virtual.tasks import digits
 
 parser = argparse.ArgumentParser(description="Train a deep network, cut into stages, on 1,797 handwritten digits.")
@@ -27,7 +26,7 @@ parser.add_argument("--blocks", type=int, default=8)
 parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--record", help="a folder for what each stage did: see `read_logs` and `draw_pipeline`")
+parser.add_argument("--record", help="a folder for what each stage did, when: `polytempo picture` draws it")
 options = parser.parse_args()
 
 
@@ -69,7 +68,7 @@ loss = rest if rest is not None else loss
 
 whole = pipe.state_dict()  # 5: all ranks call this; the parts of all stages, in the names of the model before it was cut
 if options.record:
-    write_log(pipe, options.record)
+    pipe.record(options.record)
 if pt.rank() == 0:
     model.load_state_dict(whole)
     with torch.no_grad():
