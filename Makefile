@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Compiled code is kept, whatever the caller prefers: else each worker compiles all tests, and each process the library, anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test check bench proof figures clean
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polytempo.sync.corrections import NOTHING, Compensation, Corrections, MeanStaleness, Verdict
 from polytempo.sync.spec import parse_spec
 
-moderately = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+moderately = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 COMPENSATIONS = st.none() | st.builds(Compensation, st.floats(1e-3, 10), st.booleans(), st.floats(0, 0.99))
 ANY = st.builds(Corrections, st.booleans(), st.floats(1e-3, 1), st.none() | st.integers(0, 20), st.booleans(), COMPENSATIONS)

@@ -23,7 +23,7 @@ from polytempo.sync.eager import Eager
 MOMENTS = st.integers(-100, 100)
 INTERVALS = st.integers(1, 60)
 MOST = st.integers(0, 15)
-often = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def brute_force(last: int, interval: int, slow_last: int, slow_interval: int, most: int) -> int:

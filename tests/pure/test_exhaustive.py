@@ -256,7 +256,7 @@ CASES = [
 ]
 
 
-def dssp(lower: int, upper: int, states: int, largest: Size) -> Case:
+def dssp(lower: int, upper: int, states: int) -> Case:
     """Any forecast at any moment: none, one step, more than allowed."""
     return Case(
         f"dssp:{lower}..{upper}",
@@ -265,25 +265,18 @@ def dssp(lower: int, upper: int, states: int, largest: Size) -> Case:
         free=lambda c, low: c - low <= lower,
         allowed=lambda c, low: c - low <= upper,
         answers=(0, 1, 9),
-        sizes=(Size(1), Size(2), largest),
     )
 
 
-CASES += [dssp(0, 2, 7000, Size(3, join=False)), dssp(1, 2, 4000, Size(3, join=False))]
-
-#: The whole of it takes minutes: `make test` walks it, `make check` does not.
-WHOLE = [
-    pytest.param(dssp(0, 2, 40_000, Size(3)), marks=pytest.mark.long, id="dssp:0..2, whole"),
-    pytest.param(dssp(1, 2, 20_000, Size(3)), marks=pytest.mark.long, id="dssp:1..2, whole"),
-]
+CASES += [dssp(0, 2, 40_000), dssp(1, 2, 20_000)]
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
-    """`make check` walks some of the modes; the others take seconds each."""
-    return [] if case.sync in ("bsp", "ssp:0", "ssp:1") else [pytest.mark.long]
+    """`make check` walks some of the modes; the others take seconds each, the last two nearly a minute."""
+    return [] if case.sync in ("bsp", "ssp:0") else [pytest.mark.long]
 
 
-@pytest.mark.parametrize("case", [*(pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES), *WHOLE])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES])
 def test_all_orders_of_a_small_job(case: Case, record_property: Callable[[str, object], None]) -> None:
     findings = Findings()
     for size in case.sizes:

@@ -429,6 +429,7 @@ def test_each_death_frees_the_rest_in_the_same_call(sync: str, game: Game) -> No
     assert not job.pending
 
 
+@pytest.mark.long
 @every_mode
 def test_a_leave_holds_nobody_back(sync: str, game: Game) -> None:
     job = played(sync, game)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polytempo.errors import UsageError
 from polytempo.tables.clocks import NEVER, RangeClocks
 
-often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 KEYS = 30
 WORKERS = 3

@@ -2,11 +2,15 @@
 
 Modules marked `both_wires` run twice: bytes through queues, buckets sent ahead, and through Unix sockets with all buffers in
 shared memory, however small. `make check` runs them the second way.
+
+Many tests here have dozens of cases: `make check` runs a few of each, `make test` all.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,23 @@ import torch
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train import ahead, rounds
 from polytempo.transport import segments
+
+#: How many cases of a test `make check` runs at most.
+CASES = 3
+
+
+@pytest.hookimpl(tryfirst=True)  # before anything is left out for its marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test with more cases, some that are spread over all of them stay; the others are long."""
+    tests = defaultdict(list)
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("long") is None:
+            tests[item.nodeid.split("[")[0]].append(item)
+    for cases in tests.values():
+        kept = {index * len(cases) // CASES for index in range(CASES)}
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker("long")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

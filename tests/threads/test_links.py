@@ -731,6 +731,7 @@ def tap(to: tuple[str, int], seen: bytearray) -> int:
 # What is given back.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("background", [False, True])
 def test_everything_is_given_back(kind: str, background: bool) -> None:

@@ -240,7 +240,7 @@ def test_a_worker_that_pushes_changes_trains_as_plain_pytorch(way: str, sync: st
     assert_close(got, by_hand(WAYS[way], STATEFUL["adam"], data), rtol=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_makes_its_gradients_in_the_bucket_too(backend: str) -> None:
     pytest.importorskip("torch._dynamo", reason="this torch has no compiler")
 
