@@ -66,12 +66,10 @@ for epoch in range(options.epochs):
 rest = pipe.flush()  # 4: batches that are still on their way, where the schedule leaves any
 loss = rest if rest is not None else loss
 
-whole = pipe.state_dict()  # 5: all ranks call this; the parts of all stages, in the names of the model before it was cut
 if options.record:
     pipe.record(options.record)
-if pt.rank() == 0:
-    model.load_state_dict(whole)
-    with torch.no_grad():
-        accuracy = float((model(test_images).argmax(1) == test_labels).float().mean())
+scores = pipe.predict(test_images)  # 5: forwards alone; all ranks call this, and the last stage has the result
+if scores is not None:
+    accuracy = float((scores.argmax(1) == test_labels).float().mean())
     print(f"{pt.size()} stages: loss {loss:.4f}, accuracy {100 * accuracy:.1f} %")
 pt.shutdown()

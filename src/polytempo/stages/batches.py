@@ -10,26 +10,37 @@ from polytempo.errors import UsageError
 from polytempo.stages.parcels import Parcel
 
 
-def split(batch: Any, parts: int, device: torch.device) -> list[Any]:
-    """Equal parts, where a stage computes. What is no tensor goes to each."""
+def split(batch: Any, parts: int, device: torch.device, even: bool = True) -> list[Any]:
+    """Equal parts, where a stage computes; about equal, some of them empty, where they need not be `even`. What is no
+    tensor goes to each."""
     if isinstance(batch, torch.Tensor):
+        if not even and batch.dim():
+            return list(batch.to(device).tensor_split(parts))
         if batch.dim() == 0 or batch.shape[0] == 0 or batch.shape[0] % parts:
             raise UsageError(_uneven(batch, parts))
         return list(batch.to(device).chunk(parts))
     if isinstance(batch, dict):
-        cut = {name: split(value, parts, device) for name, value in batch.items()}
+        cut = {name: split(value, parts, device, even) for name, value in batch.items()}
         return [{name: pieces[part] for name, pieces in cut.items()} for part in range(parts)]
     if isinstance(batch, tuple | list):
-        pieces = [split(value, parts, device) for value in batch]
+        pieces = [split(value, parts, device, even) for value in batch]
         return [tuple(piece[part] for piece in pieces) for part in range(parts)]
     return [batch] * parts
 
 
-def inputs_of(batch: Any, parts: int, device: torch.device) -> list[Parcel]:
+def rows(batch: Any) -> int:
+    """How many examples a batch has."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return max(map(rows, values), default=0)
+
+
+def inputs_of(batch: Any, parts: int, device: torch.device, even: bool = True) -> list[Parcel]:
     """What goes into the first stage."""
     if batch is None:
         raise UsageError("the first stage needs the inputs of the batch, got None; call step(x, y) on every rank")
-    pieces = split(batch, parts, device)
+    pieces = split(batch, parts, device, even)
     return [Parcel(list(piece)) if isinstance(piece, tuple) else Parcel([piece], single=True) for piece in pieces]
 
 

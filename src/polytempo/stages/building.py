@@ -20,6 +20,7 @@ from polytempo.stages.auto import planned
 from polytempo.stages.carrying import Carrier
 from polytempo.stages.cutting import Plan, cut
 from polytempo.stages.endless import Endless
+from polytempo.stages.evaluating import fixed_in_training
 from polytempo.stages.exchange import Exchange
 from polytempo.stages.parts import Part, tied
 from polytempo.stages.runtime import Places, Runtime
@@ -48,6 +49,8 @@ class Build:
     names: list[str]
     catalogue: list[Catalogue]
     aside: dict[str, torch.Tensor]
+    #: An operation that cannot be told to evaluate.
+    fixed: str
 
 
 class Building:
@@ -121,6 +124,7 @@ class Building:
             names,
             catalogue,
             aside,
+            fixed_in_training(part.module for part in parts),
         )
 
     # The schedule.

@@ -33,8 +33,8 @@ from polytempo.transport.links import DATA, FAILED, SEGMENT, Message
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import SHARE_FROM, Segment
 
-#: Kinds of messages: activations, gradients, losses.
-FORWARD, BACKWARD, LOSS = 0, 1, 2
+#: Kinds of messages: activations, gradients, losses; activations and losses of a batch that is only evaluated.
+FORWARD, BACKWARD, LOSS, EVALUATION, EVALUATED = 0, 1, 2, 3, 4
 KINDS = 8
 #: An announcement has this many bytes.
 ANNOUNCEMENT = 8 << 10

@@ -21,6 +21,7 @@ from polytempo.stages.batches import inputs_of, split
 from polytempo.stages.building import Build, Building
 from polytempo.stages.carrying import LOSS
 from polytempo.stages.cutting import Plan
+from polytempo.stages.evaluating import Evaluation
 from polytempo.stages.parcels import Parcel
 from polytempo.stages.recording import write_log
 from polytempo.stages.runtime import Done
@@ -67,7 +68,7 @@ class Pipeline:
         self.schedule, self.facts, self.places, self.stage = built.schedule, built.facts, built.places, built.stage
         self._runtime, self._group, self._carrier = built.runtime, built.group, built.carrier
         self._endless, self._lag, self._line = built.endless, built.lag, built.line
-        self._names, self._catalogue, self._aside = built.names, built.catalogue, built.aside
+        self._names, self._catalogue, self._aside, self._fixed = built.names, built.catalogue, built.aside, built.fixed
         self.microbatches = built.microbatches  #: that a batch is cut into
         self.steps = 0  #: that are done
         self._numbers = 0  # microbatches before this step, or since the last flush
@@ -81,6 +82,7 @@ class Pipeline:
         self._last = len(self.places.replicas) - 1
         if resume is not None:
             self._resume(Path(resume))
+        self._evaluation = Evaluation(self.stage, self.places, self._carrier, self.rank, self.microbatches)
         self._telling = Telling(self._session, in_words(self.schedule))
 
     # What users look at.
@@ -200,6 +202,31 @@ class Pipeline:
 
     def _told_loss(self, rank: int, number: int) -> float:
         return self._losses.pop(number) if rank == self.rank else self._carrier.take(rank, LOSS, number).figure
+
+    # Evaluating.
+
+    def evaluate(self, x: Any = None, y: Any = None) -> float:
+        """The mean loss of a batch, the same on every rank; nothing is learnt. All modules are in evaluation mode, and the
+        batch may have any size. All ranks call this; only the first stage looks at x, only the last at y."""
+        self._between("evaluate")
+        self._can_evaluate()
+        with self._telling_others():
+            return self._evaluation.loss(x, y, self.stage.loss)
+
+    def predict(self, x: Any = None) -> Any:
+        """What the model makes of a batch of any size, in evaluation mode: at the first replica of the last stage. None
+        elsewhere. All ranks call this; only the first stage looks at x."""
+        self._between("predict")
+        self._can_evaluate()
+        with self._telling_others():
+            return self._evaluation.outputs(x)
+
+    def _can_evaluate(self) -> None:
+        if self._fixed:
+            raise UsageError(
+                f"{self._fixed} was traced in training mode, and cannot be told to evaluate; use modules (nn.Dropout, "
+                "nn.BatchNorm2d) in a model that torch.fx can trace, or a whole model with pipe.state_dict()"
+            )
 
     # The whole model.
 

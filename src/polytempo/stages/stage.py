@@ -112,17 +112,24 @@ class Stage:
 
     def _compute(self, number: int, kept: Kept) -> tuple[list[Any], bool]:
         self._use(kept.version)
-        values = [_copied(value) if self._in_place else value for value in kept.inputs.values]
         seed(mixed(self.seed, number, self.number), self.device)
         with self._split or nullcontext():
-            if kept.inputs.single:
-                result = self.part.module(values[0])
-            else:
-                result = self.part.module(*values) if self.part.spreads else self.part.module(tuple(values))
+            result = self._called(kept.inputs)
             if self.loss is not None:
-                return [_scalar(self.loss(result, kept.target))], True
+                return [scalar(self.loss(result, kept.target))], True
         single = not isinstance(result, tuple | list)
         return ([result] if single else list(result)), single
+
+    def _called(self, inputs: Parcel) -> Any:
+        values = [_copied(value) if self._in_place else value for value in inputs.values]
+        if inputs.single:
+            return self.part.module(values[0])
+        return self.part.module(*values) if self.part.spreads else self.part.module(tuple(values))
+
+    def infer(self, inputs: Parcel) -> Any:
+        """The output of this part with the newest weights; nothing is kept."""
+        self._use(self.version)
+        return self._called(inputs)
 
     def backward(self, number: int, gradients: Parcel | None) -> Parcel:
         """The gradients of what came in; those of the parameters are added to what is there, or owed."""
@@ -286,7 +293,8 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _scalar(loss: Any) -> torch.Tensor:
+def scalar(loss: Any) -> torch.Tensor:
+    """A loss, if it is one number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"expected the loss to be one number, the mean over a microbatch; got {got}; use reduction='mean'")
