@@ -16,8 +16,9 @@ CALLS, OPTIMIZER, CLASSIC = (str(SCRIPTS / f"horovod_{name}.py") for name in ("c
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "horovod_style.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("script", [CALLS, OPTIMIZER], ids=["calls", "optimizer"])
+@pytest.mark.parametrize(
+    ("script", "ranks"), [(CALLS, 2), (CALLS, 3), (OPTIMIZER, 3)], ids=["calls-2", "calls-3", "optimizer-3"]
+)
 def test_every_way_of_use(bench: Bench, script: str, ranks: int) -> None:
     done = bench.run("run", "-n", str(ranks), "-q", script)
     assert done.returncode == 0, done.stderr

@@ -191,18 +191,20 @@ def check(job: Job, who: int, death: float) -> list[dict[str, Any]]:
     return survivors
 
 
-@pytest.mark.parametrize("extras", ["", "background"])
 @pytest.mark.parametrize(
-    ("how", "who", "sends"),
+    ("how", "who", "sends", "extras"),
     [
-        ("ring", 0, 0),
-        ("ring", 2, 3),
-        ("tree", 0, 1),
-        ("tree", 3, 0),
-        ("halving-doubling", 1, 2),
-        ("double-tree", 2, 1),
-        ("shared-memory", 0, 2),
-        ("shared-memory", 3, 4),
+        ("ring", 0, 0, ""),
+        ("ring", 2, 3, ""),
+        ("ring", 2, 3, "background"),
+        ("tree", 0, 1, ""),
+        ("tree", 3, 0, "background"),
+        ("halving-doubling", 1, 2, ""),
+        ("double-tree", 2, 1, ""),
+        ("double-tree", 2, 1, "background"),
+        ("shared-memory", 0, 2, ""),
+        ("shared-memory", 3, 4, ""),
+        ("shared-memory", 3, 4, "background"),
     ],
 )
 def test_a_killed_process_is_named_by_all_in_time(job: Job, how: str, who: int, sends: int, extras: str) -> None:
@@ -238,8 +240,10 @@ def test_a_process_killed_while_it_is_stopped_is_named_by_all_in_time(job: Job) 
     check(job, 1, death)
 
 
-@pytest.mark.parametrize("extras", ["child", "child and background"])
-@pytest.mark.parametrize("how", ["ring", "tree", "shared-memory"])
+@pytest.mark.parametrize(
+    ("how", "extras"),
+    [("ring", "child"), ("ring", "child and background"), ("tree", "child"), ("shared-memory", "child and background")],
+)
 def test_a_forked_child_that_lives_on_hides_nothing(job: Job, how: str, extras: str) -> None:
     """Such as the workers of a data loader: they have all descriptors of the dead."""
     job.start(how, 1, 2, extras=extras)

@@ -20,7 +20,7 @@ from polytempo.train import ahead, rounds
 from polytempo.transport import segments
 
 #: How many cases of a test `make check` runs at most.
-CASES = 3
+CASES = 2
 
 
 @pytest.hookimpl(tryfirst=True)  # before anything is left out for its marks
