@@ -189,8 +189,10 @@ def now_and_then(seed: int, copies: int) -> Fate:
 
 
 @pytest.mark.parametrize("copies", [pytest.param(0, id="lost", marks=pytest.mark.long), pytest.param(2, id="doubled")])
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize(("sync", "servers"), [("asp", 1), ("asp", 2), ("bsp", 2), ("delay:2", 2)])
+@pytest.mark.parametrize(
+    ("sync", "servers", "cached"),
+    [("asp", 1, False), ("asp", 2, True), ("bsp", 2, False), ("bsp", 2, True), ("delay:2", 2, True)],
+)
 def test_messages_lost_or_doubled_in_either_direction_change_nothing(
     sync: str, servers: int, cached: bool, copies: int
 ) -> None:
