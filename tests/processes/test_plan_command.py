@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from polytempo.cli.main import run
 from polytempo.planner.profile import Layer, Profile, save_profile
 
 SCRIPT = """
@@ -67,10 +68,21 @@ def test_saved_profiles_and_graphs(tmp_path: Path) -> None:
         (["empty.py", "--microbatches", "0"], "expected --microbatches of at least 1, got 0"),
     ],
 )
-def test_mistakes_are_refused_in_one_line_with_status_2(arguments: list[str], expected: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_one_line_with_status_2(
+    arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has torch already."""
     (tmp_path / "broken.py").write_text("model = None\nexample = 1 / 0\n")
     (tmp_path / "empty.py").write_text("modle = 1\n")
-    done = plan(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert expected in done.stderr
-    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    monkeypatch.chdir(tmp_path)
+    status = run(["plan", *arguments])
+    out, err = capfd.readouterr()
+    assert status == 2, err
+    assert expected in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_a_mistake_is_the_exit_status(tmp_path: Path) -> None:
+    done = plan("nowhere.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "cannot read nowhere.py: No such file" in done.stderr
