@@ -7,32 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, two_hosts, why_not
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
-
-from live import PACED, Bench, bench_in, wait_until
+from hosts import Hosts, why_not
+from live import PACED, Bench, wait_until
 from test_two_hosts import key_file, start
 
 REASON = why_not()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON or "allowed"), pytest.mark.timeout(120)]
 SCRIPT = str(Path(__file__).parent / "between_hosts.py")
 PORT = 7311
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with two_hosts("1gbit") as made:
-        yield made
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    yield from bench_in(tmp_path)
 
 
 def new_key(bench: Bench) -> str:

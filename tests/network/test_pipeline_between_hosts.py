@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, two_hosts, why_not
+from hosts import Hosts, why_not
 from pipeline_between_hosts import ROWS, STEPS, WIDTH
-from test_collectives_between_hosts import Bench, bench_in, new_key, ranks
+from test_collectives_between_hosts import Bench, new_key, ranks
 
 REASON = why_not()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON or "allowed"), pytest.mark.timeout(120)]
 SCRIPT = str(Path(__file__).parent / "pipeline_between_hosts.py")
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with two_hosts("1gbit") as made:
-        yield made
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    yield from bench_in(tmp_path)
 
 
 def test_a_pipeline_over_two_hosts_trains_as_one_piece(hosts: Hosts, bench: Bench) -> None:

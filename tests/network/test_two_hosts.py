@@ -13,10 +13,7 @@ import psutil
 import pytest
 import zmq
 from hosts import Hosts, two_hosts, why_not
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
-
-from live import PACED, Bench, bench_in, wait_until
+from live import PACED, Bench, wait_until
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "allowed")
@@ -26,11 +23,6 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "allowed")
 def hosts() -> Iterator[Hosts]:
     with two_hosts() as made:
         yield made
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    yield from bench_in(tmp_path)
 
 
 def start(bench: Bench, prefix: list[str], *arguments: str) -> subprocess.Popen[str]:
