@@ -33,6 +33,7 @@ def test_the_page_on_bounds_is_up_to_date(bounds: ModuleType) -> None:
     assert bounds.page_with_tables(page) == page, "run: make figures"
 
 
+@pytest.mark.long
 def test_a_bound_settles_at_the_pace_of_the_slow_and_absorbs_stalls(bounds: ModuleType) -> None:
     slow, stalls = bounds.pace().values()
     assert all(rate == pytest.approx(1 / 3, rel=0.03) for rate in slow[:-1])  # bsp and every ssp

@@ -201,7 +201,7 @@ def test_unreadable_records_name_the_place(tmp_path: Path) -> None:
         read_meta(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 12))])
 def test_random_clusters_keep_every_promise_in_every_mode(seed: int) -> None:
     """`make proof` takes 300 of them."""
     cluster = random_cluster(seed)

@@ -33,6 +33,7 @@ from polytempo.train.session import Session
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apply", ["server", "delta"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_synchronize_clip_step_is_one_process_that_clips(servers: int, apply: str) -> None:
