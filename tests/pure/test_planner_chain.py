@@ -15,7 +15,7 @@ from polytempo.errors import UsageError
 from polytempo.planner.profile import Layer, Profile, chain_of, load_profile, save_profile
 from polytempo.planner.topology import Level, Topology, parse_topology
 
-often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 Graph = dict[str, Any]
 

@@ -15,7 +15,7 @@ from polytempo.planner.profile import Layer, Profile
 from polytempo.planner.search import Plan, plan
 from polytempo.planner.topology import Level, Topology, parse_topology
 
-often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 FORMULA = st.sampled_from(list(COMBINE))
 
