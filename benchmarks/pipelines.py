@@ -129,5 +129,5 @@ CASE = Case(
     ),
     ratios=(OVER_TORCH, Ratio("ours / memory kept", (OURS,), (KEPT,)), Ratio("ours / ideal", (OURS,), (IDEAL,))),
     bars=(Bar(OVER_TORCH, (GPIPE, ONE_F_ONE_B), most=0.80),),
-    repeats=(21, 5),  # matrix products alone differ by 15 % from one second to the next
+    repeats=(15, 5),  # matrix products alone differ by 15 % from one second to the next
 )

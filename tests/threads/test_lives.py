@@ -83,7 +83,7 @@ def come_back(job: ThreadJob, rank: int, incarnation: int) -> Session:
 
 @pytest.mark.parametrize("sync", ["asp,scale=1", "ssp:1,scale=1", "bsp"])
 def test_a_worker_that_comes_back_starts_from_the_jobs_values_at_the_slowest_ones_step(sync: str, tmp_path: Any) -> None:
-    back, gone = threading.Event(), threading.Event()
+    back, gone, came = threading.Event(), threading.Event(), threading.Event()
 
     def stays(session: Session) -> list[torch.Tensor]:
         params, optimizer = made(session)
@@ -93,7 +93,7 @@ def test_a_worker_that_comes_back_starts_from_the_jobs_values_at_the_slowest_one
             set_gradients(params, GRADIENTS[step])
             optimizer.step()
         back.set()
-        until(lambda: job.sequencer.accounts[1].left_at is None, "worker 1 is back")
+        assert came.wait(10)
         set_gradients(params, GRADIENTS[3])
         optimizer.step()
         optimizer.consolidate()
@@ -109,6 +109,7 @@ def test_a_worker_that_comes_back_starts_from_the_jobs_values_at_the_slowest_one
         again = come_back(job, 1, 1)
         params, optimizer = made(again)
         first, seen = int(optimizer.stats["step"]), [param.detach().clone() for param in params]
+        came.set()
         set_gradients(params, GRADIENTS[3])
         optimizer.step()
         optimizer.consolidate()

@@ -363,8 +363,6 @@ class Engine:
         elif kind == FAILED:
             lane = self._lanes.setdefault(context, Lane(context, ()))
             text = message.meta.decode(errors="replace")
-            if lane.queue and not lane.queue[0].running:
-                lane.queue[0].advance()  # what had come before this may be all it needs
             self.fail(lane, RankLost(text, (tag - 1,)) if tag else PeerError(text), tell=False)
         elif kind == BYE:
             self._polite.add(source)

@@ -86,11 +86,6 @@ class Task:
         """Has it ended?"""
         return self._done.is_set()
 
-    @property
-    def running(self) -> bool:
-        """Is it being advanced just now?"""
-        return bool(getattr(self._steps, "gi_running", False))
-
     def wait_quietly(self, timeout: float | None) -> bool:
         """Wait while another thread drives."""
         return self._done.wait(timeout)
@@ -117,7 +112,7 @@ class Task:
         """The end."""
         if self.done:
             return
-        if not self.running:  # else what it does now has ended it: `advance` closes it
+        if not getattr(self._steps, "gi_running", False):  # else what it does now has ended it: `advance` closes it
             self._steps.close()
         self.result, self.error, self.waits = result, error, None
         with self._lock:

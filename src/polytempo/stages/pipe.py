@@ -293,21 +293,26 @@ class Pipeline:
     def _resume(self, directory: Path) -> None:
         step = torch.zeros(1, dtype=torch.int64)
         with self._telling_others():
-            if self.rank == 0:
+            if self.rank == 0:  # what is wrong here is said here, before others may say what is wrong there
                 step.fill_(newest(directory, self._last + 1))
+                part = self._read_own(directory, int(step))
             self._group.broadcast([step], 0).wait()
-            part = read_part(directory, int(step), self.stage.number, self._last + 1)
-            strange = set(part["model"]) ^ set(self.stage.state())
-            if strange:
-                raise UsageError(
-                    f"the checkpoint in {directory} was cut elsewhere: stage {self.stage.number} differs in "
-                    f"{sorted(strange)[:4]}; use the same model and the same stages"
-                )
+            if self.rank != 0:
+                part = self._read_own(directory, int(step))
             self._load(part["model"])
             if self.stage.optimizer is not None:
                 self.stage.optimizer.load_state_dict(part["optimizer"])
             self.steps, self._numbers = part["step"], part["numbers"]
             self.stage.renew(part["version"])
+
+    def _read_own(self, directory: Path, step: int) -> dict[str, Any]:
+        part = read_part(directory, step, self.stage.number, self._last + 1)
+        if strange := set(part["model"]) ^ set(self.stage.state()):
+            raise UsageError(
+                f"the checkpoint in {directory} was cut elsewhere: stage {self.stage.number} differs in "
+                f"{sorted(strange)[:4]}; use the same model and the same stages"
+            )
+        return part
 
     # When something goes wrong.
 
