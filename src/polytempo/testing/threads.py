@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
-from polytempo.errors import PolytempoError
+from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
 from polytempo.parameter_server.manifest import find_checkpoint
@@ -118,7 +118,7 @@ class ThreadJob:
         return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
-        """Call `work` once for each worker, in threads of their own; their results, or the first error."""
+        """Call `work` once for each worker, in threads of their own; their results, or the first error that is a cause."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
@@ -139,7 +139,7 @@ class ThreadJob:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0]
+            raise min(errors, key=_is_a_consequence)
         return [results[rank] for rank in range(self.plan.size)]
 
     def __enter__(self) -> ThreadJob:
@@ -176,6 +176,11 @@ class ThreadJob:
         if isinstance(message, Finished):
             self.summary = message.summary
         return isinstance(message, Finished)
+
+
+def _is_a_consequence(error: BaseException) -> bool:
+    """Does it say only that a server has gone, perhaps for what it has told another worker?"""
+    return isinstance(error, PeerError) and str(error).endswith("is gone")
 
 
 class GroupJob:
