@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.stages.pipe import Pipeline
+from polytempo.stages.saving import prune, write_part
 from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
@@ -278,3 +280,19 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         ),
     )
     assert str(outcomes[1]).startswith(f"cannot read the checkpoint {part}")
+
+
+def test_stages_that_prune_at_the_same_time_do_not_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between looking and removing, another stage has removed the folder."""
+    for step in range(4):
+        write_part(tmp_path, step, 0, 2, 0, {"step": step})
+    listing = Path.glob
+
+    def late(self: Path, pattern: str) -> Any:
+        if pattern.startswith("stage-"):
+            shutil.rmtree(self)
+        return listing(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", late)
+    prune(tmp_path, 0, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from polytempo.collectives.endings import Links, let_go_after_fork
 from polytempo.collectives.post import Post, Receipt
@@ -161,11 +162,7 @@ class Engine:
         """Start a task and let it go as far as it can at once, in this thread if no other drives; the rest goes on whether
         or not anybody waits."""
         task = self.start(lane, name, steps, False, timeout)
-        if self._thread is None and self._driving.acquire(blocking=False):
-            try:
-                self._advance()
-            finally:
-                self._driving.release()
+        self._unless_driven(self._advance)
         if not task.done:
             self._drive_in_background()
         return task
@@ -200,11 +197,13 @@ class Engine:
 
     def look(self) -> None:
         """Move on what can move now."""
+        self._unless_driven(self._advance, partial(self._hear, 0), self._advance)
+
+    def _unless_driven(self, *actions: Callable[[], object]) -> None:
         if self._thread is None and self._driving.acquire(blocking=False):
             try:
-                self._advance()
-                self._hear(0)
-                self._advance()
+                for act in actions:
+                    act()
             finally:
                 self._driving.release()
 
@@ -265,7 +264,12 @@ class Engine:
         if not (self._advance() or over()):
             self._hear(seconds)
 
-    def _hear(self, seconds: float) -> None:
+    def hear_all(self) -> None:
+        """Take whatever has been sent so far. For tasks only."""
+        while self._hear(0):
+            pass
+
+    def _hear(self, seconds: float) -> bool:
         ready = self._poller.poll(int(seconds * 1000))
         if time.monotonic() >= self._looks_at:
             self._look_at_the_clock(time.monotonic())
@@ -273,6 +277,7 @@ class Engine:
             self._bell.silence()
         for link in list(self.links.values()):
             link.handle(ready)
+        return bool(ready)
 
     def _advance(self) -> bool:
         while self._submitted:

@@ -207,7 +207,9 @@ class Carrier:
         if not ready():
             yield Wait(ready, lambda: [source])
         if lane.failed is not None and not any(receipt.done for receipt in receipts):
-            raise lane.failed
+            self._engine.hear_all()  # what was sent before counts, and may be in a socket that was not looked at since
+            if not any(receipt.done for receipt in receipts):
+                raise lane.failed
 
     # Failing.
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def prune(directory: Path, stage: int, stages: int) -> None:
     name = f"stage-{stage}-of-{stages}.safetensors"
     for folder in _steps(directory, [name])[KEPT:]:
         (folder / name).unlink(missing_ok=True)
-        if not list(folder.glob("stage-*.safetensors")):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another stage, which was there at the same time, has removed it
+            if not list(folder.glob("stage-*.safetensors")):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def newest(directory: Path, stages: int) -> int:
