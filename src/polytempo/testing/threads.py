@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -114,8 +115,14 @@ class ThreadJob:
     def session(self, rank: int) -> Session:
         """One worker's session. Close it when the worker is done."""
         pool = Pool(Shelf() if self.wire == "ipc" else None)
-        channels = [self.connect(index, pool) for index in range(self.plan.shards)]
-        return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
+        with ExitStack() as opened:  # where one server is gone already, the others' connections are closed
+            channels = []
+            for index in range(self.plan.shards):
+                channels.append(self.connect(index, pool))
+                opened.callback(channels[-1].close)
+            session = Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
+            opened.pop_all()
+        return session
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
         """Call `work` once for each worker, in threads of their own; their results, or the first error that is a cause."""
