@@ -70,13 +70,3 @@ def test_a_terminal_shows_a_line_instead_of_a_table_of_workers_who_push_nothing(
     shown = console.export_text()
     assert told_in_words(told) in shown
     assert ("waiting" in shown) is pushing
-
-
-def test_the_launcher_does_not_say_the_same_twice_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display("bsp", quiet=True)
-    for text in ("one", "one", "two", "one"):
-        display.say(text)
-    display.line("0", "a worker's", error=True)
-    display.say("one")
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["polytempo: one", "polytempo: two", "polytempo: one", "[0] a worker's", "polytempo: one"]

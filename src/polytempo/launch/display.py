@@ -45,14 +45,12 @@ class Display:
         self._rates = Rates()
         self._live: Live | None = None
         self._said = 0.0
-        self._last = ""  # what the launcher said, if nobody has said anything since
         if self._console.is_terminal and not quiet:
             self._live = Live(Text(f"{title}: starting"), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
     def line(self, label: str, text: str, error: bool) -> None:
         """A line that a process wrote."""
-        self._last = ""
         if self._live is not None:
             self._console.print(Text(f"[{label}] {text}"), soft_wrap=True)
             return
@@ -61,10 +59,7 @@ class Display:
         stream.flush()
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own; not twice in a row: how it went may be how it was a moment before."""
-        if text == self._last:
-            return
-        self._last = text
+        """A line of the launcher's own."""
         if self._live is not None:
             self._console.print(Text(f"polytempo: {text}"), soft_wrap=True)
         else:
