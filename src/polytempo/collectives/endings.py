@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 
-from polytempo.transport.links import Link
+from polytempo.transport.links import BYE, Link, Message
 
 
 class Links(dict[int, Link]):
@@ -37,3 +37,14 @@ def at_exit(close: Callable[[bool], None]) -> Callable[[], None]:
 
     atexit.register(leave)
     return lambda: atexit.unregister(leave)
+
+
+def politely_closed(link: Link) -> None:
+    """The other end is told that this is no crash."""
+    link.send(Message(BYE, 0, 0))
+    link.close()
+
+
+def abruptly_closed(link: Link) -> None:
+    """As by a crash."""
+    link.close()

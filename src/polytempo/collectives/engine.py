@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from polytempo.collectives.endings import Links, let_go_after_fork
+from polytempo.collectives.endings import Links, abruptly_closed, let_go_after_fork, politely_closed
 from polytempo.collectives.post import Post, Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost
@@ -211,7 +211,7 @@ class Engine:
         """End all links. What is under way fails. Returns when it is done, unless called by the thread that drives."""
         with self._starting:
             first, self._closing = not self._closes, True
-            self._closes = self._closes or (_politely if politely else _abruptly)
+            self._closes = self._closes or (politely_closed if politely else abruptly_closed)
         self._bell.ring()
         if threading.current_thread() is self._thread:
             return  # it closes when it is back
@@ -393,12 +393,3 @@ class Engine:
 def _listed(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in ranks]
     return ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
-
-
-def _politely(link: Link) -> None:
-    link.send(Message(BYE, 0, 0))
-    link.close()
-
-
-def _abruptly(link: Link) -> None:
-    link.close()
