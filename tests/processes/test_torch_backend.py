@@ -44,10 +44,11 @@ def test_a_killed_peer_is_named_within_seconds(bench: Bench) -> None:
     ranks = run(bench, "torch_killed.py", 3)
     for status, out, err in (ranks[0], ranks[2]):
         assert status == 0, out + err
-        in_backward, after, without = out.splitlines()
+        in_backward, after, in_new_group, without = out.splitlines()
         assert float(in_backward.split()[0]) < 2
         assert "rank 1 is gone" in in_backward
         assert "rank 1 is gone" in after
+        assert "rank 1 is gone" in in_new_group
         assert without == "the others still have 2.0"
 
 

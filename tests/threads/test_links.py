@@ -38,6 +38,7 @@ from worlds import (
     opening,
     outcomes,
     results,
+    said,
     unused_name,
 )
 
@@ -390,7 +391,7 @@ def beside_a_fake_host(fake_rank: int, secure: bool = False) -> Iterator[tuple[W
                 fake.bind("tcp://127.0.0.1:*")
                 store.put("link-0-1", fake.getsockopt_string(zmq.LAST_ENDPOINT))
             else:
-                fake.connect(store.get("link-0-1", PATIENCE))
+                fake.connect(said(store, "link-0-1"))
             (world,) = results(opening)
         try:
             yield world, fake
@@ -456,7 +457,7 @@ def test_a_stranger_at_the_door_does_not_end_a_link(what: bytes) -> None:
 
         worlds = at_once(2, open_one)
     everywhere(worlds, lambda world: world.everybody.barrier().wait())
-    host, _, port = store.get("link-0-1", PATIENCE).removeprefix("tcp://").rpartition(":")
+    host, _, port = said(store, "link-0-1").removeprefix("tcp://").rpartition(":")
     for _ in range(3):
         with socket.create_connection((host, int(port)), PATIENCE) as stranger, contextlib.suppress(OSError):
             stranger.sendall(what)
@@ -666,9 +667,9 @@ def test_what_goes_between_hosts_cannot_be_read() -> None:
     class Tapped(Shelf):
         """Says the address of a wire that is listened to."""
 
-        def get(self, key: str, patience: float) -> str:
-            value = store.get(key, patience)
-            if not key.startswith("link-"):
+        def find(self, key: str, seconds: float) -> str | None:
+            value = store.find(key, seconds)
+            if value is None or not key.startswith("link-"):
                 return value
             host, _, port = value.removeprefix("tcp://").rpartition(":")
             return f"tcp://127.0.0.1:{tap((host, int(port)), seen)}"

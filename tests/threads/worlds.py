@@ -19,7 +19,6 @@ from wires import Client
 from polytempo.collectives.engine import Engine
 from polytempo.collectives.group import Group
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
-from polytempo.errors import PeerError
 from polytempo.transport import meeting
 from polytempo.transport.keys import WorkerKeys, make_keys
 from polytempo.transport.meeting import Met, Store
@@ -50,11 +49,17 @@ class Shelf(Store):
             self._values[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, patience: float) -> str:
+    def find(self, key: str, seconds: float) -> str | None:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, patience):
-                raise PeerError(f"nobody has said {key}")
-            return self._values[key]
+            self._changed.wait_for(lambda: key in self._values, seconds)
+            return self._values.get(key)
+
+
+def said(store: Store, key: str) -> str:
+    """What somebody says there soon."""
+    value = store.find(key, PATIENCE)
+    assert value is not None, f"nobody has said {key}"
+    return value
 
 
 @cache

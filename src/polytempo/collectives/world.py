@@ -6,7 +6,7 @@ each other whom they miss until all miss the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy
@@ -20,6 +20,7 @@ from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.links import DATA, Message
 from polytempo.transport.meeting import Met, Store, meet_by_name, meet_by_store
 from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.patience import Patience
 
 PATIENCE = 60.0
 #: Contexts from here on belong to groups that were formed again.
@@ -102,7 +103,7 @@ def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, ti
     """Ranks of one host that all know a name nobody else uses."""
     _check(rank, size)
     engine = Engine(rank)
-    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, patience), timeout)
+    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, Patience(rank, patience)), timeout)
 
 
 def open_by_store(
@@ -114,11 +115,12 @@ def open_by_store(
     insecure: bool = False,
     patience: float = PATIENCE,
     timeout: float | None = None,
+    gone: Callable[[], Mapping[int, str]] = dict,
 ) -> World:
-    """Ranks that see one store, on any hosts."""
+    """Ranks that see one store, on any hosts. `gone`: who cannot come any more, and why, as far as is known."""
     _check(rank, size)
     engine = Engine(rank)
-    meet = partial(meet_by_store, store, rank, size, engine, patience, keys, insecure, route)
+    meet = partial(meet_by_store, store, rank, size, engine, Patience(rank, patience, gone), keys, insecure, route)
     return _opened(engine, size, meet, timeout)
 
 

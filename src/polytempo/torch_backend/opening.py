@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed
@@ -23,13 +24,13 @@ def open_group(options: Any, group_options: Any) -> TorchGroup:
     try:
         if group_options is not None:
             raise UsageError(f"expected no pg_options for the back end polytempo, got {type(group_options).__name__}")
-        world = _open_world(options)
+        world = _open_world(options, ranks)
     except PolytempoError as error:
         raise as_torch_error(error, ranks) from None
     return TorchGroup(options.store, world, ranks)
 
 
-def _open_world(options: Any) -> World:
+def _open_world(options: Any, ranks: Sequence[int]) -> World:
     """A group that is made again under its old name finds the old one's words in the store: so times are counted."""
     _opened[options.group_id] += 1
     store = TorchStore(torch.distributed.PrefixStore(f"polytempo-{_opened[options.group_id]}", options.store))
@@ -43,7 +44,18 @@ def _open_world(options: Any) -> World:
         way.insecure,
         patience=seconds,
         timeout=seconds,
+        gone=lambda: _gone(ranks),
     )
+
+
+def _gone(ranks: Sequence[int]) -> dict[int, str]:
+    """Whom the group of all ranks has lost, numbered as in a new group of these."""
+    default = torch.distributed.group.WORLD
+    if not isinstance(default, TorchGroup):  # another back end's, or this is the first
+        return {}
+    default.world.engine.look()
+    left = default.world.engine.left
+    return {number: left[rank] for number, rank in enumerate(ranks) if rank in left}
 
 
 def _route(store: Any) -> str:

@@ -184,15 +184,13 @@ class Client:
         """Post something for other workers."""
         self._tell(0, Post(key=key, value=value))
 
-    def get(self, key: str, patience: float) -> str:
-        """What a worker has posted, or will soon."""
+    def find(self, key: str, patience: float) -> str | None:
+        """What a worker has posted, or will soon; None if it has not by then."""
         deadline = time.monotonic() + patience
         self._tell(0, Look(key=key))
         over = lambda: key in self._found or time.monotonic() > deadline  # noqa: E731
         self._wait(over, f"{key!r}, which another worker is to say", lambda: self._tell(0, Look(key=key)))
-        if key not in self._found:
-            raise PeerError(f"worker {self.rank} has waited {patience:g} s for {key!r}; was every worker started?")
-        return self._found[key]
+        return self._found.get(key)
 
     def leave(self, reason: str) -> None:
         """Say goodbye and close. Who finishes waits for its last answers first; they may still be under way (`delay`)."""

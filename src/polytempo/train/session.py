@@ -310,7 +310,10 @@ def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str,
     if session.client is None:
         raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
     with session.lock:
-        described: dict[str, Any] = json.loads(session.client.get(f"manifest/{optimizer}", PATIENCE))
+        found = session.client.find(f"manifest/{optimizer}", PATIENCE)
+    if found is None:
+        raise PeerError(f"no worker has made optimizer {optimizer} within {PATIENCE:g} s; does any make so many?")
+    described: dict[str, Any] = json.loads(found)
     return described
 
 

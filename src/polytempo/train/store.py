@@ -7,6 +7,7 @@ with the keys of the key file they prove to each other who they are.
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch.distributed
 from polytempo.errors import PeerError
 from polytempo.train.client import Client
 from polytempo.transport.meeting import Store
+
+FIRST_PAUSE, LONGEST_PAUSE = 1e-3, 0.05
 
 
 class TorchStore(Store):
@@ -26,15 +29,19 @@ class TorchStore(Store):
     def put(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
-    def get(self, key: str, patience: float) -> str:
+    def find(self, key: str, seconds: float) -> str | None:
+        """Asked again and again: torch's own `wait` writes two warnings for each wait that was too short."""
+        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
         try:
-            self._store.wait([key], timedelta(seconds=patience))
+            while not self._store.check([key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE)
             return str(self._store.get(key).decode())
         except (RuntimeError, UnicodeDecodeError) as error:
             why = str(error).splitlines()[0][:160]
-            raise PeerError(
-                f"{key!r} was not found in the store within {patience:g} s ({why}); is every rank there?"
-            ) from None
+            raise PeerError(f"the store cannot be asked for {key!r} ({why}); is the process that keeps it alive?") from None
 
 
 class JobStore(Store):
@@ -47,9 +54,9 @@ class JobStore(Store):
         with self._lock:
             self._client.put(key, value)
 
-    def get(self, key: str, patience: float) -> str:
+    def find(self, key: str, seconds: float) -> str | None:
         with self._lock:
-            return self._client.get(key, patience)
+            return self._client.find(key, seconds)
 
 
 def store_at(address: str, rank: int, size: int, agent: bool, patience: float) -> TorchStore:

@@ -24,6 +24,7 @@ from pathlib import Path
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.links import Link, Receiver
+from polytempo.transport.patience import Patience
 from polytempo.transport.stream import peer_uid
 from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.zmq_link import ZmqLink, ZmqWires
@@ -43,8 +44,8 @@ class Store(ABC):
         """Set it, for good."""
 
     @abstractmethod
-    def get(self, key: str, patience: float) -> str:
-        """Wait for it; `PeerError` after so many seconds."""
+    def find(self, key: str, seconds: float) -> str | None:
+        """Wait for it, at most so long; None if nobody has put it there yet."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Met:
     wires: ZmqWires | None = None
 
 
-def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, patience: float) -> Met:
+def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, patience: Patience) -> Met:
     """All ranks are on this host and know this name."""
     met = Met((tuple(range(size)),))
     met.links += _meet_here(_digest(name), rank, range(size), size, receiver, patience)
@@ -68,7 +69,7 @@ def meet_by_store(
     rank: int,
     size: int,
     receiver: Receiver,
-    patience: float,
+    patience: Patience,
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
@@ -79,10 +80,10 @@ def meet_by_store(
     store.put(f"host-{rank}", _host())
     by_host: dict[str, list[int]] = {}
     for other in range(size):
-        by_host.setdefault(store.get(f"host-{other}", patience), []).append(other)
+        by_host.setdefault(_found(store, f"host-{other}", other, patience), []).append(other)
     met = Met(tuple(tuple(ranks) for ranks in by_host.values()))
     here = next(ranks for ranks in met.hosts if rank in ranks)
-    met.links += _meet_here(_digest(store.get("token", patience)), rank, here, size, receiver, patience)
+    met.links += _meet_here(_digest(_found(store, "token", 0, patience)), rank, here, size, receiver, patience)
     away = [other for other in range(size) if other not in here]
     try:
         if away:
@@ -100,6 +101,16 @@ def meet_by_store(
     return met
 
 
+def _found(store: Store, key: str, other: int, patience: Patience) -> str:
+    """What this rank has put there, or will."""
+    patience.afresh()
+    while (value := store.find(key, patience.until_next_look)) is None:
+        patience.look([other])
+        if patience.over:
+            raise PeerError(f"rank {patience.rank} has waited {patience.seconds:g} s for rank {other}; was it started?")
+    return value
+
+
 # On this host.
 
 
@@ -107,8 +118,8 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: float) -> list[Link]:
-    deadline = time.monotonic() + patience
+def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: Patience) -> list[Link]:
+    patience.afresh()
     others = [other for other in ranks if other != rank]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         if others:
@@ -117,9 +128,9 @@ def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: 
         try:
             for other in others:
                 if other < rank:
-                    found[other] = _connect(name, rank, other, size, deadline)
+                    found[other] = _connect(name, rank, other, size, patience)
             while missing := [other for other in others if other not in found]:
-                _accept(listener, found, size, deadline, missing)
+                _accept(listener, found, size, patience, missing)
         except BaseException:  # who has come must learn that nothing comes of it
             for sock in found.values():
                 sock.close()
@@ -135,7 +146,7 @@ def _bind(listener: socket.socket, address: str, rank: int) -> None:
     listener.listen(1024)
 
 
-def _connect(name: str, rank: int, other: int, size: int, deadline: float) -> socket.socket:
+def _connect(name: str, rank: int, other: int, size: int, patience: Patience) -> socket.socket:
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -147,18 +158,21 @@ def _connect(name: str, rank: int, other: int, size: int, deadline: float) -> so
             return sock
         except OSError as error:  # it is starting, and there is nothing to wait on
             sock.close()
-            if time.monotonic() > deadline:
+            patience.look([other])
+            if patience.over:
                 raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
         time.sleep(TRY_EVERY)
 
 
 def _accept(
-    listener: socket.socket, found: dict[int, socket.socket], size: int, deadline: float, missing: list[int]
+    listener: socket.socket, found: dict[int, socket.socket], size: int, patience: Patience, missing: list[int]
 ) -> None:
     poller = select.poll()
     poller.register(listener, select.POLLIN)
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
+    while not poller.poll(patience.until_next_look * 1000):
+        patience.look(missing)
+        if patience.over:
+            raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
     sock, _ = listener.accept()
     sock.settimeout(5.0)
     try:
@@ -208,7 +222,7 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
         )
 
 
-def _meet_away(store: Store, rank: int, links: list[ZmqLink], patience: float, route: str) -> None:
+def _meet_away(store: Store, rank: int, links: list[ZmqLink], patience: Patience, route: str) -> None:
     """The lower rank of a pair listens, and says where. Both then wait until the other has proved who it is."""
     host, known = _own_host(route)
     for link in links:
@@ -217,13 +231,14 @@ def _meet_away(store: Store, rank: int, links: list[ZmqLink], patience: float, r
             store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{UNKNOWN}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
-            address = store.get(f"link-{link.rank}-{rank}", patience)
+            address = _found(store, f"link-{link.rank}-{rank}", link.rank, patience)
             link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
-    deadline = time.monotonic() + patience
+    patience.afresh()
     while missing := [link for link in links if not link.established]:
+        patience.look([link.rank for link in missing])
         for link in missing:
             link.hear()
-            if link.problem or time.monotonic() > deadline:
+            if link.problem or patience.over:
                 why = link.problem or "it has not come, or not with the same key file"
                 raise PeerError(f"rank {rank} cannot talk to rank {link.rank}: {why}; give all ranks the same one")
         time.sleep(TRY_EVERY)

@@ -40,6 +40,7 @@ def main() -> None:
     others, died = dist.new_group([0, 2]), Path(sys.argv[1] + "-died")
     report(lambda: train(died), died)
     report(lambda: dist.all_reduce(torch.ones(3)), died)
+    report(dist.new_group, died)
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=others)
     print("the others still have", tensor.item())

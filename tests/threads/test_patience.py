@@ -1,0 +1,63 @@
+"""Ranks that do not come are waited for aloud, not for ever, and not at all once they are known to be gone."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+
+import pytest
+from wires import Client
+from worlds import PATIENCE, ROUTE, Shelf, outcomes, said, unused_name
+
+from polytempo.collectives.world import open_by_store
+from polytempo.errors import PeerError, RankLost
+from polytempo.transport import patience
+
+
+def one_who_has_said(*words: str) -> Shelf:
+    """The store of two ranks on one host, of whom the other has said so much, and says no more."""
+    by_itself, store = Shelf(), Shelf()
+    open_by_store(by_itself, 0, 1, ROUTE).close()
+    known = {"host": said(by_itself, "host-0"), "token": unused_name()}
+    for word in words:
+        store.put(word, known[word.partition("-")[0]])
+    return store
+
+
+#: Who waits, and what the other has said.
+PLACES = {
+    "where it is": (0, ()),
+    "the token": (1, ("host-0",)),
+    "that it connects": (0, ("host-1",)),
+    "that it listens": (1, ("host-0", "token")),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_who_is_gone_is_not_waited_for(place: str) -> None:
+    (rank, words), looks = PLACES[place], count()
+
+    def gone() -> dict[int, str]:
+        return {1 - rank: "is gone (killed)"} if next(looks) else {}  # it dies while it is waited for
+
+    store = one_who_has_said(*words)
+    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=10 * PATIENCE, gone=gone)))
+    assert isinstance(outcome, RankLost), outcome
+    assert str(outcome) == f"rank {1 - rank} is gone (killed): rank {rank} waits for it to join a new group"
+    assert outcome.ranks == (1 - rank,)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(patience, "SAY_AFTER", 0.02)
+    monkeypatch.setattr(patience, "LOOK_AFTER", 0.01)
+    rank, words = PLACES[place]
+    store = one_who_has_said(*words)
+    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.3)))
+    assert isinstance(outcome, PeerError), outcome
+    assert re.search(
+        f"rank {rank} has waited 0.3 s for rank {1 - rank}|rank 1 cannot reach rank 0|ranks 1 have not come", str(outcome)
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"polytempo: rank {rank} has waited 0 s for rank {1 - rank} to come"
+    assert 2 <= len(lines) <= 5  # after twice as long each time
