@@ -77,6 +77,15 @@ def test_tied_weights_need_a_flush() -> None:
     assert text.startswith("stages 0, 1 hold the same parameter, and pipedream updates them at different times")
 
 
+def test_clipping_needs_a_flush_and_a_norm() -> None:
+    assert refused(2, layered(), schedule="pipedream", clip_norm=1.0) == (
+        "clip_norm needs a moment at which all stages have their gradients, and pipedream has none; use a schedule that "
+        "flushes (1f1b), or clip in the optimizer that you hand in"
+    )
+    for norm in (0, -1.0, float("nan")):
+        assert refused(2, layered(), clip_norm=norm) == f"expected clip_norm above 0, got {norm}"
+
+
 def stepped(x: Any, y: Any, **options: Any) -> list[Any]:
     chosen = {"loss": mse, "optimizer": PLAIN, "microbatches": 4} | options
     return everywhere(2, lambda session: Pipeline(layered(), session=session, **chosen).step(x, y))

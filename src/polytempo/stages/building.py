@@ -18,6 +18,7 @@ from polytempo.pipeline.debts import Debts
 from polytempo.pipeline.schedules import make
 from polytempo.stages.auto import planned
 from polytempo.stages.carrying import Carrier
+from polytempo.stages.clipping import Clipping
 from polytempo.stages.cutting import Plan, cut
 from polytempo.stages.endless import Endless
 from polytempo.stages.evaluating import fixed_in_training
@@ -64,8 +65,9 @@ class Building:
         microbatches: int | None,
         replicas: Sequence[int] | None,
         example: tuple[Any, ...] | None,
+        clip_norm: float | None = None,
     ) -> None:
-        self.model, self.spec, self.example = model, schedule, example
+        self.model, self.spec, self.example, self.clip_norm = model, schedule, example, clip_norm
         self.auto = stages if isinstance(stages, str) else None
         self.stages: Cuts | None = stages if not isinstance(stages, str) else None
         self.microbatches, self.replicas = microbatches, replicas
@@ -78,6 +80,7 @@ class Building:
             self.stages = self._planned(self.auto, world, device)
         schedule = self._schedule(world.size)
         facts = _checked(schedule)
+        self._check_clipping(schedule)
         places = Places(schedule.replicas)
         if places.size != world.size:
             raise UsageError(
@@ -128,6 +131,17 @@ class Building:
         )
 
     # The schedule.
+
+    def _check_clipping(self, schedule: Schedule) -> None:
+        if self.clip_norm is None:
+            return
+        if not self.clip_norm > 0:
+            raise UsageError(f"expected clip_norm above 0, got {self.clip_norm}")
+        if not schedule.flushes:
+            raise UsageError(
+                f"clip_norm needs a moment at which all stages have their gradients, and {schedule.name} has none; "
+                "use a schedule that flushes (1f1b), or clip in the optimizer that you hand in"
+            )
 
     def _planned(self, spec: str, world: World, device: torch.device | str | None) -> Cuts:
         """Stages by measurement; replicas of one each ask for a straight pipeline."""
@@ -215,7 +229,13 @@ class Building:
             (world.new_group([rank for stage in stages for rank in places.ranks(stage)]), params)
             for stages, params in sorted(shared.items())
         ]
-        return Exchange(ours[own], [(group, params) for group, params in groups if group is not None])
+        clipping = None
+        if self.clip_norm is not None and (everybody := world.new_group(range(world.size))) is not None:
+            elsewhere = {param for stages, params in shared.items() if stages[0] != own for param in params}
+            mine = dict.fromkeys(param for _, param in parts[own].parameters() if param not in elsewhere)
+            first = world.rank == places.rank(own, 0)
+            clipping = Clipping(everybody, self.clip_norm, list(mine) if first else [])
+        return Exchange(ours[own], [(group, params) for group, params in groups if group is not None], clipping)
 
     def _described(self, parts: list[Part]) -> tuple[list[str], list[Catalogue], dict[str, torch.Tensor]]:
         catalogue = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]

@@ -1,5 +1,5 @@
 """Gradients before an update: replicas of a stage take the mean over all microbatches that went into it; copies of a tied
-parameter, which stand in several stages, get the sum of what all of them have, and so stay equal."""
+parameter, which stand in several stages, get the sum of what all of them have, and so stay equal. Then they are clipped."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import torch
 from torch import nn
 
 from polytempo.collectives.group import Group
+from polytempo.stages.clipping import Clipping
 
 
 class Exchange:
-    """The groups of one rank: of its stage (None for a single replica), and for parameters it shares with others."""
+    """The groups of one rank: of its stage (None for a single replica), for parameters it shares with others, and of all
+    (None if nothing is clipped)."""
 
-    def __init__(self, replicas: Group | None, tied: Sequence[tuple[Group, Sequence[nn.Parameter]]]) -> None:
-        self._replicas, self._tied = replicas, tied
+    def __init__(
+        self,
+        replicas: Group | None,
+        tied: Sequence[tuple[Group, Sequence[nn.Parameter]]],
+        clipping: Clipping | None = None,
+    ) -> None:
+        self._replicas, self._tied, self.clipping = replicas, tied, clipping
         self._apart = {param for _, params in tied for param in params}
 
     @property
     def groups(self) -> list[Group]:
         """All of them."""
-        return [*([self._replicas] if self._replicas is not None else []), *(group for group, _ in self._tied)]
+        own = [self._replicas, self.clipping.group if self.clipping is not None else None]
+        return [*(group for group in own if group is not None), *(group for group, _ in self._tied)]
 
     def start_equal(self, params: Sequence[torch.Tensor]) -> None:
         """All replicas, and all copies, take the values of the first."""
@@ -33,7 +41,7 @@ class Exchange:
 
     def add_up(self, params: Sequence[nn.Parameter], backwards: int, expected: int) -> None:
         """Make each gradient the mean over the microbatches of this update; `backwards` of them were here. Gradients are
-        as if there were `expected` of them everywhere."""
+        as if there were `expected` of them everywhere. Clip them, if that is wanted."""
         total = backwards
         if self._replicas is not None:
             own = [param for param in params if param not in self._apart]
@@ -44,6 +52,8 @@ class Exchange:
             for param in params:
                 if param.grad is not None:
                     param.grad.mul_(expected / total)
+        if self.clipping is not None:
+            self.clipping.clip(params)
 
 
 def _summed(group: Group, params: Sequence[nn.Parameter], backwards: int) -> int:

@@ -40,8 +40,8 @@ class Pipeline:
     on `example` and plans; see auto.py); one for each rank by default.
     `schedule`: a spec ("1f1b", "gpipe,recompute=0", "pipedream,vertical_sync=1", ...), a schedule written down as text, or a
     `Schedule`. `replicas`: how many ranks share each stage. `seed`: of dropout. `example`: inputs, for a model that
-    cannot be traced otherwise. With `checkpoint`, each stage writes its part there when others are lost, at every
-    flush, and every so many steps; `resume` goes on from there.
+    cannot be traced otherwise. `clip_norm`: the gradients of the whole model are clipped to it. With `checkpoint`, each
+    stage writes its part there when others are lost, at every flush, and every so many steps; `resume` goes on from there.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Pipeline:
         checkpoint: Folder | None = None,
         checkpoint_every: int = 0,
         resume: Folder | None = None,
+        clip_norm: float | None = None,
         session: Session | None = None,
     ) -> None:
         self._session = session or current()
-        building = Building(model, stages, schedule, microbatches, replicas, example)
+        building = Building(model, stages, schedule, microbatches, replicas, example, clip_norm)
         built: Build = building.build(self._session.world(), loss, optimizer, seed, device)
         self.schedule, self.facts, self.places, self.stage = built.schedule, built.facts, built.places, built.stage
         self._runtime, self._group, self._carrier = built.runtime, built.group, built.carrier
@@ -101,6 +102,12 @@ class Pipeline:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """That of this stage; None where it has no parameters."""
         return self.stage.optimizer
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Of the whole model in the last step, before it was clipped; None without `clip_norm`."""
+        clipping = self._runtime.exchange.clipping
+        return clipping.norm if clipping is not None else None
 
     @property
     def log(self) -> list[Done]:
