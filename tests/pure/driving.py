@@ -15,6 +15,7 @@ pushes are applied, and none twice.
 from __future__ import annotations
 
 import copy
+import pickle
 
 from polytempo.records.lines import Line, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -57,7 +58,7 @@ class Job:
     def fork(self) -> Job:
         """The same job once more, to try something out; its record begins anew."""
         twin = copy.copy(self)
-        twin.policy = copy.deepcopy(self.policy)
+        twin.policy = pickle.loads(pickle.dumps(self.policy, pickle.HIGHEST_PROTOCOL))  # much faster than deepcopy
         for name, value in vars(self).items():
             if isinstance(value, dict | set | list):
                 setattr(twin, name, copy.copy(value))

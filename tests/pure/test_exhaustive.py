@@ -10,9 +10,11 @@ job nearer to its end, so a walk without a dead end shows that everything drains
 
 from __future__ import annotations
 
+import marshal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -67,8 +69,11 @@ class Oracle:
         self.asked = True
         return self.answer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Oracle:
-        return self
+    def __reduce__(self) -> str:
+        return "ORACLE"  # whoever copies a policy gets the same one
+
+
+ORACLE = Oracle()
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,17 @@ class World:
             return twin, twin.job.join(worker, now)
         return twin, twin.job.leave(worker, "lost" if kind == "die" else "finished", now)
 
-    def key(self) -> Any:
-        """What tells this state from others."""
+    def key(self) -> bytes:
+        """What tells this state from others. As bytes: hundreds of thousands of nested tuples keep the collector busy."""
         job = self.job
         doing = [sorted(table.items()) for table in (job.steps, job.released, job.held)]
         at_slowest = {worker for worker, step in job.steps.items() if step == job.slowest()}
         comers = self.left if self.may_join else self.left & job.steps.keys()
-        return snapshot([doing, job.awaited, self.may_leave, self.may_join, job.policy], at_slowest | comers)
+        state = snapshot([doing, job.awaited, self.may_leave, self.may_join, job.policy], at_slowest | comers)
+        return marshal.dumps(state, 2)  # later versions also tell which parts are the same object
+
+
+ATOMS = frozenset((int, bool, str, NoneType))
 
 
 def snapshot(value: Any, relevant: set[int]) -> Any:
@@ -127,22 +136,26 @@ def snapshot(value: Any, relevant: set[int]) -> Any:
     Of the names in queues only some are `relevant`: of the slowest, and of those who left and may be back. A worker goes
     forward only, so where another has been cannot matter any more, and where it is now stands elsewhere.
     """
-    if value is None or isinstance(value, bool | int | str):
+    if type(value) in ATOMS:
         return value
     if isinstance(value, float) or callable(value):
         return None
     if isinstance(value, Pushed):
         return value.worker, value.step  # not its number
     if isinstance(value, dict):
-        return tuple((key, snapshot(value[key], relevant)) for key in sorted(value))
+        return (*sorted(value), *parts_of([value[key] for key in sorted(value)], relevant))
     if isinstance(value, deque):
         return tuple(sorted(name for name in value if name in relevant))
     if is_heap(value):
         return tuple(name for _, name in sorted(value) if name in relevant)
     if isinstance(value, list | tuple | set):
-        return tuple(snapshot(part, relevant) for part in (sorted(value) if isinstance(value, set) else value))
+        return parts_of(sorted(value) if isinstance(value, set) else value, relevant)
     names = getattr(value, "__slots__", None) or value.__dict__
-    return tuple(snapshot(getattr(value, name), relevant) for name in names)
+    return parts_of([getattr(value, name) for name in names], relevant)
+
+
+def parts_of(values: Iterable[Any], relevant: set[int]) -> tuple[Any, ...]:
+    return tuple([part if type(part) in ATOMS else snapshot(part, relevant) for part in values])  # a list: it is faster
 
 
 def is_heap(value: Any) -> bool:
@@ -165,15 +178,14 @@ class Findings:
 
 def walk(case: Case, size: Size, findings: Findings) -> None:
     """Go through all states of a job, and look at each of them and at each move between them."""
-    oracle = Oracle()
-    job = Job(policy_of(case, size.workers, oracle), size.workers, recording=False)
+    job = Job(policy_of(case, size.workers), size.workers, recording=False)
     first = World(job, size.steps, size.leave, size.join)
     seen, unseen = {first.key()}, [first]
     while unseen:
         world = unseen.pop()
         look_at_state(world, findings)
         for move in world.moves():
-            for twin, actions in outcomes(world, move, oracle, case.answers):
+            for twin, actions in outcomes(world, move, case.answers):
                 look_at_move(case, world, twin, actions, findings)
                 key = twin.key()
                 if key not in seen:
@@ -182,19 +194,19 @@ def walk(case: Case, size: Size, findings: Findings) -> None:
     findings.states += len(seen)
 
 
-def policy_of(case: Case, workers: int, oracle: Oracle) -> Policy:
+def policy_of(case: Case, workers: int) -> Policy:
     spec = parse_spec(case.sync)
     if spec.mode.name == "dssp":
-        return Eager(workers, DynamicBound(*spec.arguments[0], forecast=oracle))
+        return Eager(workers, DynamicBound(*spec.arguments[0], forecast=ORACLE))
     return spec.policy(workers)
 
 
-def outcomes(world: World, move: Move, oracle: Oracle, answers: tuple[int, ...]) -> Iterator[tuple[World, list[Action]]]:
+def outcomes(world: World, move: Move, answers: tuple[int, ...]) -> Iterator[tuple[World, list[Action]]]:
     """What can come of a move: one thing, or as many as the forecast can say."""
-    for oracle.answer in answers:
-        oracle.asked = False
+    for ORACLE.answer in answers:
+        ORACLE.asked = False
         yield world.after(move)
-        if not oracle.asked:
+        if not ORACLE.asked:
             return
 
 
