@@ -21,12 +21,10 @@ import torch
 import polytempo as pt
 from polytempo.collectives.board import Board
 from polytempo.collectives.in_place import mean_in_place
-from polytempo.parameter_server.optimizers import spare_dynamo
 from polytempo.transport.mesh import Mesh
 
 who, when, where, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 torch.set_num_threads(1)
-spare_dynamo()
 pt.init()
 taken = -1
 

@@ -20,13 +20,11 @@ from pathlib import Path
 import psutil
 import torch
 import polytempo as pt
-from polytempo.parameter_server.optimizers import spare_dynamo
 from polytempo.train.flat import Copier
 from polytempo.transport.segments import Borrowed
 
 how, steps = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
-spare_dynamo()
 pt.init()
 rank = pt.rank()
 taken = 0

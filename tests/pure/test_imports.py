@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "polytempo"
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "version": (set(), set()),
     "errors": (set(), set()),
+    "imports": (set(), set()),
     "sync": ({"errors"}, set()),
     "records": ({"errors", "sync"}, set()),
     "simulate": ({"errors", "version", "sync", "records"}, set()),
@@ -24,7 +25,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "coordinate": ({"errors", "sync", "records", "protocol"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "collectives": ({"errors", "transport"}, {"torch", "numpy"}),
-    "optim": ({"errors"}, {"torch"}),
+    "optim": ({"errors", "imports"}, {"torch"}),
     "pipeline": ({"errors"}, set()),
     "planner": ({"errors"}, set()),
     "tables": ({"errors", "protocol"}, {"torch", "numpy"}),
@@ -38,14 +39,17 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "zmq", "msgspec"},
     ),
     "stages": ({"errors", "pipeline", "planner", "transport", "collectives", "train"}, {"torch", "numpy", "safetensors"}),
-    "torch_backend": ({"errors", "collectives", "train"}, {"torch"}),
+    "torch_backend": ({"errors", "imports", "collectives", "train"}, {"torch"}),
     "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
         {"errors", "records", "protocol", "coordinate", "transport", "collectives", "parameter_server", "train"},
         set(),
     ),
     "launch": (
-        {"errors", "version", "sync", "records", "protocol", "coordinate", "transport", "parameter_server", "train"},
+        {
+            *("errors", "version", "sync", "records", "protocol", "coordinate", "transport", "optim", "parameter_server"),
+            "train",
+        },
         {"rich", "torch"},
     ),
     "virtual": ({"errors", "sync", "records", "simulate", "optim"}, {"torch", "numpy"}),

@@ -17,9 +17,9 @@ import torch
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
+from polytempo.optim.compiler import spare_compiler
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
-from polytempo.parameter_server.optimizers import spare_dynamo
 from polytempo.parameter_server.server import Server
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.records.writer import RecordWriter
@@ -37,7 +37,7 @@ PATIENCE = 60.0
 def serve(config: dict[str, Any]) -> None:
     """Be the server that the configuration describes, until the job is over."""
     torch.set_num_threads(config["threads"])
-    spare_dynamo()
+    spare_compiler()
     index, pool = config["index"], Pool(Shelf())
     limits = {name: value for name, value in config["limits"].items() if value is not None}
     plan = JobPlan(

@@ -70,18 +70,6 @@ def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[tor
     return optimizer
 
 
-def spare_dynamo() -> None:
-    """Keep torch's optimizers from importing its compiler: a process that compiles nothing starts twice as fast without.
-
-    Torch marks some methods "not to be compiled" on their first call, which imports torch._dynamo (1.4 s). Here they are
-    marked beforehand; a torch that does it in another way is left alone.
-    """
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-        if plain is not None:
-            plain.__dynamo_disable = plain
-
-
 #: Classes whose fused form does a step in one pass; below so many elements that is no gain.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_FROM = 1 << 20

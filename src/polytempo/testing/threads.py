@@ -129,18 +129,21 @@ class ThreadJob:
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
-        def worker(rank: int) -> None:
-            session: Session | None = None
+        def worker(session: Session) -> None:
             try:
-                session = self.session(rank)
-                results[rank] = work(session)
+                results[session.rank] = work(session)
                 session.close()
             except BaseException as error:  # noqa: BLE001  it is raised again below
                 errors.append(error)
-                if session is not None:
-                    session.close("failed")
+                session.close("failed")
 
-        threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(self.plan.size)]
+        with ExitStack() as opened:  # all, before any works: what one does may end the servers
+            sessions = []
+            for rank in range(self.plan.size):
+                sessions.append(self.session(rank))
+                opened.callback(sessions[-1].close, "failed")
+            opened.pop_all()
+        threads = [threading.Thread(target=worker, args=(session,), daemon=True) for session in sessions]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -6,14 +6,10 @@ of its module is watched for, and it is told then. Either order of `import torch
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
+from polytempo.imports import when_imported
 
 NAME = "polytempo"
 DEVICES = ("cpu", "cuda")
@@ -23,11 +19,7 @@ AWAITED = "torch.distributed.distributed_c10d"
 
 def register() -> None:
     """Tell torch, now or as soon as it is loaded."""
-    module = sys.modules.get(AWAITED)
-    if module is not None and hasattr(module, "Backend"):
-        _tell(module)
-    elif not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher())
+    when_imported(AWAITED, _tell)
 
 
 def _tell(module: ModuleType) -> None:
@@ -40,33 +32,3 @@ def _create(options: Any, group_options: Any) -> Any:
     from polytempo.torch_backend.opening import open_group
 
     return open_group(options, group_options)
-
-
-class _Watcher:
-    """A finder that finds nothing by itself: it only sees what is looked for."""
-
-    def __init__(self) -> None:
-        self._looking = False
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != AWAITED or self._looking:
-            return None
-        self._looking = True
-        try:
-            return self._watched(find_spec(name))
-        finally:
-            self._looking = False
-
-    def _watched(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_and_tell(module: ModuleType) -> None:
-                load(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                _tell(module)
-
-            loader.exec_module = load_and_tell
-        return spec

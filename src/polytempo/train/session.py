@@ -20,6 +20,7 @@ from polytempo.collectives.group import Group
 from polytempo.collectives.native import Native
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.optim.compiler import spare_compiler
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
@@ -191,6 +192,7 @@ def init(
     global _session
     if _session is not None:
         raise UsageError("init() was called twice; call shutdown() in between")
+    spare_compiler()
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")

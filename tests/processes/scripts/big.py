@@ -15,7 +15,6 @@ import psutil
 import torch
 
 import polytempo as pt
-from polytempo.parameter_server.optimizers import spare_dynamo
 
 MEGABYTES = 48
 STEPS = 6
@@ -48,7 +47,6 @@ class Watch(threading.Thread):
         self.look()
 
 
-spare_dynamo()
 torch.set_num_threads(1)
 pt.init()
 small = torch.nn.Parameter(torch.zeros(1))

@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 
 import polytempo as pt
-from polytempo.parameter_server.optimizers import spare_dynamo
 
 folder = Path(sys.argv[1])
 options = dict(argument.split("=") for argument in sys.argv[2:])
 torch.set_num_threads(1)
-spare_dynamo()  # tests start many processes
 pt.init()
 rank = pt.rank()
 

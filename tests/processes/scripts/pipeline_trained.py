@@ -50,12 +50,10 @@ def alone(steps: int) -> list[float]:
 
 def main() -> None:
     import polytempo as pt
-    from polytempo.parameter_server.optimizers import spare_dynamo
 
     folder = Path(sys.argv[1])
     options = dict(argument.split("=", 1) for argument in sys.argv[2:])
     torch.set_num_threads(1)
-    spare_dynamo()  # tests start many processes
     pt.init()
     rank = pt.rank()
     die_rank, _, die_at = options.get("die", "-1:-1").partition(":")
