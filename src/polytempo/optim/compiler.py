@@ -1,7 +1,7 @@
 """A process that compiles nothing starts twice as fast without torch's compiler, which making an optimizer loads.
 
-Torch marks some methods of optimizers "not to be compiled" when they are first called, and imports torch._dynamo for it: over
-a second. Here they are marked beforehand, for servers, and for workers whose steps the servers make (an optimizer's own
+Torch marks some methods of optimizers "not to be compiled" when they are first called, and imports torch._dynamo for it:
+over a second. Here they are marked beforehand, for servers, and for workers whose steps the servers make (an optimizer's own
 `step` imports it in any case). Whoever then loads the compiler finds them as if this had never been; a torch that does it in
 another way is left alone.
 """
