@@ -5,6 +5,9 @@ INSTALLED := .venv/.installed
 # Compiled code is kept, whatever the caller prefers: else each worker compiles all tests, and each process the library, anew.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Tests wait a good part of their time: one process more than there are cores, and four are enough.
+TESTERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+
 .PHONY: demo test check bench proof figures clean
 
 DEMO := compare --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp
@@ -13,13 +16,13 @@ demo: $(INSTALLED)
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture out/demo/accuracy.png --json out/demo/results.json examples/digits.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not long" tests/pure tests/threads
+	$(BIN)/python -m pytest -q -n $(TESTERS) --dist worksteal -m "not long" tests/pure tests/threads
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

@@ -20,10 +20,10 @@ def accuracy(said: str, stages: int) -> float:
     return float(found)
 
 
-def in_four(bench: Bench, *arguments: str) -> float:
-    done = bench.run("run", "-n", "4", EXAMPLE, *arguments)
+def cut(bench: Bench, stages: int, *arguments: str) -> float:
+    done = bench.run("run", "-n", str(stages), EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
-    return accuracy(done.stdout, 4)
+    return accuracy(done.stdout, stages)
 
 
 def test_one_flag_splits_it_over_four_processes_and_it_learns_the_same(bench: Bench) -> None:
@@ -32,9 +32,9 @@ def test_one_flag_splits_it_over_four_processes_and_it_learns_the_same(bench: Be
     )
     assert alone.returncode == 0, alone.stderr
     assert accuracy(alone.stdout, 1) > 95
-    assert in_four(bench) == pytest.approx(accuracy(alone.stdout, 1), abs=1)  # rounding may turn one picture or two
+    assert cut(bench, 4) == pytest.approx(accuracy(alone.stdout, 1), abs=1)  # rounding may turn one picture or two
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential", "pipedream"])
-def test_every_schedule_learns(schedule: str, bench: Bench) -> None:
-    assert in_four(bench, *TINY, "--schedule", schedule) > 80
+@pytest.mark.parametrize("schedule", ["gpipe", "sequential", "pipedream"])
+def test_every_other_schedule_learns(schedule: str, bench: Bench) -> None:
+    assert cut(bench, 2, *TINY, "--schedule", schedule) > 80

@@ -14,8 +14,8 @@ pushes are applied, and none twice.
 
 from __future__ import annotations
 
-import copy
 import pickle
+from collections.abc import Callable
 
 from polytempo.records.lines import Line, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -57,13 +57,20 @@ class Job:
 
     def fork(self) -> Job:
         """The same job once more, to try something out; its record begins anew."""
-        twin = copy.copy(self)
-        twin.policy = pickle.loads(pickle.dumps(self.policy, pickle.HIGHEST_PROTOCOL))  # much faster than deepcopy
-        for name, value in vars(self).items():
-            if isinstance(value, dict | set | list):
-                setattr(twin, name, copy.copy(value))
-        twin.history, twin.lines = [], []
-        return twin
+        return self.frozen()()
+
+    def frozen(self) -> Callable[[], Job]:
+        """What makes this job as it is now, as often as wanted."""
+        policy = pickle.dumps(self.policy, pickle.HIGHEST_PROTOCOL)  # much faster than deepcopy
+        rest = {name: value for name, value in vars(self).items() if name not in ("policy", "history", "lines")}
+
+        def thaw() -> Job:
+            twin = Job.__new__(Job)
+            copied = {name: value.copy() if type(value) in (dict, set, list) else value for name, value in rest.items()}
+            twin.__dict__.update(copied, policy=pickle.loads(policy), history=[], lines=[])
+            return twin
+
+        return thaw
 
     # What can happen.
 

@@ -14,6 +14,7 @@ import marshal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import NoneType
 from typing import Any
 
@@ -99,11 +100,16 @@ class World:
         if self.may_join:
             yield from (("join", worker) for worker in range(job.workers + 1) if worker not in members)
 
+    @cached_property
+    def thaw(self) -> Callable[[], Job]:
+        """What makes another job like this one."""
+        return self.job.frozen()
+
     def after(self, move: Move) -> tuple[World, list[Action]]:
         """The world after a move, and what was ordered on it."""
         kind, worker = move
         twin = World(
-            self.job.fork(),
+            self.thaw(),
             self.steps,
             self.may_leave and kind != "die",
             self.may_join and kind != "join",
@@ -136,31 +142,35 @@ def snapshot(value: Any, relevant: set[int]) -> Any:
     Of the names in queues only some are `relevant`: of the slowest, and of those who left and may be back. A worker goes
     forward only, so where another has been cannot matter any more, and where it is now stands elsewhere.
     """
-    if type(value) in ATOMS:
+    kind = type(value)  # not isinstance: this is called tens of millions of times
+    if kind in ATOMS:
         return value
-    if isinstance(value, float) or callable(value):
+    if kind is dict:
+        names = sorted(value)
+        return (*names, *parts_of([value[name] for name in names], relevant))
+    if kind is list and is_heap(value):
+        return tuple([name for _, name in sorted(value) if name in relevant])
+    if kind is list or kind is tuple:
+        return parts_of(value, relevant)
+    if kind is set:
+        return parts_of(sorted(value), relevant)
+    if kind is deque:
+        return tuple(sorted([name for name in value if name in relevant]))
+    if kind is float or callable(value):
         return None
-    if isinstance(value, Pushed):
+    if kind is Pushed:
         return value.worker, value.step  # not its number
-    if isinstance(value, dict):
-        return (*sorted(value), *parts_of([value[key] for key in sorted(value)], relevant))
-    if isinstance(value, deque):
-        return tuple(sorted(name for name in value if name in relevant))
-    if is_heap(value):
-        return tuple(name for _, name in sorted(value) if name in relevant)
-    if isinstance(value, list | tuple | set):
-        return parts_of(sorted(value) if isinstance(value, set) else value, relevant)
-    names = getattr(value, "__slots__", None) or value.__dict__
-    return parts_of([getattr(value, name) for name in names], relevant)
+    fields = getattr(value, "__slots__", None) or value.__dict__
+    return parts_of([getattr(value, name) for name in fields], relevant)
 
 
 def parts_of(values: Iterable[Any], relevant: set[int]) -> tuple[Any, ...]:
     return tuple([part if type(part) in ATOMS else snapshot(part, relevant) for part in values])  # a list: it is faster
 
 
-def is_heap(value: Any) -> bool:
+def is_heap(value: list[Any]) -> bool:
     """Names in order of moments."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], tuple) and isinstance(value[0][0], float)
+    return bool(value) and type(value[0]) is tuple and type(value[0][0]) is float
 
 
 # The walk.
