@@ -1,7 +1,8 @@
-"""Golden runs: compared whole, rewritten only with `pytest --rewrite-golden`."""
+"""Golden runs: compared whole, rewritten only with `pytest --rewrite-golden`. And a collector with less to look at."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,12 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+def pytest_collection_finish() -> None:
+    """Torch and thousands of tests stay until the end: whoever collects garbage need not go through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -171,6 +171,23 @@ def test_meeting_notices_one_who_died_before_it_connected(place: Place, me: int)
     os.unlink(f"{place.directory}/peer-1")
 
 
+def test_whoever_is_seen_already_listens(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its name and its ears there is no moment in which one seems dead."""
+    (second,) = place.open(1)
+    refused = []
+
+    class Slow(socket.socket):
+        def listen(self, backlog: int = 0) -> None:
+            refused.append(second._is_gone(0))
+            super().listen(backlog)
+            refused.append(second._is_gone(0))
+
+    monkeypatch.setattr(mesh_module.socket, "socket", Slow)
+    place.open(0)
+    assert refused == [False, False]
+    assert sorted(os.listdir(place.directory)) == ["peer-0", "peer-1"]
+
+
 def test_meeting_waits_for_those_who_are_late(place: Place) -> None:
     (last,) = place.open(2)
     meeting = Client(lambda: last.meet(range(3)))

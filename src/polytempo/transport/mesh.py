@@ -47,8 +47,7 @@ class Mesh:
         self._segments: dict[tuple[int, int], Segment] = {}  # (peer, board)
         self._descriptors: dict[int, list[int]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self._path(rank))
-        self._listener.listen(128)
+        _listen_at(self._listener, self._path(rank))
         self._listener.setblocking(False)
 
     def _path(self, rank: int) -> str:
@@ -207,6 +206,17 @@ class Mesh:
         self._listener.close()
         with suppress(FileNotFoundError):
             os.unlink(self._path(self.rank))
+
+
+def _listen_at(listener: socket.socket, path: str) -> None:
+    """The path appears when somebody listens there, not before: whoever is refused takes its owner for dead."""
+    hidden = f"{path}-unready"
+    listener.bind(hidden)
+    listener.listen(128)
+    try:
+        os.link(hidden, path)
+    finally:
+        os.unlink(hidden)
 
 
 def _ready(descriptors: list[int], seconds: float) -> list[int]:
