@@ -90,7 +90,7 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need it: pip install polytempo[plots]")
     kept, make_figure = Seen(), pipeline_picture._figure
 
     def keep(*arguments: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_window_is_drawn_alone_and_rows_stay(seen: Seen, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_drawn(lines: Any, between: Any, text: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need it: pip install polytempo[plots]")
     with pytest.raises(UsageError, match="expected") as caught:
         draw_pipeline(lines, tmp_path / "a.png", "none", between)
     assert text in str(caught.value)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 from calls import Call
+from helpers import until
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from wires import Client
@@ -98,16 +99,20 @@ def beside_a_fake(timeout: float | None = None) -> Iterator[tuple[World, socket.
 
 def connected(name: str, rank: int) -> socket.socket:
     """A connection to somebody who is about to listen."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
+    found: list[socket.socket] = []
+
+    def listens() -> bool:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(f"\0polytempo-{meeting._digest(name)}-{rank}")
-            return sock
         except OSError:
             sock.close()
-            assert time.monotonic() < deadline, "nobody listens"
-            time.sleep(0.001)
+            return False
+        found.append(sock)
+        return True
+
+    until(listens, f"rank {rank} listens")
+    return found[0]
 
 
 def loss(world: World) -> str:

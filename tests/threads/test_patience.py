@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from wires import Client
@@ -49,15 +50,32 @@ def test_one_who_is_gone_is_not_waited_for(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(patience, "SAY_AFTER", 0.02)
+    monkeypatch.setattr(patience, "SAY_AFTER", 0.0)  # at the first look
     monkeypatch.setattr(patience, "LOOK_AFTER", 0.01)
     rank, words = PLACES[place]
     store = one_who_has_said(*words)
-    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.3)))
+    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.1)))
     assert isinstance(outcome, PeerError), outcome
-    assert re.search(
-        f"rank {rank} has waited 0.3 s for rank {1 - rank}|rank 1 cannot reach rank 0|ranks 1 have not come", str(outcome)
-    )
+    ends = f"rank {rank} has waited 0.1 s for rank {1 - rank}|rank 1 cannot reach rank 0|ranks 1 have not come"
+    assert re.search(ends, str(outcome))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"polytempo: rank {rank} has waited 0 s for rank {1 - rank} to come"
-    assert 2 <= len(lines) <= 5  # after twice as long each time
+    assert lines
+    assert all(re.fullmatch(rf"polytempo: rank {rank} has waited \d+ s for rank {1 - rank} to come", line) for line in lines)
+
+
+def test_it_is_said_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    waiting, said_at = patience.Patience(0, 100.0), []
+    for second in range(1, 100):
+        now[0] = 100.0 + second
+        assert not waiting.over
+        waiting.look([1, 2])
+        if line := capsys.readouterr().err:
+            assert line == f"polytempo: rank 0 has waited {second} s for ranks 1, 2 to come\n"
+            said_at.append(second)
+    assert said_at == [10, 20, 40, 80]
+    now[0] = 200.0
+    assert waiting.over
+    waiting.afresh()
+    assert not waiting.over

@@ -25,8 +25,8 @@ class Clipping:
     def clip(self, params: Sequence[nn.Parameter]) -> None:
         """Shorten the gradients of these as torch's `clip_grad_norm_` does those of the whole model."""
         found = [param.grad for param in self._counted if param.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).to("cpu", torch.float64) for gradient in found]
-        squares = torch.stack(norms).square().sum().reshape(1) if norms else torch.zeros(1, dtype=torch.float64)
+        norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() for gradient in found]
+        squares = torch.stack(norms).square().sum().reshape(1).cpu() if norms else torch.zeros(1, dtype=torch.float64)
         self.group.all_reduce([squares]).wait()
         total = squares.sqrt().squeeze()
         self.norm = float(total)
