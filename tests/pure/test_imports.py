@@ -18,27 +18,34 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "version": (set(), set()),
     "errors": (set(), set()),
     "imports": (set(), set()),
+    "sums": (set(), set()),
     "sync": ({"errors"}, set()),
     "records": ({"errors", "sync"}, set()),
-    "simulate": ({"errors", "version", "sync", "records"}, set()),
-    "protocol": ({"errors"}, {"msgspec"}),
-    "coordinate": ({"errors", "sync", "records", "protocol"}, {"msgspec"}),
+    "simulate": ({"errors", "version", "sync", "records", "sums"}, set()),
+    "protocol": ({"errors", "sums"}, {"msgspec"}),
+    "coordinate": ({"errors", "sync", "records", "protocol", "sums"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
-    "collectives": ({"errors", "transport"}, {"torch", "numpy"}),
+    "collectives": ({"errors", "transport", "sums"}, {"torch", "numpy"}),
     "optim": ({"errors", "imports"}, {"torch"}),
     "pipeline": ({"errors"}, set()),
     "planner": ({"errors"}, set()),
-    "tables": ({"errors", "protocol"}, {"torch", "numpy"}),
+    "tables": ({"errors", "protocol", "sums"}, {"torch", "numpy"}),
     "filters": ({"errors"}, {"torch", "numpy"}),
     "parameter_server": (
-        {"errors", "sync", "records", "protocol", "coordinate", "transport", "collectives", "optim", "tables", "filters"},
+        {
+            *("errors", "sync", "records", "protocol", "coordinate", "transport", "collectives", "optim", "tables"),
+            *("filters", "sums"),
+        },
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
     "train": (
         {"errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "filters", "parameter_server"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
-    "stages": ({"errors", "pipeline", "planner", "transport", "collectives", "train"}, {"torch", "numpy", "safetensors"}),
+    "stages": (
+        {"errors", "pipeline", "planner", "transport", "collectives", "train", "sums"},
+        {"torch", "numpy", "safetensors"},
+    ),
     "torch_backend": ({"errors", "imports", "collectives", "train"}, {"torch"}),
     "horovod": ({"errors", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
@@ -53,11 +60,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"rich", "torch"},
     ),
     "virtual": ({"errors", "sync", "records", "simulate", "optim"}, {"torch", "numpy"}),
-    "report": ({"errors", "records", "simulate", "pipeline"}, {"matplotlib"}),
+    "report": ({"errors", "records", "simulate", "pipeline", "sums"}, {"matplotlib"}),
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "coordinate", "transport", "launch", "virtual", "report"),
-            *("planner", "stages"),
+            *("planner", "stages", "sums"),
         },
         {"typer", "rich", "yaml", "torch"},
     ),
@@ -94,6 +101,7 @@ PURE = (
     "launch/supervise.py",
     "train/placement.py",
     "errors.py",
+    "sums.py",
 )
 IMPURE = {
     "time",

@@ -19,6 +19,7 @@ from polytempo.simulate.durations import Constant, Lognormal, as_duration
 from polytempo.simulate.fit import cluster_from_record
 from polytempo.simulate.run import resolve_via
 from polytempo.simulate.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size
+from polytempo.sums import in_order
 from polytempo.sync.spec import parse_spec
 
 DEFAULT_MODES = ("bsp", "ssp:3", "dssp:3..15", "asp")
@@ -75,7 +76,7 @@ def cluster_like(directory: Path) -> Cluster:
 def mean_step_time(cluster: Cluster) -> float:
     """Seconds of a step on a worker that is not slow, on average."""
     draws = as_duration(cluster.step_time).draw(Random(0), 0, 64)
-    return sum(draws) / len(draws)
+    return in_order(draws) / len(draws)
 
 
 def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, str]]:

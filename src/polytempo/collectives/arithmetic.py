@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from polytempo.sums import in_order
+
 #: Elements of a block: three of them fit into a core's own cache.
 BLOCK = 1 << 16
 
@@ -18,7 +20,7 @@ def weighted_mean(terms: Sequence[torch.Tensor], weights: Sequence[float], out: 
     if all(weight == weights[0] for weight in weights):
         reduce_into(terms, out, 1 / len(terms))
         return
-    total = sum(weights)
+    total = in_order(weights)
     shares = [weight / total for weight in weights]
     for start in range(0, out.numel(), BLOCK):
         block = slice(start, start + BLOCK)

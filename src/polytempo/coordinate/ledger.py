@@ -7,6 +7,7 @@ from typing import Any
 
 from polytempo.protocol.messages import Push, WorkerStatus
 from polytempo.protocol.values import Position
+from polytempo.sums import in_order
 
 
 @dataclass
@@ -125,11 +126,11 @@ class Account:
 
 def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[str, Any]:
     """The job's figures, under the same names as the simulator's."""
-    present = sum(account.present(now) for account in accounts) or 1.0
+    present = in_order(account.present(now) for account in accounts) or 1.0
     seconds = now - started if started is not None else 0.0
-    samples = sum(account.samples for account in accounts)
+    samples = in_order(account.samples for account in accounts)
     steps = sum(account.steps for account in accounts)
-    useful = sum(account.computing_s - account.wasted_s for account in accounts)
+    useful = in_order(account.computing_s - account.wasted_s for account in accounts)
     return {
         "seconds": seconds,
         "steps": steps,
@@ -138,7 +139,7 @@ def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[s
         "nonfinite": sum(account.nonfinite for account in accounts),
         "samples_per_second": samples / seconds if seconds else 0.0,
         "efficiency": useful / present,
-        "waiting": sum(account.waiting_s for account in accounts) / present,
+        "waiting": in_order(account.waiting_s for account in accounts) / present,
         "staleness_mean": sum(account.staleness_sum for account in accounts) / max(sum(a.pushes for a in accounts), 1),
         "staleness_max": max(account.staleness_max for account in accounts),
         "workers": [account.as_dict(now) for account in accounts],

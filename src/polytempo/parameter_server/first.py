@@ -45,6 +45,7 @@ from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import Progress, PushId
 from polytempo.records.lines import MAIN
 from polytempo.records.writer import RecordWriter
+from polytempo.sums import in_order
 from polytempo.transport.channel import Peer
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class First:
             squares.append(item.square)
             if len(squares) == self._shards:
                 del self._norms[item.track, item.version]
-                total = NormTotal(track=item.track, version=item.version, square=sum(squares))
+                total = NormTotal(track=item.track, version=item.version, square=in_order(squares))
                 self.desk.keeper.norm_total(total.square)
                 self._to_servers(total)
         elif isinstance(item, Saved):

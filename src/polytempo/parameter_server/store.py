@@ -31,6 +31,7 @@ from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_t
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, Share
+from polytempo.sums import in_order
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.pool import Arena, Pool
@@ -220,7 +221,7 @@ class Store:
     ) -> None:
         """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
         self.version += 1
-        weight = sum(samples for _, samples, _ in parts)
+        weight = in_order(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.note(parts)
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
@@ -269,7 +270,7 @@ class Store:
         return self._mean_here
 
     def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:
-        square = sum(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
+        square = in_order(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
         factor = limit / (total(square) ** 0.5 + 1e-6)
         if factor >= 1:
             return mean

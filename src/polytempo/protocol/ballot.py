@@ -10,6 +10,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from polytempo.sums import in_order
+
 HEAD = struct.Struct("<dBQ")
 RAN_OUT, SKIPS = 1, 2
 
@@ -63,7 +65,7 @@ def outcome(ballots: Sequence[Ballot]) -> Outcome:
     skipped = any(ballots[index].skips for index in active)
     again = frozenset[int]() if skipped else frozenset().union(*(ballots[index].changed for index in active))
     return Outcome(
-        total=sum(ballots[index].weight for index in active),
+        total=in_order(ballots[index].weight for index in active),
         over=not active,
         skipped=skipped,
         again=tuple(sorted(again)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from polytempo.records.lines import Line
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
+from polytempo.sums import in_order
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     workers = tuple(
         WorkerOutcome(**{name: worker[name] for name in WorkerOutcome.__dataclass_fields__}) for worker in meta["workers"]
     )
-    present = sum(worker.present_s for worker in workers) or 1.0
+    present = in_order(worker.present_s for worker in workers) or 1.0
     return Outcome(
         sync=meta["spec"],
         via="ps",
@@ -63,7 +64,7 @@ def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
         samples_per_second=job["samples_per_second"],
         efficiency=job["efficiency"],
         waiting=job["waiting"],
-        communicating=sum(worker.communicating_s for worker in workers) / present,
+        communicating=in_order(worker.communicating_s for worker in workers) / present,
         staleness_mean=job["staleness_mean"],
         staleness_max=job["staleness_max"],
         max_lead=lead,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polytempo.simulate.worker import Worker
+from polytempo.sums import in_order
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def sum_up(
 ) -> Outcome:
     """Sum up a run that ended at `seconds`."""
     parts = tuple(_part(worker, model_bytes) for worker in workers)
-    present = sum(part.present_s for part in parts) or 1.0
+    present = in_order(part.present_s for part in parts) or 1.0
     steps = sum(part.steps for part in parts)
     samples = sum(part.samples for part in parts)
-    useful = sum(worker.computing - worker.wasted for worker in workers)
+    useful = in_order(worker.computing - worker.wasted for worker in workers)
     return Outcome(
         sync=sync,
         via=via,
@@ -69,8 +70,8 @@ def sum_up(
         updates=updates,
         samples_per_second=samples / seconds if seconds else 0.0,
         efficiency=useful / present,
-        waiting=sum(part.waiting_s for part in parts) / present,
-        communicating=sum(part.communicating_s for part in parts) / present,
+        waiting=in_order(part.waiting_s for part in parts) / present,
+        communicating=in_order(part.communicating_s for part in parts) / present,
         staleness_mean=sum(worker.staleness_sum for worker in workers) / max(steps, 1),
         staleness_max=max(part.staleness_max for part in parts),
         max_lead=max_lead,

@@ -19,6 +19,7 @@ from polytempo.stages.carrying import EVALUATED, EVALUATION, Carrier
 from polytempo.stages.parcels import Parcel
 from polytempo.stages.runtime import Places
 from polytempo.stages.stage import Loss, Stage, scalar
+from polytempo.sums import in_order
 
 NOTHING = Parcel([None], single=True)
 #: Operations of a graph that do one thing in training and another in evaluation, by parts of their names.
@@ -44,7 +45,7 @@ class Evaluation:
             found.append((float(scalar(loss(out, targets[number]))), rows(out)))
 
         self._through(x, add)
-        total, examples = self._told(sum(mean * count for mean, count in found), sum(count for _, count in found))
+        total, examples = self._told(in_order(mean * count for mean, count in found), sum(count for _, count in found))
         return total / examples
 
     def outputs(self, x: Any) -> Any:
@@ -101,7 +102,7 @@ class Evaluation:
         told = [own if rank == self._rank else self._carrier.take(rank, EVALUATED, number) for rank in lasts]
         self._carrier.settle()
         self._batches += 1
-        return sum(parcel.figure for parcel in told), sum(parcel.version for parcel in told)
+        return in_order(parcel.figure for parcel in told), sum(parcel.version for parcel in told)
 
     def _number(self, piece: int) -> int:
         return self._batches * self._pieces + piece

@@ -27,6 +27,7 @@ from polytempo.stages.recording import write_log
 from polytempo.stages.runtime import Done
 from polytempo.stages.saving import newest, prune, read_part, write_manifest, write_part
 from polytempo.stages.stage import Loss, MakeOptimizer
+from polytempo.sums import in_order
 from polytempo.train.session import Session, current
 from polytempo.train.telling import Telling
 
@@ -193,8 +194,8 @@ class Pipeline:
         found, self._runtime.losses = self._runtime.losses, {}
         lasts = self.places.ranks(self._last)
         if self.rank in lasts:
-            self._tell_loss(self.steps, sum(float(found[number]) for number in sorted(found)))
-        return sum(self._told_loss(rank, self.steps) for rank in lasts) / self.microbatches
+            self._tell_loss(self.steps, in_order(float(found[number]) for number in sorted(found)))
+        return in_order(self._told_loss(rank, self.steps) for rank in lasts) / self.microbatches
 
     def _loss_of(self, number: int) -> float:
         """Of a minibatch since the last flush."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from polytempo.sums import in_order
 from polytempo.tables.ids import coalesce
 
 #: What a row holds before the first push of a round is combined into it.
@@ -57,7 +58,7 @@ def combined(pushes: Sequence[Rows], how: str) -> Rows:
     total = torch.full((ids.numel(), first.shape[1]), NEUTRAL[how], dtype=first.dtype)
     for push, place, factor in zip(pushes, places, factors, strict=True):
         total[place] = _with(total[place], push.values, how, factor)
-    return Rows(ids, total if after == 1.0 else total.mul_(after), sum(push.weight for push in pushes))
+    return Rows(ids, total if after == 1.0 else total.mul_(after), in_order(push.weight for push in pushes))
 
 
 def _weights(pushes: Sequence[Rows]) -> tuple[list[float], float]:
@@ -65,7 +66,8 @@ def _weights(pushes: Sequence[Rows]) -> tuple[list[float], float]:
     weights = [push.weight for push in pushes]
     if all(weight == weights[0] for weight in weights):
         return [1.0] * len(pushes), 1 / len(pushes)
-    return [weight / sum(weights) for weight in weights], 1.0
+    total = in_order(weights)
+    return [weight / total for weight in weights], 1.0
 
 
 def _with(sofar: torch.Tensor, values: torch.Tensor, how: str, factor: float) -> torch.Tensor:
