@@ -35,6 +35,12 @@ def bytecodes(sync: str, workers: int, steps: int, recorded: bool) -> int:
     return count
 
 
+@pytest.fixture(scope="module", autouse=True)
+def counted_before() -> None:
+    """Python 3.12 counts bytecodes of a frame only once it was asked to in another: the first count is too low."""
+    bytecodes("bsp", 2, 1, False)
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("sync", MODES)
 def test_a_step_costs_the_same_for_ten_times_the_workers(sync: str, recorded: bool) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 
 from polytempo.collectives.endings import Links, abruptly_closed, let_go_after_fork, politely_closed
@@ -138,9 +139,8 @@ class Engine:
 
     def open_lane(self, context: int, ranks: tuple[int, ...]) -> Lane:
         """A lane for calls of these ranks."""
-        early = self._lanes.get(context)  # others may have failed in it already
-        lane = self._lanes[context] = Lane(context, ranks)
-        lane.failed = early.failed if early is not None else None
+        lane = self._lanes.setdefault(context, Lane(context, ranks))  # at once: others may fail in it at this moment
+        lane.ranks = ranks
         return lane
 
     def start(self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None) -> Task:
@@ -225,17 +225,20 @@ class Engine:
     def _close_all(self) -> None:
         if self._closed.is_set() or self._closes is None:
             return
-        for link in list(self.links.values()):
-            self._closes(link)
-        self._end_all(PeerError("the group was closed"))
-        self.segments.clear()
-        self._poller.unregister(self._bell.fileno)
-        self._bell.close()
-        self.when_closed()
-        self._closed.set()
+        with (
+            ExitStack() as last
+        ):  # from the last to the first, and all of it: threads wait for what follows a step that fails
+            last.callback(self._closed.set)
+            last.callback(self.when_closed)
+            last.callback(self._bell.close)
+            last.callback(self._poller.unregister, self._bell.fileno)
+            last.callback(self.segments.clear)
+            last.callback(self._end_all, PeerError("the group was closed"))
+            for link in reversed(self.links.values()):
+                last.callback(self._closes, link)
 
     def _end_all(self, error: Exception) -> None:
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             self.fail(lane, error, tell=False)
         for task in [*self._free, *self._submitted]:
             task.finish(None, error)
@@ -323,7 +326,7 @@ class Engine:
     def _look_at_the_clock(self, now: float) -> None:
         """Who waits for too long says so, or gives up."""
         self._looks_at = now + LOOK_EVERY
-        heads = [lane.queue[0] for lane in self._lanes.values() if lane.queue]
+        heads = [lane.queue[0] for lane in list(self._lanes.values()) if lane.queue]
         for task in heads:
             lost = [rank for rank in task.lane.ranks if now - self._crashed.get(rank, now) > GRACE]
             if lost and task.began:  # it may wait for one who will not come because of them

@@ -216,7 +216,10 @@ class Keeper:
                 return square
             self._report(Norm(shard=self.shard, track=entry.track, version=entry.version, square=square))
             answer = self._totals.get()
-            return square if answer is None else answer
+            if answer is None:  # the job is over: for this update, and for all that are still to come
+                self._totals.put(None)
+                return square
+            return answer
 
         return total
 

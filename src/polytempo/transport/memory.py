@@ -36,9 +36,10 @@ class Bell:
                 os.eventfd_write(self.fileno, 1)
 
     def silence(self) -> None:
-        """It was heard."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fileno)
+        """It was heard. A closed bell reads nothing: its number may be that of another bell by now, whose ring would be lost."""
+        with self._lock, suppress(BlockingIOError):
+            if self._open:
+                os.eventfd_read(self.fileno)
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -73,6 +74,7 @@ class MemoryEndpoint(Endpoint):
         self.address = f"memory://{name}"
         self.bell = Bell()
         self.inbox: deque[Received | Closed] = deque()
+        self.channels: list[MemoryChannel] = []
         self.closed = False
 
     def attach(self, poller: Poller) -> None:
@@ -85,6 +87,8 @@ class MemoryEndpoint(Endpoint):
 
     def close(self) -> None:
         self.closed = True
+        for channel in self.channels.copy():  # a poll there returns, as at the end of a socket
+            channel.bell.ring()
         self.bell.close()
 
 
@@ -97,6 +101,7 @@ class MemoryChannel(Channel):
         self.bell = Bell()
         self.turned_away = False
         self._peer = MemoryPeer(self)
+        endpoint.channels.append(self)
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         if self._endpoint.closed or self.turned_away:
@@ -122,4 +127,6 @@ class MemoryChannel(Channel):
         if not self._endpoint.closed:
             self._endpoint.inbox.append(Closed(self._peer))
             self._endpoint.bell.ring()
+        with suppress(ValueError):  # it was closed before
+            self._endpoint.channels.remove(self)
         self.bell.close()

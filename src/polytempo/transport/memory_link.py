@@ -50,7 +50,7 @@ class MemoryLink(Link):
         poller.register(self._bell.fileno, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> None:
-        if self._bell.fileno not in ready:
+        if not self.open or self._bell.fileno not in ready:
             return
         self._bell.silence()
         self._take_all()
