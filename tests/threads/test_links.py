@@ -773,6 +773,7 @@ def test_a_group_nobody_uses_any_more_gives_back_its_memory(opening: Opening) ->
     before.check()
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: links have threads
 def test_a_forked_child_does_not_keep_links_open(opening: Opening) -> None:
     """Such as a data loader's worker: its parent's end is seen although it lives."""
     worlds = opening("unix", 2)

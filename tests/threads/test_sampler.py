@@ -118,12 +118,13 @@ def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_pa
     assert sorted(index for _, _, following in results for index in following) == list(range(36))
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: a job in threads has threads
 def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_path: Path) -> None:
     def work(session: Session) -> list[int]:
         params = copied(START)
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
         sampler = DistributedSampler(range(36), session=session)
-        loader = torch.utils.data.DataLoader(list(range(36)), batch_size=3, num_workers=2, sampler=sampler)
+        loader = torch.utils.data.DataLoader(list(range(36)), batch_size=3, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
         for _, batch in zip(range(2), loader, strict=False):
             set_gradients(params, [torch.ones(3)])

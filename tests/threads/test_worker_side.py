@@ -211,15 +211,15 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: a job in threads has threads
 def test_forked_loaders_share_the_data_set_among_workers() -> None:
     start = made_params([(3,)])
 
     def work(session: Session) -> list[int]:
         params = copied(start)
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
-        loader = torch.utils.data.DataLoader(
-            Numbers(), batch_size=2, num_workers=2, sampler=DistributedSampler(Numbers(), session=session)
-        )
+        sampler = DistributedSampler(Numbers(), session=session)
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
         for batch in loader:
             set_gradients(params, [batch.double().mean() * torch.ones(3, dtype=torch.float64)])

@@ -36,7 +36,7 @@ class Bell:
                 os.eventfd_write(self.fileno, 1)
 
     def silence(self) -> None:
-        """It was heard. A closed bell reads nothing: its number may be that of another bell by now, whose ring would be lost."""
+        """It was heard. A closed bell reads nothing: its number may be another bell's by now, whose ring would be lost."""
         with self._lock, suppress(BlockingIOError):
             if self._open:
                 os.eventfd_read(self.fileno)

@@ -13,7 +13,7 @@ hvd.init()
 torch.manual_seed(42 + hvd.rank())  # models begin differently; broadcast_parameters makes them alike
 torch.set_num_threads(1)
 if torch.cuda.is_available():
-    torch.cuda.set_device(hvd.local_rank())
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())  # ranks may share one
 
 generator = torch.Generator().manual_seed(7)
 dataset = torch.utils.data.TensorDataset(
