@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -37,6 +37,7 @@ class Scripted(Channel):
         self.sent: list[AnyMessage] = []
         self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
         self._bell = Bell()
+        self.on_send: Callable[[AnyMessage], object] = lambda message: None
         self.say(Welcome(size=1, shards=shards))
 
     def say(self, message: AnyMessage) -> None:
@@ -45,6 +46,7 @@ class Scripted(Channel):
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         self.sent.append(decode(header))
+        self.on_send(self.sent[-1])
         return len(header)
 
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
