@@ -116,7 +116,7 @@ class Bench:
         orders: list[Order] = []
         for shard in range(self.shards) if shards is None else shards:
             brings = push if shard == 0 else None
-            orders += self.take(self.sequencer.arrived(shard, push.id, push.attempt, brings, self.now))
+            orders += self.take(self.sequencer.arrived(shard, push.id, brings, self.now))
         return orders
 
     def arrive(

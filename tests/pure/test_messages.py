@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polytempo.errors import PeerError
 from polytempo.protocol import log, messages
 from polytempo.protocol.log import Entry
-from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Ask, Beat, Push, Stop, decode, encode
+from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Beat, Push, Resend, Stop, decode, encode
 from polytempo.protocol.values import Message, PushId
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
@@ -178,9 +178,9 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
         header(type=0),
         header(type="Stop", cause=7),
         header(type="Stop", cause=None),
-        header(type="Ask", id=["0", 0, 0]),
-        header(type="Ask", id=["0", 0, 0, "1"]),
-        header(type="Ask", id=["0", 0, 0, 1.5]),
+        header(type="Resend", id=["0", 0, 0]),
+        header(type="Resend", id=["0", 0, 0, "1"]),
+        header(type="Resend", id=["0", 0, 0, 1.5]),
         header(type="Push", id=["0", 0, 0, 1], skip=1),
         header(type="Metric", worker=0, values={"loss": [1]}),
         header(type="Metric", worker=0, values={1: 1}),
@@ -242,5 +242,5 @@ def test_a_header_that_is_too_long_is_refused_unread() -> None:
 
 def test_a_refusal_says_what_may_be_wrong() -> None:
     with pytest.raises(PeerError, match="are all hosts on the same version of polytempo"):
-        decode(header(type="Ask", id=ID, later=1))
-    assert decode(header(type="Ask", id=ID)) == Ask(id=ID)
+        decode(header(type="Resend", id=ID, later=1))
+    assert decode(header(type="Resend", id=ID)) == Resend(id=ID)

@@ -9,7 +9,7 @@ from sequencing import Bench, entries_in, only, replies_in, told_in
 
 from polytempo.coordinate.orders import ToShards
 from polytempo.protocol.log import Drop, LoadState, ReadHere, Reply, Seed, Update
-from polytempo.protocol.messages import Held, Metric, Read, Refused, Resend
+from polytempo.protocol.messages import Held, Metric, Read, Refused
 from polytempo.protocol.values import Part, PushId
 from polytempo.records.replay import replay
 from polytempo.sync.spec import parse_spec
@@ -39,13 +39,11 @@ def test_the_same_arrival_said_twice_does_not_stand_in_for_another() -> None:
     assert len(only(Update, entries_in(bench.arrive(0, shards=[1])))) == 1
 
 
-def test_parts_of_two_attempts_do_not_make_a_push() -> None:
-    """The buffers of an attempt are replaced by those of the next: only whole attempts count."""
+def test_a_part_that_was_sent_again_completes_the_others() -> None:
+    """Only the shard that lost its part gets it again: all sendings of a push have the same content."""
     bench = Bench("asp", size=1, shards=2).start()
     assert bench.arrive(0, shards=[0], attempt=0) == []
-    assert bench.arrive(0, shards=[1], attempt=1) == []
-    assert bench.arrive(0, shards=[0], attempt=0) == []
-    assert only(Update, entries_in(bench.arrive(0, shards=[0], attempt=1)))
+    assert only(Update, entries_in(bench.arrive(0, shards=[1], attempt=1)))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -96,13 +94,12 @@ def test_the_time_a_worker_was_held_is_told_with_its_answer() -> None:
 # Repeats.
 
 
-def test_a_repeat_of_a_held_push_waits_and_is_answered_as_its_last_attempt() -> None:
+def test_a_repeat_of_a_held_push_waits_and_is_answered_once() -> None:
     bench = Bench("bsp", size=2).start()
     bench.push(0)
     assert bench.push(0, attempt=1) == []
     assert bench.push(0, attempt=2) == []
-    answers = {reply.worker: reply.attempt for reply in replies_in(bench.push(1))}
-    assert answers == {0: 2, 1: 0}
+    assert [reply.worker for reply in replies_in(bench.push(1))] == [0, 1]
     assert len(bench.lines_of("push")) == 2
     assert [len(update.parts) for update in only(Update, bench.entries)] == [2]
 
@@ -118,7 +115,8 @@ def test_a_repeat_of_an_answered_push_is_answered_again_and_changes_nothing() ->
     assert isinstance(order, ToShards)
     reply = order.entry
     assert isinstance(reply, Reply)
-    assert (reply.exchange, reply.attempt, reply.step, reply.version) == (0, 1, 1, 2), "at a new place of the log"
+    assert (reply.exchange, reply.step, reply.version) == (0, 1, 2), "at a new place of the log"
+    assert reply.place > max(entry.place for entry in only(Reply, bench.entries[:-1]))
     assert len(bench.lines) == lines
     assert bench.sequencer.accounts[0].steps == 1
 
@@ -136,14 +134,14 @@ def test_under_delay_a_repeat_of_an_earlier_push_is_answered_as_that_push() -> N
     for step in range(3):
         bench.push(0, step)
     (reply,) = replies_in(bench.push(0, 1, attempt=1))
-    assert (reply.exchange, reply.attempt) == (1, 1)
+    assert reply.exchange == 1
     assert reply.step >= 4, "and nothing that was allowed is taken back"
 
 
 def test_under_delay_a_push_that_overtakes_one_that_was_lost_is_not_refused() -> None:
     bench = Bench("delay:2", size=1, shards=2).start()
     bench.arrive(0, 0, shards=[0])
-    assert told_in(bench.push(0, 1)) in ([], [(0, Resend(id=PushId("0", 0, 0, 1)))])
+    assert told_in(bench.push(0, 1)) == []
     bench.push(0, 0, attempt=1)
     bench.push(0, 1, attempt=1)
     assert [[part.id.step for part in update.parts] for update in only(Update, bench.entries)] == [[0], [1]]
@@ -189,7 +187,7 @@ def test_a_late_push_is_dropped_and_its_worker_goes_on_where_the_job_is() -> Non
 
 def test_the_optimizers_state_is_loaded_at_one_place_of_the_log() -> None:
     bench = Bench("asp", size=1).start()
-    assert entries_in(bench.push(0, 7, kind="state", attempt=2)) == [LoadState(id=PushId("0", 0, 0, 7), attempt=2)]
+    assert entries_in(bench.push(0, 7, kind="state", attempt=2)) == [LoadState(id=PushId("0", 0, 0, 7), place=2)]
     assert bench.sequencer.accounts[0].steps == 0
 
 
@@ -216,14 +214,44 @@ def test_whoever_asks_while_it_is_held_hears_for_whom() -> None:
     assert (told[1].track, told[1].exchange, told[1].waiting_for, told[1].waiting_count) == ("0", 0, (1,), 1)
 
 
-def test_whoever_asks_for_what_is_not_here_in_full_or_was_answered_sends_it_again() -> None:
+def test_whoever_asks_for_what_is_on_its_way_is_never_told_to_send_it_again() -> None:
     bench = Bench("bsp", size=2).start()
     mine = PushId("0", 0, 0, 0)
     bench.arrive(0, shards=[0])
-    assert told_in(bench.sequencer.ask(mine)) == [(0, Resend(id=mine))]
+    assert bench.sequencer.ask(mine) == [], "a part is still under way, or the shard that lacks it will say so"
     bench.arrive(0, shards=[1])
     bench.push(1)
-    assert told_in(bench.sequencer.ask(mine)) == [(0, Resend(id=mine))]
+    assert bench.sequencer.ask(mine) == [], "the answer is on its way"
+
+
+def test_an_answer_that_was_lost_is_given_again_once_from_a_new_place() -> None:
+    bench = Bench("asp", size=2).start()
+    mine = PushId("0", 0, 0, 0)
+    assert bench.sequencer.repeat(mine, 0) == [], "it was not answered yet"
+    (first,) = replies_in(bench.push(0))
+    bench.push(1)
+    (again,) = replies_in(bench.sequencer.repeat(mine, first.place))
+    assert (again.exchange, again.step, again.version) == (0, 1, 2)
+    assert again.place > first.place
+    assert bench.sequencer.repeat(mine, first.place) == [], "that it was lost is said by each shard"
+    assert replies_in(bench.sequencer.repeat(mine, again.place))
+
+
+def test_an_answer_to_a_loaded_state_is_given_again_without_loading_it_again() -> None:
+    bench = Bench("asp", size=1).start()
+    mine = PushId("0", 0, 0, -2)
+    (load,) = entries_in(bench.push(0, -2, kind="state"))
+    (again,) = entries_in(bench.sequencer.repeat(mine, load.place))
+    assert isinstance(again, LoadState)
+    assert again.again
+    assert again.place > load.place
+
+
+def test_under_delay_a_lost_answer_to_an_earlier_push_is_given_again() -> None:
+    bench = Bench("delay:2", size=1).start()
+    places = {step: replies_in(bench.push(0, step))[-1].place for step in range(3)}
+    (again,) = replies_in(bench.sequencer.repeat(PushId("0", 0, 0, 1), places[1]))
+    assert again.exchange == 1
 
 
 def test_a_question_of_nobody_or_about_nothing_has_no_answer() -> None:

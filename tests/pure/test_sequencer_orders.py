@@ -1,7 +1,8 @@
 """Whatever the order in which parts of pushes arrive, get lost and are sent again, and whoever dies and comes back.
 
 A game is a list of numbers; each is a move, made by whoever can make it. What a worker sends to a shard arrives there in the
-order sent. What must hold is worked out here from what was sent and ordered, never read from the sequencer.
+order sent, and so do the answers; a shard that is asked says what it knows of a push (`Receipts`). What must hold is worked
+out here from what was sent and ordered, never read from the sequencer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from sequencing import Bench, told_in
 
 from polytempo.coordinate.orders import Order, ToShards, Write
-from polytempo.protocol.log import Drop, Reply, Update
-from polytempo.protocol.messages import Held, Push, Resend
+from polytempo.parameter_server.receipts import Receipts
+from polytempo.protocol.log import Drop, ForgetWorker, Reply, Update
+from polytempo.protocol.messages import Held, Push
 from polytempo.protocol.values import PushId
 from polytempo.records.check import check_lines
 from polytempo.records.replay import replay
@@ -36,7 +38,10 @@ class Game(Bench):
         self.pushes: dict[float, PushId] = {}  # the number each push carries as samples
         self.outstanding: dict[int, dict[int, Push]] = {worker: {} for worker in range(size)}
         self.next_step: dict[int, int] = {}
-        self.whole: dict[PushId, dict[int, set[int]]] = {}  # the shards that have each attempt
+        self.whole: dict[PushId, set[int]] = {}  # the shards that have it
+        self.receipts = [Receipts() for _ in range(shards)]
+        self.down: dict[tuple[int, int], deque[Reply]] = {}  # (worker, shard): answered and not yet heard
+        self.answers: dict[PushId, dict[int, set[int]]] = {}  # by place, the shards whose answer has come
         self.counted: set[PushId] = set()
         self.applied: Counter[PushId] = Counter()
         self.discarded: set[PushId] = set()
@@ -65,7 +70,7 @@ class Game(Bench):
             identity = self.pushes[line["samples"]]
             assert (identity.worker, identity.step) == (worker, line["step"])
             assert identity not in self.counted, "counted twice"
-            assert any(len(shards) == self.shards for shards in self.whole[identity].values()), "not at all shards"
+            assert len(self.whole[identity]) == self.shards, "not at all shards"
             self.counted.add(identity)
         elif line["kind"] in ("discard", "refuse"):
             self.discarded.add(PushId("0", worker, self.lives[worker], line["step"]))
@@ -88,6 +93,9 @@ class Game(Bench):
         elif isinstance(entry, Drop):
             waiting = entry.id in self.counted and not self.applied[entry.id]
             assert not waiting or entry.id in self.discarded, "dropped although it was counted"
+        elif isinstance(entry, ForgetWorker):
+            for receipts in self.receipts:
+                receipts.forget(entry.worker, entry.incarnation)
         elif isinstance(entry, Reply):
             self._answered(entry)
 
@@ -96,15 +104,26 @@ class Game(Bench):
         assert worker not in self.held, "answered while it is held"
         assert reply.step <= self.released[worker], "answered before the release"
         assert (reply.incarnation, reply.version) == (self.lives[worker], self.version)
-        mine = self.outstanding[worker].get(reply.exchange)
         if worker not in self.next_step:  # the first of its life
             self.next_step[worker] = reply.exchange + 1
-        elif mine is None or mine.attempt != reply.attempt:
-            return  # an answer to an earlier try
-        else:
+            self.may[worker], self.values[worker] = reply.step, reply.version
+            return
+        for shard, receipts in enumerate(self.receipts):
+            receipts.answered(worker, reply.incarnation, ("push", "0", reply.exchange), reply.place)
+            self.down.setdefault((worker, shard), deque()).append(reply)
+
+    def _hear(self, worker: int, shard: int, reply: Reply) -> None:
+        """One shard's answer has come; it counts when all have come from the same place."""
+        mine = self.outstanding[worker].get(reply.exchange)
+        if mine is None or mine.id.incarnation != reply.incarnation:
+            return  # it was answered before
+        places = self.answers.setdefault(mine.id, {})
+        places.setdefault(reply.place, set()).add(shard)
+        if len(places[reply.place]) == self.shards:
             del self.outstanding[worker][reply.exchange]
             self.next_step[worker] = self.next_step[worker] if parse_spec(self.sync).ahead else reply.step
-        self.may[worker], self.values[worker] = reply.step, reply.version
+            self.may[worker] = max(self.may[worker], reply.step)
+            self.values[worker] = reply.version
 
     # Moves.
 
@@ -119,13 +138,19 @@ class Game(Bench):
             getattr(self, f"_{KINDS[kind]}")(able[pick % len(able)])
 
     def _can_begin(self) -> list[int]:
-        return [worker for worker in sorted(self.alive) if self.next_step.get(worker, 0) <= self.may.get(worker, -1)]
+        able = [worker for worker in sorted(self.alive) if self.next_step.get(worker, 0) <= self.may.get(worker, -1)]
+        return [worker for worker in able if self._has_room(worker)]
+
+    def _has_room(self, worker: int) -> bool:
+        """Under delay so many may be under way, counted from the first that was not answered."""
+        waiting, ahead = self.outstanding[worker], parse_spec(self.sync).ahead
+        return not ahead or not waiting or self.next_step[worker] <= min(waiting) + ahead
 
     def _begin(self, worker: int) -> None:
         serial = float(len(self.pushes) + 1)
         push = self.head(worker, self.next_step[worker], samples=serial, version=self.values[worker])
         self.pushes[serial] = push.id
-        self.whole[push.id] = {}
+        self.whole[push.id] = set()
         self.next_step[worker] += 1
         self._send_out(worker, push)
 
@@ -134,19 +159,28 @@ class Game(Bench):
         for shard in range(self.shards):
             self.pipes.setdefault((worker, shard), deque()).append(push)
 
-    def _can_deliver(self) -> list[tuple[int, int]]:
-        return sorted(pipe for pipe, waiting in self.pipes.items() if waiting)
+    def _can_deliver(self) -> list[tuple[int, int, bool]]:
+        up = [(*pipe, True) for pipe, waiting in self.pipes.items() if waiting]
+        return sorted(up + [(*pipe, False) for pipe, waiting in self.down.items() if waiting])
 
-    def _deliver(self, pipe: tuple[int, int]) -> None:
-        push, shard = self.pipes[pipe].popleft(), pipe[1]
-        self.whole[push.id].setdefault(push.attempt, set()).add(shard)
-        self.send(push, [shard])
+    def _deliver(self, pipe: tuple[int, int, bool]) -> None:
+        worker, shard, upward = pipe
+        if not upward:
+            self._hear(worker, shard, self.down[worker, shard].popleft())
+            return
+        push = self.pipes[worker, shard].popleft()
+        if push.id.incarnation < self.lives[worker]:
+            self.send(push, [shard])
+        elif self.receipts[shard].received(worker, push.id.incarnation, ("push", "0", push.id.step)):
+            self.whole[push.id].add(shard)
+            self.send(push, [shard])
 
-    def _can_lose(self) -> list[tuple[int, int]]:
+    def _can_lose(self) -> list[tuple[int, int, bool]]:
         return self._can_deliver()
 
-    def _lose(self, pipe: tuple[int, int]) -> None:
-        self.pipes[pipe].popleft()
+    def _lose(self, pipe: tuple[int, int, bool]) -> None:
+        worker, shard, upward = pipe
+        (self.pipes if upward else self.down)[worker, shard].popleft()
 
     def _can_repeat(self) -> list[tuple[int, int]]:
         return [(worker, step) for worker in sorted(self.alive) for step in sorted(self.outstanding[worker])]
@@ -165,6 +199,8 @@ class Game(Bench):
             state.pop(worker, None)
         self.held.discard(worker)
         self.outstanding[worker] = {}
+        for shard in range(self.shards):
+            self.down.pop((worker, shard), None)
         self.leave(worker, reason)
 
     def _can_back(self) -> list[int]:
@@ -183,13 +219,23 @@ class Game(Bench):
                 self._deliver(able[0])
             asking = self._can_repeat()
             for worker, step in asking:
-                for _, answer in told_in(self.sequencer.ask(self.outstanding[worker][step].id)):
-                    assert isinstance(answer, Held if worker in self.held else Resend)
-                    if isinstance(answer, Resend):
-                        self._repeat((worker, step))
+                self._ask(worker, step)
             if not self._can_deliver():
                 break
         assert {worker for worker, _ in self._can_repeat()} <= self.held, "somebody hears nothing although it is not held"
+
+    def _ask(self, worker: int, step: int) -> None:
+        """Everything that was sent has arrived or is lost: the shards say which."""
+        push = self.outstanding[worker][step]
+        for _, answer in told_in(self.sequencer.ask(push.id)):
+            assert isinstance(answer, Held)
+            assert worker in self.held
+        for shard, receipts in enumerate(self.receipts):
+            state, place = receipts.state(worker, push.id.incarnation, ("push", "0", step))
+            if state == "unknown":
+                self.pipes.setdefault((worker, shard), deque()).append(push)
+            elif state == "answered" and shard not in self.answers.get(push.id, {}).get(place, ()):
+                self.take(self.sequencer.repeat(push.id, place))
 
     def finish(self) -> None:
         self.settle()

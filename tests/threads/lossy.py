@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from polytempo.protocol.messages import Answer, AnyMessage, Ask, Held, Push, Read, ReadAnswer, Resend, Staged, decode
+from polytempo.protocol.messages import (
+    Answer,
+    AnyMessage,
+    Ask,
+    Held,
+    Push,
+    Read,
+    ReadAnswer,
+    Repeat,
+    Resend,
+    Staged,
+    Told,
+    decode,
+)
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.session import Session
@@ -15,7 +28,7 @@ from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
 
 #: What a worker sends or is sent again: the beginning and the end of a job are the launcher's care.
-REPEATED = (Push, Staged, Ask, Read, Answer, Held, Resend, ReadAnswer)
+REPEATED = (Push, Staged, Ask, Repeat, Read, Answer, Held, Told, Resend, ReadAnswer)
 
 #: How often a message arrives: 1 is well, 0 is lost, 2 is doubled. It is asked about each message of `REPEATED`.
 Fate = Callable[[AnyMessage, bool], int]
@@ -28,6 +41,20 @@ def every(k: int, copies: int) -> Fate:
     def fate(message: AnyMessage, outward: bool) -> int:
         counts[outward] += 1
         return copies if counts[outward] % k == 0 else 1
+
+    return fate
+
+
+def first_answers(numbers: Collection[int], then: Callable[[], object] = lambda: None) -> Fate:
+    """The first answer to each of these exchanges is lost; what is to happen before."""
+    left = set(numbers)
+
+    def fate(message: AnyMessage, outward: bool) -> int:
+        if isinstance(message, Answer) and message.exchange in left:
+            left.discard(message.exchange)
+            then()
+            return 0
+        return 1
 
     return fate
 
@@ -63,6 +90,9 @@ class UnreliableChannel(Channel):
             for _ in range(self._copies(header, False)):
                 self._again.append((header, [buffer.copy() for buffer in buffers]))
         return self._again.popleft()
+
+    def moved(self) -> int:
+        return self.inner.moved()
 
     def pollable(self) -> Any:
         return self.inner.pollable()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import copied, made_params, set_gradients, until
-from lossy import LossyJob, disturb
+from lossy import LossyJob, disturb, first_answers
 
 from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import Answer, AnyMessage
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
@@ -102,14 +101,9 @@ def test_a_worker_whose_answer_is_given_again_stops_with_the_others() -> None:
         client, steps = session.client, 0
         assert client is not None
 
-        def fate(message: AnyMessage, outward: bool) -> int:
-            if isinstance(message, Answer) and message.attempt == 0 and message.exchange == 0:
-                until(lambda: job.sequencer.stopping, "worker 0 has pushed again")
-                return 0
-            return 1
-
         if session.rank == 1:
-            disturb(session, lambda shard: fate)
+            later = lambda: until(lambda: job.sequencer.stopping, "worker 0 has pushed again")  # noqa: E731
+            disturb(session, lambda shard: first_answers([0], later))
         while not client.stop:
             set_gradients(params, [torch.ones(4)])
             optimizer.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -37,6 +37,7 @@ class Scripted(Channel):
         self.sent: list[AnyMessage] = []
         self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
         self._bell = Bell()
+        self.on_send: Callable[[AnyMessage], object] = lambda message: None
         self.say(Welcome(size=1, shards=shards))
 
     def say(self, message: AnyMessage) -> None:
@@ -45,6 +46,7 @@ class Scripted(Channel):
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         self.sent.append(decode(header))
+        self.on_send(self.sent[-1])
         return len(header)
 
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
@@ -57,26 +59,27 @@ class Scripted(Channel):
         self._bell.close()
 
 
-def answer(shard: int, attempt: int, version: int) -> Answer:
-    return Answer(track="0", shard=shard, exchange=0, attempt=attempt, step=1, version=version, stop=False)
+def answer(shard: int, place: int, version: int) -> Answer:
+    return Answer(track="0", shard=shard, exchange=0, place=place, step=1, version=version, stop=False)
 
 
-def test_answers_to_an_earlier_try_are_not_mixed_with_those_to_the_repeat() -> None:
-    """Shard 0 answered the first try at version 1, shard 1 only the repeat, at version 5: that is no state of the job."""
+@pytest.mark.parametrize("late", [1, 2], ids=["first", "repeat"])
+def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when_it_is_whole(late: int) -> None:
+    """Shard 0 answered at version 1, shard 1 only the repeat, at version 5: that is no state of the job."""
     channels = [Scripted(2), Scripted(2)]
     client = Client(channels, 0, 0, Pool())
     line = Line("0", joined=True)
     client._lines["0"] = line
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[], []]))
     client.repeat("0")
-    assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 1]
-    channels[0].say(answer(0, attempt=0, version=1))
-    channels[1].say(answer(1, attempt=1, version=5))
+    assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 2], "to each shard again"
+    channels[0].say(answer(0, place=1, version=1))
+    channels[1].say(answer(1, place=2, version=5))
     client._receive(0)
     assert (line.released, line.version) == (-1, 0)
-    channels[0].say(answer(0, attempt=1, version=5))
+    channels[2 - late].say(answer(2 - late, place=late, version={1: 1, 2: 5}[late]))
     client.wait_for_release("0", 1)
-    assert (line.released, line.version) == (1, 5)
+    assert (line.released, line.version) == (1, {1: 1, 2: 5}[late])
     client.close()
 
 

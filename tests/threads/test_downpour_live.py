@@ -253,7 +253,7 @@ def test_values_are_installed_at_step_boundaries_and_local_progress_goes_on_betw
             optimizer.step()
             path.append(values(params))
         fetch = optimizer._downpour._fetch  # type: ignore[union-attr]  # None: it came at once
-        until(lambda: session.client.poll() or fetch is None or len(fetch[0].answers) == 2, "it is there")  # type: ignore
+        until(lambda: session.client.poll() or fetch is None or len(fetch.reading.answers) == 2, "it is there")  # type: ignore
         set_gradients(params, GRADIENTS[0][10])
         optimizer.step()
         return [*path, values(params)]

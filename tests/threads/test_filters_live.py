@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import made_gradients, made_params, set_gradients
-from lossy import Fate, LossyJob, disturb
+from lossy import Fate, LossyJob, disturb, first_answers
 from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.filters.chain import parse_chain
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Answer, AnyMessage
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.exchange import Exchange
 from polytempo.train.flat import describe
@@ -141,12 +140,7 @@ def test_losses_and_repeats_leave_both_sides_alike(sync: str, seed: int, copies:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_under_delay_an_answer_that_must_be_repeated_after_later_ones_is_not_counted_twice(servers: int) -> None:
     def fate_of(rank: int, shard: int) -> Fate:
-        def fate(message: AnyMessage, outward: bool) -> int:
-            return int(
-                not (isinstance(message, Answer) and message.exchange in (2, 5) and message.attempt == 0 and shard == 0)
-            )
-
-        return fate
+        return first_answers((2, 5) if shard == 0 else ())
 
     with LossyJob(1, servers, "delay:3", retry=0.05) as job:
         push_all(job, {"pull": "topk:0.1"}, fate_of)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_close, check_record, copied, made_gradients, made_params, set_gradients, until
-from lossy import LossyJob, UnreliableChannel, disturb
+from lossy import LossyJob, UnreliableChannel, disturb, first_answers
 
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import Answer, AnyMessage, Push
+from polytempo.protocol.messages import AnyMessage, Push
 from polytempo.protocol.servers import Failed, Saved
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
@@ -133,14 +133,11 @@ def test_a_state_that_is_loaded_again_because_its_answer_was_lost_does_not_undo_
         optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.01), session=session)
         if session.rank == 0:
 
-            def fate(message: AnyMessage, outward: bool) -> int:
-                if isinstance(message, Answer) and message.exchange < 0 and message.attempt == 0:
-                    loaded.set()
-                    until(lambda: job.sequencer.accounts[1].steps == 3, "worker 1 has pushed")
-                    return 0
-                return 1
+            def later() -> None:
+                loaded.set()
+                until(lambda: job.sequencer.accounts[1].steps == 3, "worker 1 has pushed")
 
-            disturb(session, lambda shard: fate if shard == 0 else None)
+            disturb(session, lambda shard: first_answers([-2], later) if shard == 0 else None)
             optimizer.load_state_dict(copy.deepcopy(saved))
         else:
             assert loaded.wait(10)

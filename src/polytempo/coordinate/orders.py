@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.protocol.log import Entry
-from polytempo.protocol.messages import Departed, Held, Refused, Resend, SendSeed
+from polytempo.protocol.messages import Departed, Held, Refused, SendSeed
 from polytempo.records.lines import Line
 
 
@@ -22,7 +22,7 @@ class ToWorker:
     """Tell a worker something."""
 
     worker: int
-    message: Held | SendSeed | Resend | Refused | Departed
+    message: Held | SendSeed | Refused | Departed
 
 
 @dataclass(frozen=True)

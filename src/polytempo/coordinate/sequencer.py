@@ -4,8 +4,9 @@ It is fed what arrives (`register`, `arrived`, `left`, `ask`, `read`, `metric`, 
 and returns orders: entries of the log that every shard carries out, messages to workers, lines of the record. It owns
 a policy for each optimizer and is the only one to feed it.
 
-A push is counted when it has arrived at every shard (`docs/design/0003`). A repeat of a counted push changes nothing; if the
-first was answered already, the answer is given again, at a new place of the log, so that all shards answer alike.
+A push is counted when it has arrived at every shard (`docs/design/0003`), however often it was sent: its content is always
+the same. A repeat of a counted push changes nothing. An answer that was lost is given again, at a new place of the log, so
+that all shards answer alike (`docs/design/0010`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from polytempo.coordinate.plan import JobPlan
 from polytempo.coordinate.track import Seat, Track, disagreement, open_track
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
-from polytempo.protocol.messages import Departed, Held, Metric, Push, Read, Refused, Resend, SendSeed, Status
+from polytempo.protocol.messages import Departed, Held, Metric, Push, Read, Refused, SendSeed, Status
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.records.lines import MAIN, MEAN, Line, action_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -33,7 +34,6 @@ from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 class Arrival:
     """A push that is on its way to all shards."""
 
-    attempt: int
     head: Push | None = None
     shards: set[int] = field(default_factory=set)
 
@@ -121,16 +121,13 @@ class Sequencer:
 
     # Pushes.
 
-    def arrived(self, shard: int, identity: PushId, attempt: int, head: Push | None, now: float) -> list[Order]:
+    def arrived(self, shard: int, identity: PushId, head: Push | None, now: float) -> list[Order]:
         """A push is at one shard in full; the first shard brings its head."""
         if identity.incarnation != self._incarnations.get(identity.worker) or identity.track not in self.tracks:
             return self._drop(identity) if head is not None else []
-        arrival = self._arrivals.get(identity)
-        if arrival is None or attempt > arrival.attempt:
-            self._arrivals[identity] = arrival = Arrival(attempt)
-        if attempt == arrival.attempt:
-            arrival.shards.add(shard)
-            arrival.head = head or arrival.head
+        arrival = self._arrivals.setdefault(identity, Arrival())
+        arrival.shards.add(shard)
+        arrival.head = head or arrival.head
         if len(arrival.shards) < self.plan.shards or arrival.head is None:
             return []
         del self._arrivals[identity]
@@ -147,7 +144,8 @@ class Sequencer:
         if push.kind == "state":
             again = push.id.step in seat.loads
             seat.loads.add(push.id.step)
-            return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=again))]
+            place = track.next_place(worker, push.id.step)
+            return [ToShards(LoadState(id=push.id, place=place, again=again))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
         if track.spec.ahead and push.id.step > seat.exchange + 1:
@@ -163,7 +161,7 @@ class Sequencer:
         hyper = track.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
         event = Pushed(worker, push.id.step, push.samples, hyper)
         track.count(event, push)
-        before, seat.exchange, seat.attempt = seat.exchange, push.id.step, push.attempt
+        before, seat.exchange = seat.exchange, push.id.step
         self._tally(track, push)
         try:
             orders = self._feed(track, event, now)
@@ -193,14 +191,13 @@ class Sequencer:
             self._samples += sign * push.samples
 
     def _repeated(self, track: Track, seat: Seat, push: Push) -> list[Order]:
-        if push.id.step == seat.exchange:
-            seat.attempt = push.attempt
-            if seat.answered < seat.exchange:
-                return []  # it is held; its release will be the answer
-        return [ToShards(track.answer(push.id.worker, push.id.step, push.attempt))]
+        if push.id.step == seat.exchange and seat.answered < seat.exchange:
+            return []  # it is held; its release will be the answer
+        return [ToShards(track.answer(push.id.worker, push.id.step))]
 
     def ask(self, identity: PushId) -> list[Order]:
-        """A worker has heard nothing for a while: still held, or is something lost?"""
+        """A worker has heard nothing of its push for a while: if it is held, it is told for whom. (What is lost, the desk of
+        each shard knows.)"""
         track = self.tracks.get(identity.track)
         seat = track.seats.get(identity.worker) if track else None
         if track is None or seat is None:
@@ -208,7 +205,17 @@ class Sequencer:
         if identity.step == seat.exchange and seat.answered < seat.exchange:
             hold = next((h for h in track.policy.holds() if h.worker == identity.worker), None)
             return [self._held(track, seat, hold)] if hold else []
-        return [ToWorker(identity.worker, Resend(id=identity))]
+        return []
+
+    def repeat(self, identity: PushId, place: int) -> list[Order]:
+        """The answer from this place was lost on its way: another, unless a newer one is under way already."""
+        track = self.tracks.get(identity.track)
+        seat = track.seats.get(identity.worker) if track else None
+        if track is None or seat is None or seat.places.get(identity.step) != place:
+            return []
+        if identity.step in seat.loads:
+            return [ToShards(LoadState(id=identity, place=track.next_place(identity.worker, identity.step), again=True))]
+        return [ToShards(track.answer(identity.worker, identity.step))]
 
     def read(self, request: Read) -> list[Order]:
         """A worker wants to see one state of all shards."""

@@ -29,7 +29,7 @@ class Seat:
     incarnation: int
     exchange: int = -1  # its last counted push
     answered: int = -2  # its last answered push
-    attempt: int = 0  # of that push
+    places: dict[int, int] = field(default_factory=dict)  # of the last answer to each push that may be asked about
     released: int = -1  # the last step it may start
     held_at: float | None = None
     waited: float = 0.0  # for its last push
@@ -55,6 +55,7 @@ class Track:
     first: int  #: the worker whose proposal it was
     seeded: bool = False
     version: int = 0
+    place: int = 0  # of the last answer in the log
     seats: dict[int, Seat] = field(default_factory=dict)
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
@@ -109,11 +110,20 @@ class Track:
         seat = self.seats[release.worker]
         seat.waited, seat.held_at = (now - seat.held_at if seat.held_at is not None else 0.0), None
         seat.answered, seat.released, seat.stop = seat.exchange, release.step, stop
-        reply = self.answer(release.worker, seat.exchange, seat.attempt)
+        reply = self.answer(release.worker, seat.exchange)
         seat.checkpoint = ""
         return reply
 
-    def answer(self, worker: int, exchange: int, attempt: int) -> Reply:
+    def next_place(self, worker: int, exchange: int) -> int:
+        """Where in the log a push is answered: all shards answer with this number."""
+        seat = self.seats[worker]
+        self.place += 1
+        seat.places[exchange] = self.place
+        oldest = exchange - self.spec.ahead if exchange >= 0 else 0
+        seat.places = {known: at for known, at in seat.places.items() if known >= oldest or known == exchange}
+        return self.place
+
+    def answer(self, worker: int, exchange: int) -> Reply:
         """An answer to one of a worker's pushes; given again it says the same of the budget."""
         seat = self.seats[worker]
         return Reply(
@@ -121,7 +131,7 @@ class Track:
             worker=worker,
             incarnation=seat.incarnation,
             exchange=exchange,
-            attempt=attempt,
+            place=self.next_place(worker, exchange),
             step=seat.released,
             version=self.version,
             stop=seat.stop,

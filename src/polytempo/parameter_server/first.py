@@ -19,7 +19,6 @@ from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
     AnyMessage,
-    Ask,
     Assigned,
     Beat,
     Entries,
@@ -36,6 +35,7 @@ from polytempo.protocol.messages import (
     Push,
     Read,
     Register,
+    Repeat,
     StatusRequest,
     Stop,
     Stopped,
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 #: An agent on another host is lost when nothing was heard of it for so long.
 AGENT_PATIENCE = 5.0
+#: What only workers send, to the first server.
+OF_WORKERS = Register | Repeat | Read | Leave | Metric | Post | Look
 
 
 class First:
@@ -133,12 +135,12 @@ class First:
     def hear(self, peer: Peer, message: AnyMessage, now: float) -> None:
         """A message that is not a push."""
         role, rank = peer.who.role, peer.who.rank
-        if isinstance(message, Register | Ask | Read | Leave | Metric | Post | Look):
+        if isinstance(message, OF_WORKERS):
             if role != "worker":
                 raise PeerError(f"{type(message).__name__} is a worker's")
             self._hear_worker(rank, peer.who.incarnation, message, now)
         elif isinstance(message, Arrived) and role == "server":
-            self._do(self.sequencer.arrived(message.shard, message.id, message.attempt, None, now))
+            self._do(self.sequencer.arrived(message.shard, message.id, None, now))
         elif isinstance(message, Norm | Saved | Failed) and role == "server":
             self.report(message, now)
         elif role == "launcher":
@@ -148,8 +150,12 @@ class First:
         else:
             raise PeerError(f"{type(message).__name__} is not for a {role} to send")
 
+    def ask(self, identity: PushId) -> None:
+        """A worker asks what holds its push, which is here."""
+        self._do(self.sequencer.ask(identity))
+
     def _hear_worker(
-        self, rank: int, incarnation: int, message: Register | Ask | Read | Leave | Metric | Post | Look, now: float
+        self, rank: int, incarnation: int, message: Register | Repeat | Read | Leave | Metric | Post | Look, now: float
     ) -> None:
         if isinstance(message, Post | Look):
             self._hear_notice(rank, message)
@@ -160,9 +166,10 @@ class First:
                 self._tell(f"manifest/{name}", self._notices.announce(f"manifest/{name}", manifest_of(message.proposal)))
         elif isinstance(message, Leave):
             self._do(self.sequencer.left(rank, incarnation, message.reason, now))
-        elif isinstance(message, Ask):
-            if message.id.worker == rank:
-                self._do(self.sequencer.ask(message.id))
+        elif isinstance(message, Repeat):
+            if (message.id.worker, message.id.incarnation) != (rank, incarnation):
+                raise PeerError("a worker may ask for its own answers only")
+            self._do(self.sequencer.repeat(message.id, message.place))
         elif message.worker != rank:
             raise PeerError("a worker may speak for itself only")
         elif isinstance(message, Read):
@@ -212,9 +219,9 @@ class First:
         if isinstance(message, Gone) and message.worker in ranks and self._launcher is not None:
             self._launcher.send(encode(message))
 
-    def arrived(self, shard: int, identity: PushId, attempt: int, head: Push | None, now: float) -> None:
+    def arrived(self, shard: int, identity: PushId, head: Push | None, now: float) -> None:
         """A push is here."""
-        self._do(self.sequencer.arrived(shard, identity, attempt, head, now))
+        self._do(self.sequencer.arrived(shard, identity, head, now))
 
     def report(self, item: AnyMessage, now: float) -> None:
         """A store has something to say."""

@@ -173,8 +173,8 @@ class Keeper:
         elif isinstance(entry, ReadHere):
             self._read(entry)
         elif isinstance(entry, LoadState):
-            push, buffers = pushes[entry.id]
             if not entry.again:
+                push, buffers = pushes[entry.id]
                 self.stores[entry.id.track].load_state(unpack(push.state, buffers))
             self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
         elif isinstance(entry, Save):
@@ -235,7 +235,7 @@ class Keeper:
             track=entry.track,
             shard=self.shard,
             exchange=entry.exchange,
-            attempt=entry.attempt,
+            place=entry.place,
             step=entry.step,
             version=entry.version,
             stop=entry.stop,
@@ -287,7 +287,7 @@ class Keeper:
             track=identity.track,
             shard=self.shard,
             exchange=identity.step,
-            attempt=entry.attempt,
+            place=entry.place,
             step=-1,
             version=self.stores[identity.track].version,
             stop=False,

@@ -23,23 +23,29 @@ from polytempo.errors import PeerError, PolytempoError
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import ForWorker, Keeper, KeepHere, PullHere
 from polytempo.parameter_server.key_lists import KeyDesk, Unknown
+from polytempo.parameter_server.receipts import Key, Receipts
 from polytempo.parameter_server.staged import StagedBuckets
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
 from polytempo.protocol.messages import (
+    Answer,
     AnyMessage,
+    Ask,
     Entries,
     Hello,
     Keep,
     Push,
+    Read,
+    ReadAnswer,
     Refused,
     Resend,
     Staged,
     Stopped,
+    Told,
     Welcome,
     decode,
     encode,
 )
-from polytempo.protocol.rows import Pull, UnknownKeys
+from polytempo.protocol.rows import Pull, Rows, UnknownKeys
 from polytempo.protocol.servers import Arrived, Failed, NormTotal
 from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
@@ -69,7 +75,9 @@ class Server:
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
         self._staged = StagedBuckets(keeper.pool)
         self._keys = KeyDesk(keeper.shard)
+        self._receipts = Receipts()
         self._workers: dict[int, Peer] = {}
+        self._lives: dict[int, int] = {}  # the incarnation of each worker
         self._poller = Poller()
         for endpoint in endpoints:
             endpoint.attach(self._poller)
@@ -137,7 +145,7 @@ class Server:
             before = self._workers.get(message.rank)
             if before is not None and before.who.incarnation > message.incarnation:
                 raise PeerError(f"worker {message.rank} was started again; this is an earlier life of it")
-            self._workers[message.rank] = peer
+            self._workers[message.rank], self._lives[message.rank] = peer, message.incarnation
             self._welcome(peer)
         elif self._first is None or not self._first.greet(peer, message):
             raise PeerError(f"{message.role!r} is not served here")
@@ -155,6 +163,9 @@ class Server:
                 raise PeerError("somebody who has said who it is cannot be somebody else")
             self._welcome(peer)  # the first welcome was lost
             return
+        if isinstance(message, Ask) and peer.who.role == "worker":
+            self._tell_state(peer, (message.what, message.track, message.number))
+            return
         if isinstance(message, Pull) and peer.who.role == "worker":
             self._pull(peer, message, buffers)
             return
@@ -165,6 +176,8 @@ class Server:
             if self._first is None:
                 raise PeerError(f"{type(message).__name__} belongs to the first server")
             self._first.hear(peer, message, time.monotonic())
+            if isinstance(message, Read):
+                self._receipts.received(peer.who.rank, peer.who.incarnation, ("read", message.track, message.request))
             return
         who = peer.who
         if who.role != "worker" or (message.id.worker, message.id.incarnation) != (who.rank, who.incarnation):
@@ -172,14 +185,28 @@ class Server:
         if isinstance(message, Staged):
             self._staged.keep(message, buffers)
             return
+        key = "push", message.id.track, message.id.step
+        if self._receipts.state(who.rank, who.incarnation, key)[0] != "unknown":
+            self._tell_state(peer, key)  # it was sent again
+            return
         try:
             whole = self._whole(message, buffers)
         except Unknown:
+            whole = None
+        if whole is None:  # what it builds on is not here
             peer.send(encode(Resend(id=message.id)))
             return
-        if whole is not None:  # else the worker will ask what became of it, and send it again
-            self._arrived[message.id] = message, whole
-            self._report_arrival(message)
+        self._receipts.received(who.rank, who.incarnation, key)
+        self._arrived[message.id] = message, whole
+        self._report_arrival(message)
+
+    def _tell_state(self, peer: Peer, key: Key) -> None:
+        """What became of what a worker has sent; whom it waits for, if that is so. (`docs/design/0010`)"""
+        who = peer.who
+        state, place = self._receipts.state(who.rank, who.incarnation, key)
+        if self._first is not None and key[0] == "push" and state == "received":
+            self._first.ask(PushId(key[1], who.rank, who.incarnation, key[2]))
+        peer.send(encode(Told(what=key[0], track=key[1], number=key[2], state=state, place=place)))
 
     def _pull(self, peer: Peer, pull: Pull, buffers: list[Bytes]) -> None:
         """Rows for a worker, outside the log."""
@@ -194,6 +221,7 @@ class Server:
             peer.send(encode(UnknownKeys(shard=self.keeper.shard, request=pull.request)))
             return
         store.rows.check_pull(pull.table, pull.span, ids)
+        self._receipts.received(peer.who.rank, peer.who.incarnation, ("pull", pull.track, pull.request))
         self.keeper.put(PullHere(peer.who.rank, pull, ids[0] if ids else None), {})
         self._deliver_all()
 
@@ -216,9 +244,9 @@ class Server:
 
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:
-            self._first.arrived(0, push.id, push.attempt, push, time.monotonic())
+            self._first.arrived(0, push.id, push, time.monotonic())
         else:
-            self._tell_first(Arrived(shard=self.keeper.shard, id=push.id, attempt=push.attempt))
+            self._tell_first(Arrived(shard=self.keeper.shard, id=push.id))
 
     def _closed(self, event: Closed) -> None:
         who = event.peer.who
@@ -252,6 +280,9 @@ class Server:
                 self.keeper.put(entry, {})
                 if self._arrived:  # what a repeat brought once more
                     self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
+            elif isinstance(entry, LoadState) and entry.again:
+                self._arrived.pop(entry.id, None)
+                self.keeper.put(entry, {})
             elif isinstance(entry, Seed | LoadState):
                 self.keeper.put(entry, {entry.id: self._arrived.pop(entry.id)})
             elif isinstance(entry, Drop):
@@ -272,6 +303,7 @@ class Server:
         """A worker is gone. What was counted of it is still to come in the log; the first server knows which."""
         self._staged.forget(entry.worker, entry.incarnation)
         self._keys.forget(entry.worker)
+        self._receipts.forget(entry.worker, entry.incarnation)
         self.keeper.put(entry, {})
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
@@ -286,6 +318,7 @@ class Server:
     def _deliver(self, item: ForWorker | AnyMessage) -> None:
         if isinstance(item, ForWorker):
             peer = self._workers.get(item.worker)
+            self._note_answer(item.worker, item.message)
             if peer is not None:
                 peer.send(encode(item.message), item.buffers, item.done)
             elif item.done is not None:
@@ -298,6 +331,16 @@ class Server:
                 self._to_first.send(encode(item))
         else:
             self._tell_first(item)
+
+    def _note_answer(self, worker: int, message: AnyMessage) -> None:
+        """An answer goes out now: a worker that asks behind it and does not have it has lost it."""
+        life = self._lives.get(worker, 0)
+        if isinstance(message, Answer):
+            self._receipts.answered(worker, life, ("push", message.track, message.exchange), message.place)
+        elif isinstance(message, ReadAnswer):
+            self._receipts.answered(worker, life, ("read", message.track, message.request))
+        elif isinstance(message, Rows):
+            self._receipts.answered(worker, life, ("pull", message.track, message.request))
 
     def _tell_first(self, message: AnyMessage) -> None:
         try:

@@ -43,7 +43,7 @@ class Reply(Message):
     worker: int
     incarnation: int
     exchange: int
-    attempt: int
+    place: int  #: of this entry: no other answer in this track has the same
     step: int
     version: int
     stop: bool
@@ -67,7 +67,7 @@ class LoadState(Message):
     """Take the optimizer's state from this push, and answer it; `again`: it was taken before, only the answer was lost."""
 
     id: PushId
-    attempt: int
+    place: int  #: as in `Reply`
     again: bool = False
 
 

@@ -3,12 +3,12 @@
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
 one of these is refused. Buffers are checked against the layout by whoever uses them.
 
-    worker   -> first server   Hello, Register, Ask, Read, Leave, Metric, Post, Look, Keep (with buffers)
-    worker   -> every server   Hello, Push, Staged and Pull (with buffers)
+    worker   -> first server   Hello, Register, Read, Repeat, Leave, Metric, Post, Look, Keep (with buffers)
+    worker   -> every server   Hello, Ask, Push, Staged and Pull (with buffers)
     server   -> first server   Hello, Arrived, Norm, Saved, Failed
     first server -> servers    Entries (of the log), NormTotal
-    server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Resend, UnknownKeys,
-                               Refused, Departed, Post (what was looked for), Stopped
+    server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Told, Resend,
+                               UnknownKeys, Refused, Departed, Post (what was looked for), Stopped
     launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
 """
@@ -55,7 +55,7 @@ class Push(Message):
     """An update; its part for this shard follows in the buffers, one for each dtype that the shard holds."""
 
     id: PushId
-    attempt: int = 0
+    attempt: int = 0  #: how often it was sent before; the content is the same
     version: int = 0  #: of the values it was computed on
     kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed" or "state"
     samples: float = 1.0
@@ -89,9 +89,20 @@ class Staged(Message):
 
 
 class Ask(Message):
-    """I have heard nothing of this push for a while: what of it?"""
+    """Nothing has moved for a while: what of this? It went before this message, on the same connection, so that a server
+    which does not know it has lost it."""
+
+    what: str  #: "push", "read" or "pull"
+    track: str
+    number: int  #: of the push its step, else the request
+
+
+class Repeat(Message):
+    """Every shard has said that it answered this push, and not every answer has come: answer it again, from a new place of
+    the log. `place` is that of the answer that was lost."""
 
     id: PushId
+    place: int
 
 
 class Read(Message):
@@ -169,7 +180,7 @@ class Answer(Message):
     track: str
     shard: int
     exchange: int
-    attempt: int
+    place: int  #: in the log: answers of all shards from one place are one state of the job
     step: int
     version: int
     stop: bool
@@ -212,8 +223,19 @@ class SendSeed(Message):
     track: str
 
 
+class Told(Message):
+    """What a shard knows of what it was asked about. It goes behind the answer, on the same connection: who hears "answered"
+    and has no answer has lost it."""
+
+    what: str
+    track: str
+    number: int
+    state: str  #: "unknown", "received" or "answered"
+    place: int = -1  #: of the answer to a push
+
+
 class Resend(Message):
-    """Your push is not here in full: send it again."""
+    """Your push is not here in full, and will not be: send this shard's part again."""
 
     id: PushId
 
@@ -326,6 +348,7 @@ AnyMessage = (
     | Push
     | Staged
     | Ask
+    | Repeat
     | Read
     | Leave
     | Metric
@@ -346,6 +369,7 @@ AnyMessage = (
     | ReadAnswer
     | Held
     | SendSeed
+    | Told
     | Resend
     | Refused
     | Departed

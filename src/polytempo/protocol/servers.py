@@ -12,7 +12,6 @@ class Arrived(Message):
 
     shard: int
     id: PushId
-    attempt: int
 
 
 class Norm(Message):

@@ -5,9 +5,11 @@
     read       -> the same without a push
     pull       -> rows of a table, from the shards that have them (`pulls.py`)
 
-An answer counts when all shards have given it with the same attempt number. When nothing was heard for `retry` seconds the
-first server is asked; it says "held" or "send it again", and a repeat has the next attempt number, so that answers to the
-first try are told apart and nothing is applied twice.
+An answer counts when all shards have given it from one place of the log. When no byte has moved on any connection for
+`retry` seconds the shards are asked what they know. A question goes behind what it is about, and what a shard says comes
+behind what it has sent: so a push that a shard does not know is lost, and is sent there again; an answer that a shard has
+given and that did not come is lost, and is given again from a new place of the log. Nothing is sent twice because it is
+slow (`docs/design/0010`).
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ from polytempo.protocol.messages import (
     ReadAnswer,
     Refused,
     Register,
+    Repeat,
     Resend,
     SendSeed,
     Staged,
     Stopped,
+    Told,
     Welcome,
     decode,
     encode,
@@ -81,6 +85,7 @@ class Client:
         self._requests = 0
         self._found: dict[str, str] = {}
         self._overlapping = False
+        self._disturbed = False  # something was lost
         self._welcomes: set[int] = set()
         self.pulls = Pulls(self._tell, len(self._channels))
         self._poller = Poller()
@@ -148,14 +153,14 @@ class Client:
     def read(self, name: str, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
         """The values or state of all shards, at one place of the log."""
         reading = self.start_read(name, what)
-        again = lambda: self.read_again(reading)  # noqa: E731
+        again = lambda: self.ask_for(reading)  # noqa: E731
         self._wait(lambda: len(reading.answers) == self.shards, "what it reads", again)
         return self.end_read(reading)
 
     def start_read(self, name: str, what: str) -> Reading:
         """Begin to read; it is there when all shards have answered."""
         reading = Reading(name, what)
-        self.read_again(reading)
+        self._read(reading)
         return reading
 
     def end_read(self, reading: Reading) -> list[tuple[ReadAnswer, list[Bytes]]]:
@@ -169,7 +174,7 @@ class Client:
 
     def pulled(self, request: int) -> list[tuple[int, Rows, list[Bytes]]]:
         """Wait for the rows that were asked for: shard, header and buffers of each answer."""
-        self._wait(lambda: self.pulls.is_done(request), "rows of a table", lambda: self.pulls.send_again(request))
+        self._wait(lambda: self.pulls.is_done(request), "rows of a table", lambda: self._ask_for_rows(request))
         return self.pulls.take(request)
 
     def poll(self) -> None:
@@ -213,7 +218,7 @@ class Client:
 
         Not beside pushes that overlap (`delay`), where another's answer might come first.
         """
-        if self._overlapping:
+        if self._overlapping or self._disturbed:
             return
         for part in parts:
             self.give_back(part)
@@ -225,7 +230,7 @@ class Client:
 
     def give_back(self, buffers: Sequence[Bytes]) -> None:
         """Received buffers that are used up."""
-        for buffer in buffers:
+        for buffer in buffers if not self._disturbed else ():
             self.pool.give(buffer)
 
     def watched(self) -> list[tuple[int, Callable[[], object]]]:
@@ -255,22 +260,63 @@ class Client:
 
     def _ask(self, line: Line) -> None:
         for waiting in line.outstanding.values():
-            self._tell(0, Ask(id=waiting.push.id))
+            for shard in range(self.shards):
+                self._tell(shard, Ask(what="push", track=line.name, number=waiting.push.id.step))
 
-    def _send_again(self, identity: PushId) -> None:
-        waiting = self._lines[identity.track].outstanding.get(identity.step)
-        if waiting is not None:
-            if waiting.plain is not None:
-                waiting.push, waiting.rows = waiting.plain()
-                waiting.plain = None
-            waiting.push = msgspec.structs.replace(waiting.push, attempt=waiting.push.attempt + 1)
-            waiting.answers.clear()
-            self._send(waiting)
+    def ask_for(self, reading: Reading) -> None:
+        """Ask what became of a read."""
+        for shard in range(self.shards):
+            if shard == 0 or shard not in reading.answers:
+                self._tell(shard, Ask(what="read", track=reading.track, number=reading.request))
+
+    def _ask_for_rows(self, request: int) -> None:
+        for shard, track in self.pulls.missing(request):
+            self._tell(shard, Ask(what="pull", track=track, number=request))
+
+    def _was_told(self, shard: int, told: Told) -> None:
+        """What a shard knows of what it was asked about: what is lost, and what only takes its time?"""
+        if told.what == "push":
+            self._told_of_push(shard, told)
+        elif told.what == "pull":
+            if told.state != "received" and self.pulls.lacks(told.number, shard):
+                self._lost_something()
+                self.pulls.send_keys(told.number, shard)
+        elif (reading := self._readings.get(told.number)) is not None:
+            if told.state == "answered" and shard not in reading.answers:
+                self._lost_something()
+                self._read(reading)
+            elif told.state == "unknown" and shard == 0:
+                self._tell(0, Read(track=told.track, worker=self.rank, request=told.number, what=reading.what))
+
+    def _told_of_push(self, shard: int, told: Told) -> None:
+        waiting = self._lines[told.track].outstanding.get(told.number) if told.track in self._lines else None
+        if waiting is None:
+            return
+        if told.state == "unknown":
+            self._send_again(shard, waiting)
+        elif told.state == "answered" and shard not in waiting.answers.get(told.place, ()):
+            self._lost_something()
+            self._tell(0, Repeat(id=waiting.push.id, place=told.place))
+
+    def _send_again(self, shard: int, waiting: Outstanding) -> None:
+        """A shard has not got its part of a push."""
+        self._lost_something()
+        if waiting.plain is not None:
+            waiting.push, waiting.rows = waiting.plain()
+            waiting.plain = None
+        waiting.push = msgspec.structs.replace(waiting.push, attempt=waiting.push.attempt + 1)
+        self._tell(shard, waiting.push, waiting.buffers(shard))
+
+    def _lost_something(self) -> None:
+        """From now on answers may come that are not waited for: they must not be received into the memory of pushes."""
+        self._disturbed = True
+        self.pool.clear()
 
     def repeat(self, name: str) -> None:
         """Send all that is unanswered again, as after a lost connection."""
         for waiting in list(self._lines[name].outstanding.values()):
-            self._send_again(waiting.push.id)
+            for shard in range(self.shards):
+                self._send_again(shard, waiting)
 
     def reconnect(self, shard: int, channel: Channel) -> None:
         """Go on over another connection to the same server."""
@@ -280,8 +326,8 @@ class Client:
         self._poller.register(channel.pollable(), zmq.POLLIN)
         channel.send(encode(self._hello()))
 
-    def read_again(self, reading: Reading) -> None:
-        """Ask for it, again if it was asked for before: then only the new answers count."""
+    def _read(self, reading: Reading) -> None:
+        """Read, once more if an answer was lost: then only the new answers count, which are from one place of the log."""
         self._readings.pop(reading.request, None)
         self._requests += 1
         reading.request = self._requests
@@ -293,18 +339,24 @@ class Client:
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, line: Line | None = None) -> None:
         began = heard = time.monotonic()
-        say_at = began + SAY_AFTER
+        say_at, moved = began + SAY_AFTER, self.moved()
         while not done():
             if self._receive(min(self.retry, 1.0)):
                 heard = time.monotonic()
                 continue
-            now = time.monotonic()
+            now, before, moved = time.monotonic(), moved, self.moved()
+            if moved != before:
+                heard = now
             if now >= say_at:
                 self._say_waiting(now - began, what, line)
                 say_at = now + 2 * (now - began)
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
+
+    def moved(self) -> int:
+        """Bytes that have moved on any connection, either way; those of messages that are only partly through, too."""
+        return sum(channel.moved() for channel in self._channels)
 
     def _say_waiting(self, seconds: float, what: str, line: Line | None) -> None:
         why = what if line is None else line.waits_for(what)
@@ -337,8 +389,11 @@ class Client:
             self.pulls.send_keys(message.request, message.shard)
         elif isinstance(message, Held):
             self._lines[message.track].held = message
+        elif isinstance(message, Told):
+            self._was_told(shard, message)
         elif isinstance(message, Resend):
-            self._send_again(message.id)
+            if (waiting := self._lines[message.id.track].outstanding.get(message.id.step)) is not None:
+                self._send_again(shard, waiting)
         elif isinstance(message, SendSeed):
             self._send_seed(message.track)
         elif isinstance(message, Welcome):
@@ -370,13 +425,14 @@ class Client:
                 self._take(line, started, waited=False)
             return
         waiting = line.outstanding.get(answer.exchange)
-        if waiting is None or answer.attempt != waiting.push.attempt:
-            return  # an answer to an earlier try
-        waiting.answers[answer.shard] = answer, buffers
-        if len(waiting.answers) == self.shards:
+        if waiting is None:
+            return  # it was answered before
+        answers = waiting.answers.setdefault(answer.place, {})
+        answers[answer.shard] = answer, buffers
+        if len(answers) == self.shards:
             del line.outstanding[answer.exchange]
             self.arena.give(waiting.blocks)
-            self._take(line, waiting.answers)
+            self._take(line, answers)
 
     def _take(self, line: Line, answers: dict[int, tuple[Answer, list[Bytes]]], waited: bool = True) -> None:
         """All shards have answered from one place of the log."""

@@ -62,6 +62,15 @@ class Accumulated:
         return {index: view for index, view in self.flat.views.items() if index not in self.absent}
 
 
+@dataclass
+class Fetch:
+    """Values that were asked for: since when nothing has moved, and how much had by then."""
+
+    reading: Reading
+    quiet_since: float
+    moved: int
+
+
 class Downpour:
     """Local steps of one optimizer."""
 
@@ -79,7 +88,7 @@ class Downpour:
         self._sum: Accumulated | None = None
         self._made = Made()
         self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
-        self._fetch: tuple[Reading, float] | None = None  # and when it was asked for
+        self._fetch: Fetch | None = None
         self._basis = Basis(exchange.line.version, exchange.step - 1)
         exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
         exchange.session.flushing.append(self.flush)
@@ -144,23 +153,26 @@ class Downpour:
         )
 
     def _ask(self) -> None:
-        """Start a fetch, unless one is under way; one that was lost is asked for again."""
+        """Start a fetch, unless one is under way; when nothing has moved for a while, ask what became of it."""
         client, now = self._exchange.client, time.monotonic()
+        moved = client.moved()
         with self._exchange.session.lock:
             if self._fetch is None:
-                self._fetch = client.start_read(self._exchange.name, "params"), now
-            elif now - self._fetch[1] > client.retry:
-                client.read_again(self._fetch[0])
-                self._fetch = self._fetch[0], now
+                self._fetch = Fetch(client.start_read(self._exchange.name, "params"), now, moved)
+            elif moved != self._fetch.moved:
+                self._fetch.quiet_since, self._fetch.moved = now, moved
+            elif now - self._fetch.quiet_since > client.retry:
+                client.ask_for(self._fetch.reading)
+                self._fetch.quiet_since = now
 
     def _install(self) -> None:
         """Take fetched values, if they have come."""
         exchange = self._exchange
         with exchange.session.lock:
             exchange.client.poll()
-            if self._fetch is None or len(self._fetch[0].answers) < exchange.client.shards:
+            if self._fetch is None or len(self._fetch.reading.answers) < exchange.client.shards:
                 return
-            answers = exchange.client.end_read(self._fetch[0])
+            answers = exchange.client.end_read(self._fetch.reading)
         self._fetch = None
         exchange.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         exchange.line.version, contained = answers[0][0].version, answers[0][0].exchange

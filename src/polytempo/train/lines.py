@@ -25,14 +25,14 @@ class Outstanding:
     rows: list[list[Bytes]] = field(default_factory=list)  # and those of its tables
     plain: Callable[[], tuple[Push, list[list[Bytes]]]] | None = None  # the push and its rows without cached keys
     blocks: list[Bytes] = field(default_factory=list)  # of the client's arena, in which rows lie
-    answers: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
+    answers: dict[int, dict[int, tuple[Answer, list[Bytes]]]] = field(default_factory=dict)  # by place of the log and shard
 
     def buffers(self, shard: int) -> list[Bytes]:
         """All that goes to one shard."""
         return [*self.parts[shard], *self.rows[shard]] if self.rows else self.parts[shard]
 
 
-NO_ANSWER = Answer(track="", shard=0, exchange=-1, attempt=0, step=-1, version=0, stop=False)
+NO_ANSWER = Answer(track="", shard=0, exchange=-1, place=-1, step=-1, version=0, stop=False)
 
 
 @dataclass

@@ -90,12 +90,15 @@ class Pulls:
             keys = self.keys(shard, as_tensor(waiting.ids[shard], "int64")) if waiting.cached else None
             self._send(request, shard, Keys(keys.digest, known=False) if keys else None)
 
-    def send_again(self, request: int) -> None:
-        """Nothing was heard for a while."""
+    def missing(self, request: int) -> list[tuple[int, str]]:
+        """The shards that have not answered, and the track they were asked about."""
         waiting = self._waiting[request]
-        for shard in waiting.ids:
-            if shard not in waiting.answers:
-                self.send_keys(request, shard)
+        return [(shard, waiting.pull.track) for shard in waiting.ids if shard not in waiting.answers]
+
+    def lacks(self, request: int, shard: int) -> bool:
+        """Is this shard's answer still waited for?"""
+        waiting = self._waiting.get(request)
+        return waiting is not None and shard in waiting.ids and shard not in waiting.answers
 
     def heard(self, rows: Rows, buffers: list[Bytes]) -> None:
         """Some rows have come."""

@@ -94,6 +94,11 @@ class Channel(ABC):
         """After a message: is another there that no poller would tell of?"""
         return True
 
+    def moved(self) -> int:
+        """A number that changes when bytes move, either way, also those of messages that are only partly through. Where
+        messages come and go whole it need not change."""
+        return 0
+
     @abstractmethod
     def pollable(self) -> Any:
         """What a poller watches to know that a message is there."""

@@ -124,6 +124,7 @@ class Reader:
 
     def __init__(self, pool: Pool, limit: int) -> None:
         self.limit = limit
+        self.count = 0  #: of bytes read so far
         self.ahead = False
         self._pool = pool
         self._segments: list[Segment] = []
@@ -175,6 +176,7 @@ class Reader:
                     self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) - len(data) % 4])
         if not count:
             raise EOFError
+        self.count += count
         return count
 
     def _read(self) -> Iterator[memoryview]:

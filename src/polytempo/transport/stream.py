@@ -6,9 +6,12 @@ before a byte is read. No cipher is needed. The kernel also says at once when a 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -182,12 +185,14 @@ class StreamChannel(Channel):
         self._reader.ahead = True
         self._writer = Writer(pool)
         self._path = path
+        self._sent = 0
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         pieces, _ = self._writer.write(header, buffers, None)
         try:
             for piece in pieces:
                 left: Piece | None = piece
+                self._sent += len(piece[0])
                 while left is not None:
                     left = send_piece(self._sock, left)
         except OSError:
@@ -204,6 +209,9 @@ class StreamChannel(Channel):
 
     def may_have_more(self) -> bool:
         return self._reader.is_ahead()
+
+    def moved(self) -> int:
+        return self._reader.count + self._sent - _unread(self._sock)
 
     def pollable(self) -> int:
         return self._sock.fileno()
@@ -227,6 +235,11 @@ def _connected(path: str, patience: float) -> socket.socket:
             if time.monotonic() >= deadline or not os.path.isdir(directory):
                 raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
         time.sleep(0.01)
+
+
+def _unread(sock: socket.socket) -> int:
+    """What the other end has not taken out of the kernel yet."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -2,6 +2,10 @@
 
 Frames of a message: header | buffer lengths | pieces of at most 1 MB. Pieces, because a frame of many megabytes is allocated
 anew each time, and its page faults cost more than its bytes.
+
+Whether the other end is there is the kernel's to say: it asks where nothing is under way (keep-alive), and where something
+is it waits for acknowledgements, so that a connection that is slow is never taken for one that is broken. ZeroMQ's own
+heartbeats would queue behind the data.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ from zmq.auth.thread import ThreadAuthenticator
 from polytempo.errors import PeerError
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
 from polytempo.transport.keys import JobKeys, WorkerKeys
+from polytempo.transport.meter import Meter
 from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 PIECE = 1 << 20
 #: No single frame may be larger: pieces are smaller, headers never reach it.
 FRAME_LIMIT = 64 << 20
-HEARTBEAT_MS = 1000
+#: A connection over which the other host acknowledges nothing for so long is made anew.
+SILENCE_S = 20
 
 
 class OnlyWorkers:
@@ -130,6 +136,7 @@ class ZmqChannel(Channel):
             socket.curve_serverkey = self._keys.server_public.encode()
             socket.curve_publickey = self._keys.worker_public.encode()
             socket.curve_secretkey = self._keys.worker_secret.encode()
+        self._meter = Meter(socket)
         socket.connect(self._address)
         return socket
 
@@ -144,21 +151,29 @@ class ZmqChannel(Channel):
             return None
         return message_of(frames, self._limit, self._pool)
 
+    def moved(self) -> int:
+        return self._meter.read()
+
     def pollable(self) -> zmq.Socket[bytes]:
         return self._socket
 
     def close(self) -> None:
+        self._meter.close()
         self._socket.close(linger=2000)
         self._context.term()
 
 
-def set_options(socket: zmq.Socket[bytes]) -> None:
-    """Alike on both sides: no limit on waiting messages (the protocol bounds them), one on frames, heartbeats."""
+def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S) -> None:
+    """Alike on both sides: no limit on waiting messages (the protocol bounds them), one on frames. A host that acknowledges
+    nothing for `silence` seconds is gone."""
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, silence)
+    socket.setsockopt(zmq.TCP_MAXRT, silence * 1000)
     socket.setsockopt(zmq.LINGER, 1000)
 
 

@@ -1,7 +1,8 @@
 """A link between two hosts: a pair of ZeroMQ sockets with CURVE keys.
 
-All ranks of a job prove to each other that they have the workers' secret of the key file. Heartbeats come from ZeroMQ's own
-thread, which a busy interpreter does not starve; its monitor says when the connection has ended.
+All ranks of a job prove to each other that they have the workers' secret of the key file. Whether the other host is there is
+the kernels' business (`set_options`), which no busy interpreter starves and no large message holds up; ZeroMQ's monitor says
+when the connection has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from polytempo.transport.segments import Segment
 from polytempo.transport.zeromq import OnlyWorkers, set_options
 
 #: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
-BEAT_MS, SILENCE_MS = 500, 5000
+SILENCE_S = 5
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
 #: How long a closing link waits for the other end to take what is left.
@@ -49,9 +50,7 @@ class ZmqWires:
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
         socket = self.context.socket(zmq.PAIR)
-        set_options(socket)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        set_options(socket, SILENCE_S)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         if self.keys is not None:
             socket.curve_server = serves

@@ -1,0 +1,24 @@
+"""Pushes a model of so many bytes a few times, and asks when nothing has moved for a short while: wide.py BYTES STEPS RETRY."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from polytempo.train.job import job_of_environment
+from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.session import open_session
+
+size, steps, retry = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+found = job_of_environment()
+assert found is not None
+session = open_session(*found, retry=retry)
+param = torch.nn.Parameter(torch.zeros(size // 4))
+optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session)
+for _ in range(steps):
+    param.grad = torch.ones(size // 4)
+    optimizer.step()
+assert torch.equal(param.detach(), torch.full((size // 4,), -float(steps)))
+print(f"took {optimizer.stats['step']} steps")
+session.close()
