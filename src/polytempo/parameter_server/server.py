@@ -59,7 +59,9 @@ class Server:
         size: int,
         first: First | None = None,
         to_first: Channel | None = None,
+        launcher: int | None = None,
     ) -> None:
+        """`launcher`: a descriptor that can be read when the launcher is gone."""
         self.keeper = keeper
         self.over = False
         self._endpoints = endpoints
@@ -74,6 +76,9 @@ class Server:
         for endpoint in endpoints:
             endpoint.attach(self._poller)
         self._poller.register(keeper.bell.fileno, zmq.POLLIN)
+        self._launcher = launcher
+        if launcher is not None:
+            self._poller.register(launcher, zmq.POLLIN)
         if to_first is not None:
             self._poller.register(to_first.pollable(), zmq.POLLIN)
             to_first.send(encode(Hello(role="server", rank=keeper.shard)))
@@ -104,6 +109,8 @@ class Server:
                 self._take(event)
         if self._to_first is not None and self._to_first.pollable() in ready:
             self._follow(self._to_first)
+        if self._launcher in ready:
+            (self._first or self).stop("the launcher is gone")
         if self.keeper.bell.fileno in ready:
             self.keeper.bell.silence()
         self._deliver_all()
