@@ -76,11 +76,12 @@ def test_a_worker_killed_on_the_other_host_is_noticed(hosts: Hosts, bench: Bench
     joined.communicate()
 
 
-def test_a_host_that_vanishes_is_given_up(hosts: Hosts, bench: Bench) -> None:
+def test_a_host_that_vanishes_is_given_up_and_ends_its_own_part(hosts: Hosts, bench: Bench) -> None:
+    """Each side sees the other fall silent, and neither stays."""
     listen = f"{hosts.address}:7077"
-    flags = ["--sync", "ssp:1", "--listen", listen, "--expect", "1", "--record", "record"]
+    flags = ["--sync", "ssp:1", "--listen", listen, "--expect", "1", "--host-timeout", "3", "--record", "record"]
     job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=12")
-    join = ["worker", "--join", listen, "--key-file", str(key_file(bench))]
+    join = ["worker", "--join", listen, "--key-file", str(key_file(bench)), "--host-timeout", "4"]
     joined = start(bench, hosts.inside(hosts.b), *join, PACED, ".", "steps=100000")
     wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 6)
     subprocess.run(["ip", "-n", hosts.b, "link", "set", "lo", "down"], check=True)
@@ -89,9 +90,51 @@ def test_a_host_that_vanishes_is_given_up(hosts: Hosts, bench: Bench) -> None:
     subprocess.run(["ip", "-n", hosts.b, "link", "set", name, "down"], check=True)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
-    assert "worker 1 its host was not heard of for 5 s; going on with 1 of 2" in err
-    joined.terminate()
-    joined.communicate(timeout=20)
+    assert "worker 1 its host was not heard of for 3 s; going on with 1 of 2" in err
+    _, err = joined.communicate(timeout=60)
+    assert joined.returncode == 1
+    assert f"polytempo: nothing was heard of the job at {listen} for 4 s: its host is gone" in err.splitlines()[-1]
+
+
+def test_a_killed_launcher_ends_the_job_on_every_host(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", "asp", "--servers", "2", "--listen", listen, "--expect", "2"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=100000")
+    join = ["worker", "--join", listen, "--key-file", str(key_file(bench)), "-n", "2", "--host-timeout", "3600"]
+    joined = start(bench, hosts.inside(hosts.b), *join, PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-2").exists() and len(bench.clock(2)) > 6)
+    job.kill()
+    _, err = joined.communicate(timeout=20)  # it is told: its own patience would last for an hour
+    assert joined.returncode == 1
+    assert err.splitlines()[-1] == "polytempo: the launcher is gone"
+    job.communicate(timeout=20)
+    wait_until(lambda: not bench.processes(), 10)
+
+
+def test_a_killed_agent_leaves_no_worker_and_no_key(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", "asp", "--listen", listen, "--expect", "1", "--host-timeout", "2"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "steps=100", "pace=0.05")
+    joined = start(
+        bench,
+        hosts.inside(hosts.b),
+        "worker",
+        "--join",
+        listen,
+        "--key-file",
+        str(key_file(bench)),
+        PACED,
+        ".",
+        "steps=100000",
+    )
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 6)
+    joined.kill()
+    _, err = joined.communicate(timeout=20)
+    assert err.splitlines()[-1] == f"polytempo: the agent (process {joined.pid}) was killed; its processes have ended too"
+    assert len(list(bench.temporary.glob("polytempo-*"))) == 1, "only the folder of the job that goes on"
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "worker 1 its host was not heard of for 2 s; going on with 1 of 2" in err
 
 
 def test_who_has_no_key_gets_nothing(hosts: Hosts, bench: Bench) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
+import subprocess
+import sys
+import termios
 
 import psutil
 import pytest
@@ -71,16 +76,34 @@ def test_an_interrupted_job_ends_cleanly(number: signal.Signals, bench: Bench) -
     assert err.splitlines()[-1] == "polytempo: interrupted; all processes have ended"
 
 
-def test_a_killed_launcher_takes_everybody_with_it(bench: Bench) -> None:
-    process = bench.start("run", "-n", "2", PACED, ".", "steps=100000")
+def test_a_closed_terminal_ends_the_job_and_leaves_no_key(bench: Bench) -> None:
+    """SIGHUP, and nothing that is said from then on can be written."""
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "polytempo", "run", "-n", "1", "--servers", "1", PACED, ".", "steps=100000"],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        cwd=bench.folder,
+        env=bench.environment,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(inside)
+    wait_until(lambda: list(bench.temporary.glob("polytempo-*/job.json")) != [])
+    os.close(terminal)
+    assert process.wait(20) == 130
+
+
+def test_a_killed_launcher_takes_all_processes_and_its_folder_with_it(bench: Bench) -> None:
+    process = bench.start("run", "-n", "2", "--servers", "2", PACED, ".", "steps=100000")
     wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
+    assert list(bench.temporary.glob("polytempo-*/job.json")) != []
     process.kill()
-    process.communicate(timeout=20)
-    wait_until(lambda: not bench.processes(), 10)
-    for leftover in bench.temporary.glob("polytempo-*"):  # its directory is all that a killed launcher leaves
-        for file in leftover.iterdir():
-            file.unlink()
-        leftover.rmdir()
+    _, err = process.communicate(timeout=20)
+    assert (
+        err.splitlines()[-1] == f"polytempo: the launcher (process {process.pid}) was killed; its processes have ended too"
+    )
 
 
 def test_who_hangs_is_given_up_after_the_timeout(bench: Bench) -> None:

@@ -40,6 +40,7 @@ def run(
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
     timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
     insecure: Annotated[bool, Option("--insecure", help="With --listen: no keys, no encryption.")] = False,
+    host_timeout: Annotated[float, Option(help="Give up a host of which nothing was heard for so many seconds.")] = 5.0,
     verbose: Annotated[bool, Option("--verbose", "-v", help="Also say what was started, and where.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
@@ -70,6 +71,7 @@ def run(
         seed=seed,
         timeout=timeout,
         insecure=insecure,
+        host_timeout=host_timeout,
     )
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()
@@ -86,6 +88,7 @@ def worker(
     key_file: Annotated[Path | None, Option(help="The key file that the job printed, copied here.")] = None,
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 1,
     insecure: Annotated[bool, Option("--insecure", help="For a job that was started so.")] = False,
+    host_timeout: Annotated[float, Option(help="End when nothing was heard of the job for so many seconds.")] = 15.0,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
     """Join a job that runs on another host, with workers on this one."""
@@ -100,7 +103,7 @@ def worker(
             "give either --key-file FILE, copied from the job's host, or --insecure where the job was started so"
         )
     keys = read_key_file(key_file) if key_file else None
-    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys)
+    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys, host_timeout)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
 

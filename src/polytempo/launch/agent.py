@@ -1,25 +1,26 @@
 """`polytempo worker --join`: starts workers on this host for a job that runs on another.
 
 The agent says how many workers it brings, is told their ranks, and starts them; it reports their ends and sends a beat twice
-a second, so that the job knows when this host is gone.
+a second, so that the job knows when this host is gone. Each beat is answered: when nothing was heard for too long, the job's
+host is gone, and what runs here ends.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launch.children import Child
-from polytempo.launch.crew import Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.crew import ENDING, Crew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
-from polytempo.launch.local import INTERRUPTED, private_directory, start_worker
-from polytempo.launch.request import split_address
+from polytempo.launch.folder import JobFolder
+from polytempo.launch.local import INTERRUPTED, start_worker
+from polytempo.launch.request import check_host_timeout, split_address
 from polytempo.launch.supervise import described
 from polytempo.protocol.messages import Assigned, Beat, Gone, Hello, Refused, Stopped, decode, encode
 from polytempo.train.job import job_from
@@ -30,6 +31,9 @@ from polytempo.transport.zeromq import ZmqChannel
 BEAT_EVERY = 0.5
 #: How long to wait for the job's first word.
 PATIENCE = 15.0
+#: The job is given up when nothing was heard of it for so long: longer than a host is waited for there, since a server may
+#: be busy where an agent is not.
+HOST_TIMEOUT = 15.0
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class JoinRequest:
     arguments: tuple[str, ...] = ()
     workers: int = 1
     keys: WorkerKeys | None = None
+    host_timeout: float = HOST_TIMEOUT
 
     def check(self) -> None:
         """Refuse what cannot work."""
         split_address(self.join, "--join")
         if self.workers < 1:
             raise UsageError(f"expected at least 1 worker, got {self.workers}; use -n 1 or more")
+        check_host_timeout(self.host_timeout)
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
 
@@ -60,38 +66,58 @@ class Agent:
         self._channel = ZmqChannel(
             f"tcp://{self._host}:{port}", f"agent-{os.urandom(8).hex()}".encode(), request.keys, Pool(), 1 << 30
         )
-        self._directory = private_directory()
-        self._crew = Crew()
         self._workers: dict[Child, int] = {}
         self._cause = ""
         self._failed = False
         self._interrupted = False
+        self._heard = 0.0  # when the job was last heard of
+        self._crew = Crew()  # from here on signals are waited for
+        self._folder = JobFolder("agent")
 
     def run(self) -> int:
         """Join, run, and end; the exit status."""
-        try:
-            self._start(self._join())
-            beat_at = 0.0
-            while self._crew.running() and not self._cause and not self._interrupted:
-                if time.monotonic() >= beat_at:
-                    self._channel.send(encode(Beat()))
-                    beat_at = time.monotonic() + BEAT_EVERY
-                self._deal(self._crew.turn(BEAT_EVERY / 2))
-                self._hear()
+        with ExitStack() as undo:
+            undo.callback(self._crew.close)
+            undo.callback(self._folder.remove)  # before a signal can end this process again
+            undo.callback(self.display.close)
+            undo.callback(self._channel.close)
+            undo.callback(self._crew.dismiss)
+            assigned = self._join()
+            if assigned is not None:
+                self._start(assigned)
+                self._watch()
             self._deal(self._crew.end(self._workers, patience=1.0))
-            if self._cause:
+            if self._failed and not self._cause and not self._interrupted and self._channel.pollable().poll(1000):
+                self._hear()  # workers were told that the job has ended, and were faster than this loop
+            if self._interrupted:
+                self.display.say("interrupted; all processes have ended")
+            elif self._cause:
                 self.display.say(self._cause)
             return INTERRUPTED if self._interrupted else int(self._failed or bool(self._cause))
-        finally:
-            self._crew.close()
-            self._channel.close()
-            self.display.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _join(self) -> Assigned:
+    def _watch(self) -> None:
+        """Until this host has no part in the job any more."""
+        beat_at, self._heard = 0.0, time.monotonic()
+        while self._crew.running() and not self._cause and not self._interrupted:
+            if time.monotonic() >= beat_at:
+                self._channel.send(encode(Beat()))
+                beat_at = time.monotonic() + BEAT_EVERY
+            self._deal(self._crew.turn(BEAT_EVERY / 2))
+            self._hear()
+            if not self._cause and time.monotonic() - self._heard > self.request.host_timeout:
+                self._cause = (
+                    f"nothing was heard of the job at {self.request.join} for {self.request.host_timeout:g} s: "
+                    "its host is gone or cannot be reached; this host's workers have ended (--host-timeout)"
+                )
+
+    def _join(self) -> Assigned | None:
+        """What the job says to this host; None when the user does not want to wait for it."""
         self._channel.send(encode(Hello(role="agent", count=self.request.workers, pid=os.getpid())))
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
+            self._deal(self._crew.turn(0))
+            if self._interrupted:
+                return None
             if self._channel.pollable().poll(200):
                 received = self._channel.receive()
                 message = decode(received[0]) if received else None
@@ -110,7 +136,7 @@ class Agent:
         count = len(assigned.ranks)
         facts = replace(facts, addresses=addresses, keys=keys, route=self.request.join)
         facts = replace(facts, first_rank=assigned.ranks[0], local_size=count)
-        job_file = self._directory / "job.json"
+        job_file = self._folder.job_file
         facts.write(job_file)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
         for rank in assigned.ranks:
@@ -129,15 +155,15 @@ class Agent:
                 self._failed |= reason != "finished"
                 gone = Gone(worker=self._workers[event.child], incarnation=0, reason=reason, cause=cause)
                 self._channel.send(encode(gone))
-            elif isinstance(event, Signalled) and event.number in (signal.SIGINT, signal.SIGTERM):
+            elif isinstance(event, Signalled) and event.number in ENDING:
                 self._interrupted = True
             else:
                 assert isinstance(event, Ready | Signalled)
 
     def _hear(self) -> None:
         while (received := self._channel.receive()) is not None:
-            message = decode(received[0])
-            if isinstance(message, Stopped) and self._crew.running():
+            message, self._heard = decode(received[0]), time.monotonic()
+            if isinstance(message, Stopped):
                 self._cause = message.cause
 
 

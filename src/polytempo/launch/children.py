@@ -1,7 +1,10 @@
 """Child processes: started in groups of their own, watched by the kernel, never left behind.
 
-Every child dies with its parent (PR_SET_PDEATHSIG), is the head of a process group, so that what it starts can be ended with
-it, and is watched through a pidfd.
+Every child is the head of a process group, so that what it starts can be ended with it, and is watched through a pidfd. A
+worker dies with its parent (PR_SET_PDEATHSIG). A server is told by a pipe that its parent is gone: it has others to tell.
+
+A child that has ended is not reaped before `close`. Until then the kernel gives its number to no other process or group, so
+that no signal can go to a stranger.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -20,8 +24,10 @@ PR_SET_PDEATHSIG = 1
 TAIL = 80  #: lines of errors that are kept to be shown at the end
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before the kernel knew
+        os._exit(1)
 
 
 class Child:
@@ -35,11 +41,13 @@ class Child:
         log: Path | None = None,
         config: bytes | None = None,
     ) -> None:
+        """`config`: its first line of standard input, which then stays open as long as this process is there."""
         self.label = label
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._log: IO[bytes] | None = log.open("wb") if log else None
         self._rest = {1: b"", 2: b""}
+        self._reaped = False
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if config is not None else subprocess.DEVNULL,
@@ -47,11 +55,12 @@ class Child:
             stderr=subprocess.PIPE,
             env={**os.environ, **environment},
             process_group=0,
-            preexec_fn=_die_with_parent,  # safe: the launcher has no threads
+            preexec_fn=partial(_die_with_parent, os.getpid()) if config is None else None,  # safe: no threads here
         )
         if config is not None and self.process.stdin is not None:
-            self.process.stdin.write(config)
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
+                self.process.stdin.write(config + b"\n")
+                self.process.stdin.flush()
         self.pidfd = os.pidfd_open(self.process.pid)
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -82,22 +91,45 @@ class Child:
         """A pipe has ended."""
         del self.pipes[descriptor]
 
-    def reap(self) -> int:
-        """The process has ended: its status."""
-        self.status = self.process.wait()
+    def ended(self) -> int:
+        """The process has ended: its status. It is not reaped yet: its number stays its own."""
+        found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return self.status
+
+    def ask_to_end(self) -> None:
+        """What watches its standard input sees that end; all others get SIGTERM."""
+        if self.process.stdin is None:
+            self.kill(signal.SIGTERM)
+        else:
+            self._close_input()
+
+    def _close_input(self) -> None:
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
 
     def kill(self, number: signal.Signals) -> None:
         """Send a signal to the process and all it started."""
-        with suppress(ProcessLookupError):
+        if self._reaped:
+            return
+        try:
             os.killpg(self.process.pid, number)
+        except ProcessLookupError:  # it has joined another group
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
         """Give everything back; whatever it started goes too."""
+        if self._reaped:
+            return
         self.kill(signal.SIGKILL)
-        if self.status is None:
-            self.reap()
+        self.process.wait()
+        self._reaped = True
+        self.status = self.process.returncode if self.status is None else self.status
         os.close(self.pidfd)
+        self._close_input()
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from polytempo.launch.children import Child
 
+#: These end a job. Who was started to outlive its terminal (nohup) does, and SIGINT may be ignored where a shell has said so
+#: for all its background jobs, which is no word of the user's.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Between being asked to end, being told to, and being made to.
 GRACE = 1.0
 
@@ -60,7 +64,9 @@ class Crew:
         for descriptor in (self._read_signal, self._write_signal):
             os.set_blocking(descriptor, False)
         self._selector.register(self._read_signal, selectors.EVENT_READ, Signalled(0))
-        self._before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+        outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._before = {n: signal.signal(n, lambda *_: None) for n in ENDING if n != signal.SIGHUP or not outlives}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses would be lost
         self._wakeup = signal.set_wakeup_fd(self._write_signal, warn_on_full_buffer=False)
 
     def add(self, child: Child) -> None:
@@ -80,11 +86,15 @@ class Crew:
 
     def turn(self, timeout: float) -> Iterator[Event]:
         """Wait for something to happen; what did."""
-        for key, _ in self._selector.select(timeout):
+        ready = [key for key, _ in self._selector.select(timeout)]
+        for key in sorted(ready, key=lambda key: not isinstance(key.data, Signalled)):  # they may be why a child has ended
             if isinstance(key.data, Ready):
                 yield key.data
             elif isinstance(key.data, Signalled):
-                yield from (Signalled(number) for number in os.read(self._read_signal, 64))
+                for number in os.read(self._read_signal, 64):
+                    if number == signal.SIGHUP:
+                        leave_terminal()
+                    yield Signalled(number)
             elif key.fd == key.data.pidfd:
                 yield from self._ended(key.data)
             else:
@@ -103,7 +113,7 @@ class Crew:
 
     def _ended(self, child: Child) -> Iterator[Event]:
         self._selector.unregister(child.pidfd)
-        status = child.reap()
+        status = child.ended()
         for descriptor in list(
             child.pipes
         ):  # what is left; grandchildren may hold the pipe open, so its end is not waited for
@@ -119,24 +129,44 @@ class Crew:
         return [child for child in self.children if child.status is None]
 
     def end(self, children: Iterable[Child], patience: float) -> Iterator[Event]:
-        """Let children end: wait, then ask with SIGTERM, then make them; what happened on the way."""
+        """Let children end: wait, then ask them to, then make them; what happened on the way."""
         waiting = list(children)
-        steps = [(patience, signal.SIGTERM), (GRACE, signal.SIGKILL), (GRACE, None)]
-        for seconds, number in steps:
+        steps: list[tuple[float, Callable[[Child], None]]] = [
+            (patience, Child.ask_to_end),
+            (GRACE, lambda child: child.kill(signal.SIGKILL)),
+            (GRACE, lambda child: None),
+        ]
+        for seconds, then in steps:
             deadline = time.monotonic() + seconds
             while any(child.status is None for child in waiting) and (left := deadline - time.monotonic()) > 0:
                 yield from self.turn(left)
             for child in waiting:
-                if child.status is None and number is not None:
-                    child.kill(number)
+                if child.status is None:
+                    then(child)
 
-    def close(self) -> None:
-        """End whatever is left, and give everything back."""
+    def dismiss(self) -> None:
+        """End whatever is left, and all that it has started."""
         for child in self.children:
             child.close()
+
+    def close(self) -> None:
+        """End whatever is left, and give everything back: signals do what they did before."""
+        self.dismiss()
         self._selector.close()
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._read_signal)
         os.close(self._write_signal)
+
+
+def leave_terminal() -> None:
+    """The terminal is gone: what is still to be said is not, so that saying it is no error."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    gone = [descriptor for descriptor, state in poll.poll(0) if state & (select.POLLHUP | select.POLLERR)]
+    for descriptor in gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -24,8 +22,9 @@ from typing import Any
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launch.children import Child
-from polytempo.launch.crew import Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.crew import ENDING, Crew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
+from polytempo.launch.folder import JobFolder
 from polytempo.launch.request import CheckedRequest, split_address
 from polytempo.launch.supervise import AllDone, EndJob, Order, Report, Supervisor, described
 from polytempo.parameter_server.manifest import find_checkpoint
@@ -66,10 +65,8 @@ class LocalJob:
         self.display = display
         self.summary: dict[str, Any] = {}
         self.progress: Progress | None = None  #: of what trains without pushes
-        self._directory = private_directory()
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
         self._port = free_port()
-        self._crew = Crew()
         self._supervisor = Supervisor(self.request.size, self.request.least)
         self._servers: dict[Child, int] = {}
         self._workers: dict[Child, int] = {}
@@ -80,40 +77,41 @@ class LocalJob:
         self._interrupted = False
         self._finished = False
         self._asked_at = 0.0
+        self._crew = Crew()  # from here on signals are waited for
+        self._folder = JobFolder("launcher")
 
     def run(self) -> int:
         """Run the job; its exit status."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._crew.close)
+            undo.callback(self._folder.remove)  # before a signal can end this process again
+            undo.callback(self.display.close)
+            undo.callback(self._lose_control)
+            undo.callback(self._crew.dismiss)
             self._start()
             while not self._supervisor.ending and not self._interrupted:
                 self._turn()
             status = self._status()
             self._finish(status)
             return status
-        finally:
-            self._crew.close()
-            if self._control is not None:
-                self._control.close()
-            self.display.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     # Starting.
 
     def _start(self) -> None:
         if self.request.record:
             (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
-        paths = [str(self._directory / f"server-{index}") for index in range(self.plan.shards)]
+        paths = [str(self._folder.path / f"server-{index}") for index in range(self.plan.shards)]
         for index, path in enumerate(paths):
             config = json.dumps(self._server_config(index, path, paths[0])).encode()
             command = [sys.executable, "-m", "polytempo.launch.server_process"]
-            variables = {**self._threads(), **keep_memory()}
+            variables = {**self._threads(), **keep_memory(), **self._folder.mark()}
             child = Child(f"server {index}", command, variables, self._log(f"server-{index}"), config)
             self._servers[child] = index
             self._crew.add(child)
             self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
         keys = asdict(self._keys.workers) if self._keys else None
         facts = self._facts(tuple(f"ipc://{path}" for path in paths), keys)
-        job_file = self._directory / "job.json"
+        job_file = self._folder.job_file
         facts.write(job_file)
         for rank in range(self.request.workers):
             variables = {**facts.torch_variables(rank), **self._threads()}
@@ -135,7 +133,7 @@ class LocalJob:
             positions=tuple(self.plan.resumed.get("positions", ())),
             keys=keys,
             via=request.way,
-            meeting="" if request.expect else str(self._directory),
+            meeting="" if request.expect else str(self._folder.path),
             route=request.listen or "",
             insecure=request.insecure,
             port=self._port,
@@ -163,6 +161,7 @@ class LocalJob:
             "resume": str(self.checked.resume) if self.checked.resume else None,
             "record": str(request.record) if request.record else None,
             "threads": int(self._threads()["OMP_NUM_THREADS"]),
+            "host_timeout": request.host_timeout,
             "facts": self._meta() if index == 0 else {},
         }
 
@@ -205,7 +204,7 @@ class LocalJob:
                 self._exited(event)
             elif isinstance(event, Ready):
                 self._hear()
-            elif isinstance(event, Signalled) and event.number in (signal.SIGINT, signal.SIGTERM):
+            elif isinstance(event, Signalled) and event.number in ENDING:
                 self._interrupted = True
 
     def _said(self, event: Said) -> None:
@@ -232,7 +231,7 @@ class LocalJob:
         ranks = tuple(range(self.request.workers, self.request.size))
         self._send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
         if self._keys is not None:
-            path = self._directory / "workers.key"
+            path = self._folder.path / "workers.key"
             write_key_file(path, self._keys.workers)
             how = f"--key-file {path.name}"
             self.display.say(f"key file for other hosts: {path}")
@@ -368,15 +367,6 @@ class LocalJob:
             for line in child.tail:
                 sys.stderr.write(f"  {line}\n")
         self.display.say(cause.cause)
-
-
-def private_directory() -> Path:
-    """A directory only this user can enter, with a path short enough for a socket."""
-    directory = tempfile.mkdtemp(prefix="polytempo-")
-    if len(directory) > 80:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="polytempo-", dir="/tmp")
-    return Path(directory)
 
 
 def free_port() -> int:

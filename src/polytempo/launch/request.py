@@ -37,6 +37,7 @@ class RunRequest:
     seed: int = 0
     timeout: float | None = None
     insecure: bool = False
+    host_timeout: float = 5.0
 
     @property
     def size(self) -> int:
@@ -131,6 +132,7 @@ class RunRequest:
             raise UsageError("--insecure is about --listen, which was not given; leave it out")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.size:
             raise UsageError(f"expected --min-workers between 1 and {self.size}, got {self.min_workers}")
+        check_host_timeout(self.host_timeout)
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"expected --timeout above 0 seconds, got {self.timeout:g}")
 
@@ -163,6 +165,12 @@ def split_address(text: str, option: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 for {option}, got {text!r}")
     return host, int(port)
+
+
+def check_host_timeout(seconds: float) -> None:
+    """Beats come twice a second: less than a second would be given up at the first hiccup."""
+    if not seconds >= 1:
+        raise UsageError(f"expected --host-timeout of at least 1 second, got {seconds:g}")
 
 
 def check_free(listen: str) -> None:

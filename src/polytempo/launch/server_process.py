@@ -1,6 +1,8 @@
 """The program of a server process: `python -m polytempo.launch.server_process`, its configuration on standard input.
 
-Nothing secret stands on its command line. When it is ready it says so, with its addresses, in one line of JSON.
+Nothing secret stands on its command line. When it is ready it says so, with its addresses, in one line of JSON. Its standard
+input stays open as long as the launcher lives: its end is the launcher's. Signals that end a job are left to the launcher,
+also where a scheduler sends them to every process: servers must outlive the last checkpoint.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
+from polytempo.launch.crew import ENDING
 from polytempo.optim.compiler import spare_compiler
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
@@ -59,10 +63,10 @@ def serve(config: dict[str, Any]) -> None:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record = RecordWriter(config["record"]) if config["record"] else None
-        first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"]), None
+        first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"], config["host_timeout"]), None
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
-    server = Server(keeper, endpoints, plan.size, first, to_first)
+    server = Server(keeper, endpoints, plan.size, first, to_first, launcher=sys.stdin.fileno())
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()
@@ -70,8 +74,10 @@ def serve(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """Read the configuration and serve."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     try:
-        serve(json.load(sys.stdin))
+        serve(json.loads(sys.stdin.readline()))
     except PolytempoError as error:
         sys.stderr.write(f"polytempo: {error}\n")
         sys.stderr.flush()

@@ -51,7 +51,7 @@ from polytempo.transport.channel import Peer
 if TYPE_CHECKING:
     from polytempo.parameter_server.server import Server
 
-#: An agent on another host is lost when nothing was heard of it for so long.
+#: An agent on another host is lost when nothing was heard of it for so long (`--host-timeout`).
 AGENT_PATIENCE = 5.0
 #: What only workers send, to the first server.
 OF_WORKERS = Register | Repeat | Read | Leave | Metric | Post | Look
@@ -66,8 +66,10 @@ class First:
         record: RecordWriter | None = None,
         checkpoints: Path | None = None,
         facts: dict[str, Any] | None = None,
+        agent_patience: float = AGENT_PATIENCE,
     ) -> None:
         self.sequencer = sequencer
+        self._agent_patience = agent_patience
         self.desk: Server
         self._record = record
         self._checkpoints = checkpoints
@@ -216,6 +218,8 @@ class First:
     def _hear_agent(self, peer: Peer, message: Beat | Gone, now: float) -> None:
         _, _, ranks = self._agents[id(peer)]
         self._agents[id(peer)] = peer, now, ranks
+        if isinstance(message, Beat):
+            peer.send(encode(message))  # so that the agent knows when this host is gone
         if isinstance(message, Gone) and message.worker in ranks and self._launcher is not None:
             self._launcher.send(encode(message))
 
@@ -289,7 +293,7 @@ class First:
     def patience(self, now: float) -> float | None:
         """Seconds until something is due."""
         due = [self._wakes[0]] if self._wakes else []
-        due += [heard + AGENT_PATIENCE for _, heard, _ in self._agents.values()]
+        due += [heard + self._agent_patience for _, heard, _ in self._agents.values()]
         return max(min(due) - now, 0.0) if due else None
 
     def turn(self, now: float) -> None:
@@ -301,9 +305,9 @@ class First:
         if due:
             self._do(self.sequencer.tick(now))
         for key, (_, heard, ranks) in list(self._agents.items()):
-            if now - heard > AGENT_PATIENCE:
+            if now - heard > self._agent_patience:
                 del self._agents[key]
-                cause = f"its host was not heard of for {AGENT_PATIENCE:g} s"
+                cause = f"its host was not heard of for {self._agent_patience:g} s"
                 for rank in ranks if self._launcher is not None else ():
                     gone = Gone(worker=rank, incarnation=0, reason="lost", cause=cause)
                     self._launcher.send(encode(gone))  # type: ignore[union-attr]

@@ -65,7 +65,9 @@ class Server:
         size: int,
         first: First | None = None,
         to_first: Channel | None = None,
+        launcher: int | None = None,
     ) -> None:
+        """`launcher`: a descriptor that can be read when the launcher is gone."""
         self.keeper = keeper
         self.over = False
         self._endpoints = endpoints
@@ -82,6 +84,9 @@ class Server:
         for endpoint in endpoints:
             endpoint.attach(self._poller)
         self._poller.register(keeper.bell.fileno, zmq.POLLIN)
+        self._launcher = launcher
+        if launcher is not None:
+            self._poller.register(launcher, zmq.POLLIN)
         if to_first is not None:
             self._poller.register(to_first.pollable(), zmq.POLLIN)
             to_first.send(encode(Hello(role="server", rank=keeper.shard)))
@@ -112,6 +117,8 @@ class Server:
                 self._take(event)
         if self._to_first is not None and self._to_first.pollable() in ready:
             self._follow(self._to_first)
+        if self._launcher in ready:
+            (self._first or self).stop("the launcher is gone")
         if self.keeper.bell.fileno in ready:
             self.keeper.bell.silence()
         self._deliver_all()

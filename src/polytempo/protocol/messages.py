@@ -10,7 +10,7 @@ one of these is refused. Buffers are checked against the layout by whoever uses 
     server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Told, Resend,
                                UnknownKeys, Refused, Departed, Post (what was looked for), Stopped
     launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
-    agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Stopped
+    agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Beat, Stopped
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class Expecting(Message):
 
 
 class Beat(Message):
-    """An agent is alive."""
+    """An agent is alive; and back, so is the job."""
 
 
 class Assigned(Message):

@@ -1,0 +1,91 @@
+"""Ends and clears away what a killed launcher or agent has left: `python janitor.py WHO PROCESS FOLDER MARK`.
+
+Its standard input is a pipe whose other end only the launcher holds, so the kernel tells it of the launcher's end, whatever
+the signal was. A byte in that pipe says that nothing is left to do. Otherwise the processes of the job, which are known by
+an entry of their environment (MARK), get a moment to end by themselves, since servers tell other hosts; then they are
+killed, and the job's folder, with its key, is removed.
+
+It imports nothing of ours and is started without site-packages: it costs milliseconds. It is in a session of its own, so
+that what a terminal sends to its foreground does not end it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+
+#: How long processes may take to end by themselves.
+GRACE = 3.0
+
+
+def processes_with(mark: str) -> list[int]:
+    """Pidfds of the processes started with this entry in their environment.
+
+    The pidfd is opened before the entry is read, so that it cannot be another process that is signalled.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                belongs = os.fsencode(mark) in file.read().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            belongs = False
+        if belongs:
+            found.append(pidfd)
+        else:
+            os.close(pidfd)
+    return found
+
+
+def all_ended(pidfds: list[int], seconds: float) -> bool:
+    """Wait so long at most for these processes to end."""
+    waiting, deadline = set(pidfds), time.monotonic() + seconds
+    poll = select.poll()
+    for pidfd in waiting:
+        poll.register(pidfd, select.POLLIN)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(left * 1000):
+            poll.unregister(pidfd)
+            waiting.discard(pidfd)
+    return not waiting
+
+
+def end_processes(mark: str) -> None:
+    """Let all processes with this mark end, then make them; also those that they start meanwhile."""
+    seconds = GRACE
+    while pidfds := processes_with(mark):
+        ended = all_ended(pidfds, seconds)
+        for pidfd in pidfds:
+            if not ended:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        all_ended(pidfds, GRACE)
+        for pidfd in pidfds:
+            os.close(pidfd)
+        seconds = 0.0
+
+
+def main(who: str, process: str, folder: str, mark: str) -> None:
+    """Wait for the launcher's end; clear away what it has not."""
+    if sys.stdin.buffer.read(1):
+        return
+    end_processes(mark)
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # whoever read it may be gone as well
+        sys.stderr.write(f"polytempo: the {who} (process {process}) was killed; its processes have ended too\n")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
