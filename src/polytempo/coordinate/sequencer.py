@@ -102,6 +102,8 @@ class Sequencer:
         """A worker is gone: those who waited for it go on."""
         account = self.accounts[worker]
         if account.left_at is not None or incarnation < self._incarnations.get(worker, 0):
+            if account.state == "finished" and incarnation == self._incarnations.get(worker, 0):
+                account.state = reason  # it said goodbye, and then its exit status was not 0
             return []
         account.left(reason, now)
         counted = tuple(i for track in self.tracks.values() for i in track.counted_of(worker))
