@@ -248,11 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return flat, {"kind": kind, "nonfinite": self._watch.look_at(flat, exchange.step)}
 
     def _position(self, samples: float | None) -> dict[str, Any]:
-        sampler = self._session.sampler
-        if sampler is None or self._name != "0":
-            return {}
-        sampler.trained(samples)
-        return {"position": sampler.position()}
+        return {"positions": self._session.positions.pushed(samples)} if self._name == "0" else {}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

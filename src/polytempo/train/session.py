@@ -38,6 +38,7 @@ from polytempo.train.job import (
     way_of,
 )
 from polytempo.train.lineage import is_importing_the_script, refusal, started_by
+from polytempo.train.positions import Positions
 from polytempo.train.store import JobStore, store_at
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
@@ -63,7 +64,7 @@ class Session:
         self.size = job.size
         self.lock = threading.RLock()
         self.optimizers = 0
-        self.sampler: Any = None  #: the DistributedSampler whose position goes with the pushes
+        self.positions = Positions()  #: of its samplers; they go with the pushes
         self._returned = self._excluded = 0.0
         self._mesh: Mesh | None = None
         self._boards = 0
