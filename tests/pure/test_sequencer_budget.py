@@ -154,11 +154,11 @@ def test_steps_of_other_optimizers_make_no_checkpoint() -> None:
 
 def test_the_manifest_says_what_a_job_needs_to_go_on() -> None:
     bench = Bench("ssp:9", size=2, checkpoint_every=2).start()
-    bench.push(0, samples=8.0, position=Position(1, 24))
-    bench.push(0, samples=8.0, position=Position(1, 32))
-    bench.push(0, samples=8.0, position=Position(1, 40))
-    bench.push(1, samples=4.0, position=Position(0, 90))
-    bench.push(1, samples=4.0, position=Position(1, 4))
+    bench.push(0, samples=8.0, positions=(Position(1, 24),))
+    bench.push(0, samples=8.0, positions=(Position(1, 32),))
+    bench.push(0, samples=8.0, positions=(Position(1, 40),))
+    bench.push(1, samples=4.0, positions=(Position(0, 90),))
+    bench.push(1, samples=4.0, positions=(Position(1, 4),))
     (checkpoint,) = bench.checkpoints
     manifest = checkpoint.manifest
     assert {key: manifest[key] for key in ("step", "steps", "samples", "size", "sync", "clocks")} == {
@@ -169,26 +169,29 @@ def test_the_manifest_says_what_a_job_needs_to_go_on() -> None:
         "sync": "ssp:9",
         "clocks": {"0": 3, "1": 2},
     }
-    assert manifest["positions"] == [{"epoch": 1, "size": 2, "taken": [40, 4]}]
+    assert manifest["positions"] == [{"sampler": "", "epoch": 1, "size": 2, "taken": [40, 4]}]
     assert manifest["tracks"]["0"]["version"] == 5
     assert manifest["tracks"]["0"]["proposal"]["tensors"][1] == ["bias", [4], "float32", 0]
 
 
 def test_positions_of_an_earlier_epoch_are_not_mixed_with_those_of_a_later_one() -> None:
     bench = Bench("asp", size=2).start()
-    bench.push(0, position=Position(2, 16))
-    bench.push(1, position=Position(1, 48))
-    assert bench.sequencer.manifest(1)["positions"] == [{"epoch": 2, "size": 2, "taken": [16, 0]}]
+    bench.push(0, positions=(Position(2, 16),))
+    bench.push(1, positions=(Position(1, 48),))
+    assert bench.sequencer.manifest(1)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [16, 0]}]
 
 
 def test_positions_of_the_jobs_before_stay_while_their_epoch_lasts() -> None:
     before = [{"epoch": 0, "size": 4, "taken": [9, 9, 9, 9]}, {"epoch": 1, "size": 3, "taken": [5, 5, 5]}]
     bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
     assert bench.sequencer.manifest(0)["positions"] == before
-    bench.push(0, position=Position(1, 2))
-    assert bench.sequencer.manifest(0)["positions"] == [before[1], {"epoch": 1, "size": 2, "taken": [2, 0]}]
-    bench.push(0, position=Position(2, 2))
-    assert bench.sequencer.manifest(0)["positions"] == [{"epoch": 2, "size": 2, "taken": [2, 0]}]
+    bench.push(0, positions=(Position(1, 2),))
+    assert bench.sequencer.manifest(0)["positions"] == [
+        before[1],
+        {"sampler": "", "epoch": 1, "size": 2, "taken": [2, 0]},
+    ]
+    bench.push(0, positions=(Position(2, 2),))
+    assert bench.sequencer.manifest(0)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [2, 0]}]
 
 
 def test_side_tracks_are_not_saved() -> None:
@@ -243,3 +246,20 @@ def test_the_summary_ends_with_the_last_to_leave() -> None:
     summary = bench.sequencer.summary(99.0)
     assert (summary["seconds"], summary["samples"], summary["samples_per_second"]) == (4.0, 16.0, 4.0)
     assert summary["optimizers"] == {"0": "asp"}
+
+
+def test_each_sampler_has_positions_of_its_own() -> None:
+    before = [
+        {"sampler": "a", "epoch": 1, "size": 1, "taken": [9]},
+        {"sampler": "b", "epoch": 1, "size": 1, "taken": [7]},
+        {"sampler": "c", "epoch": 0, "size": 1, "taken": [5]},
+    ]
+    bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
+    bench.push(0, positions=(Position(1, 2, "a"), Position(2, 4, "b")))
+    bench.push(1, positions=(Position(2, 6, "b"),))
+    assert bench.sequencer.manifest(0)["positions"] == [
+        before[2],
+        before[0],
+        {"sampler": "a", "epoch": 1, "size": 2, "taken": [2, 0]},
+        {"sampler": "b", "epoch": 2, "size": 2, "taken": [4, 6]},
+    ]

@@ -221,6 +221,18 @@ def test_said_twice_a_death_is_one(sync: str) -> None:
     assert len(bench.lines_of("leave")) == 1
 
 
+def test_the_exit_status_has_the_last_word_on_who_has_finished() -> None:
+    """`raise SystemExit(3)`: a worker says goodbye before its status is known."""
+    bench = Bench("asp", size=3).start()
+    for worker, status in ((0, "finished"), (1, "failed"), (2, "lost")):
+        bench.sequencer.left(worker, 0, "finished", 1.0)
+        assert bench.sequencer.left(worker, 0, status, 2.0) == []
+    summary = bench.sequencer.summary(3.0)
+    assert [worker["state"] for worker in summary["workers"]] == ["finished", "failed", "lost"]
+    bench.sequencer.left(1, 0, "finished", 4.0)
+    assert bench.sequencer.accounts[1].state == "failed"
+
+
 def test_a_push_of_an_earlier_life_or_of_an_unknown_optimizer_is_dropped() -> None:
     bench = Bench("asp", size=2).start()
     old = bench.head(1)

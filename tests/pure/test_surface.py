@@ -175,6 +175,6 @@ def test_what_is_read_from_the_environment() -> None:
     assert found["children.py"] == ["os.environ, **environment},"]
     assert found["local.py"][1:] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
     assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], found["local.py"][0]])
-    ours = r"(JOB|RANK|ADDRESS|KEY)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
+    ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
     assert all(re.search(ours, use) for use in found["job.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

@@ -569,11 +569,33 @@ def test_two_jobs_of_one_name_are_told_so() -> None:
     name = unused_name()
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
     connected(name, 0).close()  # it listens
+    refused = f"process {os.getpid()} is rank 0 of this job already, so process {os.getpid()} cannot be"
     (outcome,) = outcomes(Client(lambda: open_by_name(name, 0, 2, 1.0)))
     assert isinstance(outcome, PeerError)
-    assert "another process is rank 0 of this job already; are two jobs using one name?" in str(outcome)
+    assert refused in str(outcome)
     worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
+    (late,) = outcomes(Client(lambda: open_by_name(name, 0, 2, 1.0)))  # when all have met, too
+    assert isinstance(late, PeerError)
+    assert refused in str(late)
     close_all(worlds)
+
+
+def test_a_forked_child_does_not_keep_its_parents_rank() -> None:
+    name = unused_name()
+    worlds = at_once(2, lambda rank: open_by_name(name, rank, 2, PATIENCE))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has done its part, or is gone
+        os._exit(0)
+    try:
+        close_all(worlds)
+        close_all(at_once(2, lambda rank: open_by_name(name, rank, 2, 5.0)))
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+        os.close(reader)
 
 
 @pytest.mark.parametrize(

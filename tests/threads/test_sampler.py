@@ -138,6 +138,97 @@ def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_pa
     assert sorted(first[0] + first[1] + flat(run(3, batch=4, resume=tmp_path))) == list(range(36))
 
 
+# Several samplers.
+
+
+def trained_beside(
+    session: Session, steps: int, looking: str, batch: int = 3, workers: int = 0, told: bool = True
+) -> tuple[list[int], list[int]]:
+    """Trains on the first batches of 36 samples, and looks at 40 others, or at the same, between steps; what was seen."""
+    params = copied(START)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+    data, others = list(range(36)), list(range(40))
+    sampler = DistributedSampler(data, session=session)
+    checking = DistributedSampler(others, session=session, training=False if looking == "told" else None)
+    loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=workers, sampler=sampler)
+    looked_at = loader if looking == "the same" else torch.utils.data.DataLoader(others, batch_size=8, sampler=checking)
+    kept = iter(checking)
+    trained: list[int] = []
+    seen: list[int] = []
+
+    def look() -> None:
+        if looking == "part":
+            seen.append(int(next(iter(looked_at))[0]))
+        elif looking in ("told", "without gradients"):
+            with torch.set_grad_enabled(looking == "told"):
+                seen.append(next(kept))
+        else:
+            seen.extend(index for x in looked_at for index in x.tolist())
+
+    look()
+    for _, x in zip(range(steps), loader, strict=False):
+        set_gradients(params, [torch.ones(3)])
+        optimizer.step(samples=len(x) if told else None)
+        trained += x.tolist()
+        look()
+    return trained, list(checking)
+
+
+@pytest.mark.parametrize("looking", ["others", "the same", "part", "told", "without gradients"])
+@pytest.mark.parametrize("told", [True, False], ids=["told the samples", "counting what is drawn"])
+def test_data_that_is_looked_at_between_steps_does_not_disturb_the_position(
+    looking: str, told: bool, tmp_path: Path
+) -> None:
+    with ThreadJob(2, 1, checkpoint=tmp_path) as job:
+        first = job.run(lambda session: trained_beside(session, 2, looking, told=told))
+    with ThreadJob(3, 1, resume=tmp_path) as job:
+        second = job.run(lambda session: trained_beside(session, 12, looking, batch=4, told=told))
+    assert sorted(index for trained, _ in [*first, *second] for index in trained) == list(range(36))
+    assert {index for _, checked in second for index in checked} == set(range(40)), "validation sees everything"
+
+
+def test_a_loader_that_has_read_the_epoch_ahead_keeps_its_position_beside_an_evaluation(tmp_path: Path) -> None:
+    with ThreadJob(
+        2, 1, checkpoint=tmp_path
+    ) as job:  # 18 samples each, in 6 batches; four are fetched ahead
+        first = job.run(lambda session: trained_beside(session, 4, "others", workers=2))
+    with ThreadJob(2, 1, resume=tmp_path) as job:
+        second = job.run(lambda session: trained_beside(session, 12, "others"))
+    assert sorted(index for trained, _ in [*first, *second] for index in trained) == list(range(36))
+
+
+def test_several_samplers_train_and_each_goes_on_where_it_was(tmp_path: Path) -> None:
+    def work(session: Session, steps: int) -> list[list[int]]:
+        params = copied(START)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        samplers = [DistributedSampler(range(24), session=session), DistributedSampler(range(12), session=session)]
+        passes = [iter(sampler) for sampler in samplers]
+        seen: list[list[int]] = [[], []]
+        for _ in range(steps):
+            drawn = [[i for _, i in zip(range(4 // (k + 1)), passes[k], strict=False)] for k in (0, 1)]
+            if not drawn[0]:
+                break
+            set_gradients(params, [torch.ones(3)])
+            optimizer.step(samples=len(drawn[0]))
+            for own, more in zip(seen, drawn, strict=True):
+                own += more
+        return seen
+
+    with ThreadJob(2, 1, checkpoint=tmp_path) as job:
+        first = job.run(lambda session: work(session, 1))
+    with ThreadJob(1, 1, resume=tmp_path) as job:
+        second = job.run(lambda session: work(session, 99))
+    for which, length in ((0, 24), (1, 12)):
+        assert sorted(i for seen in [*first, *second] for i in seen[which]) == list(range(length))
+
+
+def test_positions_of_a_version_that_knew_one_sampler_are_the_first_ones() -> None:
+    facts = JobFacts(2, (), positions=({"epoch": 3, "size": 1, "taken": [30]},))
+    session = Session(None, facts, 0)
+    train, check = (DistributedSampler(range(36), session=session) for _ in range(2))
+    assert (train.epoch, len(train), len(check)) == (3, 3, 18)
+
+
 # One epoch.
 
 
@@ -156,12 +247,18 @@ def taken(size: int, length: int, **options: Any) -> list[list[int]]:
     return result
 
 
-@pytest.mark.parametrize(("size", "length"), [(3, 10), (4, 4), (1, 7), (5, 3)])
-def test_everybody_gets_equally_many_and_all_are_used(size: int, length: int) -> None:
-    shares = taken(size, length)
-    assert len({len(share) for share in shares}) == 1
-    assert {index for share in shares for index in share} == set(range(length))
-    assert sum(map(len, shares)) < length + size
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", range(1, 8))
+def test_shares_are_those_of_torchs_sampler(size: int, drop_last: bool) -> None:
+    for length in range(25):
+        ordered = taken(size, length, shuffle=False, drop_last=drop_last)
+        theirs = torch.utils.data.DistributedSampler
+        for rank, share in enumerate(ordered):
+            assert share == list(theirs(range(length), size, rank, shuffle=False, drop_last=drop_last)), (length, rank)
+        shuffled = taken(size, length, drop_last=drop_last)
+        assert [len(share) for share in shuffled] == [len(share) for share in ordered]
+        if not drop_last:
+            assert {index for share in shuffled for index in share} == set(range(length))
 
 
 def test_drop_last_uses_nothing_twice() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from polytempo.transport.links import BYE, Link, Message
 
@@ -30,13 +32,42 @@ def let_go_after_fork(links: Links) -> None:
 
 
 def at_exit(close: Callable[[bool], None]) -> Callable[[], None]:
-    """When the process ends, close: politely, unless an error has ended it. Returns what takes this back."""
+    """When the process ends, close: politely, unless it has failed. Returns what takes this back."""
+    process = os.getpid()
+    watch_exit()
 
     def leave() -> None:
-        close(not hasattr(sys, "last_value"))
+        if os.getpid() == process:  # a forked child's end is not its parent's
+            close(not ended_badly())
 
     atexit.register(leave)
     return lambda: atexit.unregister(leave)
+
+
+_said: list[object] = []  # the status that sys.exit was last called with
+
+
+def watch_exit() -> None:
+    """Note what `sys.exit` is called with: what runs at the end of a process is not told its exit status."""
+    plain = sys.exit
+
+    def noting(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread, not the process
+            _said[:] = [status]
+        plain(status)
+
+    if not hasattr(plain, "plain"):
+        noting.plain = plain  # type: ignore[attr-defined]
+        sys.exit = noting
+
+
+def ended_badly() -> bool:
+    """At the end of the process: has an error ended it, or `sys.exit` with a status that is none of success?
+
+    torch, pytest and others replace `sys.excepthook`; the interpreter notes an error that nobody caught before it calls it.
+    `raise SystemExit(3)` cannot be seen from here: whoever waits for the process does.
+    """
+    return hasattr(sys, "last_value") or any(status not in (None, 0) for status in _said)
 
 
 def politely_closed(link: Link) -> None:

@@ -184,8 +184,14 @@ class Native:
         else:
             made = dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
         if directory:
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            weakref.finalize(self, _remove, directory, os.getpid())
         return made
+
+
+def _remove(directory: str, maker: int) -> None:
+    """Not in a child that was forked meanwhile: the others come back to it."""
+    if os.getpid() == maker:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _when_done(work: Any, tell: Callable[[], object]) -> None:

@@ -35,8 +35,7 @@ class World:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
         self.timeout = timeout
         self._generations: dict[tuple[int, int], int] = {}
-        if met.wires is not None:
-            engine.when_closed = met.wires.close
+        engine.when_closed = met.close
         engine.attach(met.links)
         self._groups = 0
         self.everybody = self._group(range(size), 0)

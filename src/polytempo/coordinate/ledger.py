@@ -30,7 +30,7 @@ class Account:
     bytes_received: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
-    position: Position | None = None
+    positions: dict[str, Position] = field(default_factory=dict)  # by sampler
     joined_at: float | None = None
     left_at: float | None = None
     earlier_s: float = 0.0  # in earlier lives
@@ -52,7 +52,7 @@ class Account:
         self.exchanging_s += sign * push.exchanged
         self.nonfinite += sign * push.nonfinite
         self.bytes_sent, self.bytes_received = push.sent, push.received
-        self.position = push.position or self.position
+        self.positions |= {position.sampler: position for position in push.positions}
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""

@@ -102,6 +102,8 @@ class Sequencer:
         """A worker is gone: those who waited for it go on."""
         account = self.accounts[worker]
         if account.left_at is not None or incarnation < self._incarnations.get(worker, 0):
+            if account.state == "finished" and incarnation == self._incarnations.get(worker, 0):
+                account.state = reason  # it said goodbye, and then its exit status was not 0
             return []
         account.left(reason, now)
         counted = tuple(i for track in self.tracks.values() for i in track.counted_of(worker))
@@ -370,14 +372,17 @@ class Sequencer:
         }
 
     def _positions(self) -> list[dict[str, Any]]:
-        """How far everybody was in its data: this job's part, after those of the jobs it goes on from."""
-        positions = [account.position for account in self.accounts]
-        epoch = max((position.epoch for position in positions if position), default=None)
+        """How far each sampler was: this job's part, after those of the jobs it goes on from."""
         earlier = self.plan.resumed.get("positions", [])
-        if epoch is None:
-            return list(earlier)
-        taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
-        return [*(p for p in earlier if p["epoch"] == epoch), {"epoch": epoch, "size": self.plan.size, "taken": taken}]
+        named = {name: None for account in self.accounts for name in account.positions}  # in the order they came
+        result = [part for part in earlier if part.get("sampler", "") not in named]
+        for name in named:
+            positions = [account.positions.get(name) for account in self.accounts]
+            epoch = max(position.epoch for position in positions if position)
+            taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
+            result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
+            result.append({"sampler": name, "epoch": epoch, "size": self.plan.size, "taken": taken})
+        return result
 
     def status(self, now: float) -> Status:
         """For the display."""

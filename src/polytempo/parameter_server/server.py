@@ -150,8 +150,8 @@ class Server:
             if not 0 <= message.rank < self._size:
                 raise PeerError(f"there is no worker {message.rank}; this job has {self._size}")
             before = self._workers.get(message.rank)
-            if before is not None and before.who.incarnation > message.incarnation:
-                raise PeerError(f"worker {message.rank} was started again; this is an earlier life of it")
+            if before is not None:
+                _check_takes_over(before.who, message)
             self._workers[message.rank], self._lives[message.rank] = peer, message.incarnation
             self._welcome(peer)
         elif self._first is None or not self._first.greet(peer, message):
@@ -371,3 +371,14 @@ class Server:
     def facts(self) -> dict[str, Any]:
         """For tests: what is kept that was not asked for yet."""
         return {"arrived": len(self._arrived), "workers": sorted(self._workers)}
+
+
+def _check_takes_over(before: Hello, after: Hello) -> None:
+    """A rank is one process: a later life of it takes over from an earlier one, and a process from itself."""
+    if before.incarnation > after.incarnation:
+        raise PeerError(f"worker {after.rank} was started again; this is an earlier life of it")
+    if before.incarnation == after.incarnation and before.pid != after.pid:
+        raise PeerError(
+            f"process {before.pid} is worker {after.rank} already, so process {after.pid} cannot be; "
+            "start each rank once, or run what it starts outside the job"
+        )

@@ -67,7 +67,7 @@ class Push(Message):
     exchanged: float = 0.0  #: seconds of the last exchange
     sent: int = 0
     received: int = 0
-    position: Position | None = None
+    positions: tuple[Position, ...] = ()  #: of every sampler that trains
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
     staged: tuple[StagedBucket, ...] = ()  #: what was sent ahead and counts
     patches: tuple[Piece, ...] = ()  #: if that is so: what the buffers are

@@ -57,10 +57,11 @@ class PushId(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
-    """How far a worker is in its data: samples taken in this epoch."""
+    """How far a worker is in its data: samples taken in this epoch, by one of its samplers."""
 
     epoch: int
     taken: int
+    sampler: str = ""
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):

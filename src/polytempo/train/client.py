@@ -55,6 +55,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.rows import Rows, UnknownKeys
 from polytempo.protocol.values import Progress, Proposal, PushId
+from polytempo.train.lineage import Inherited
 from polytempo.train.lines import Line, MakeSeed, Outstanding, Reading, split_rows
 from polytempo.train.pulls import Pulls
 from polytempo.transport.channel import Bytes, Channel
@@ -212,6 +213,13 @@ class Client:
         for channel in self._channels:
             channel.close()
         self._channels = []
+
+    def let_go(self, parent: str) -> None:
+        """In a child after a fork: the connections are its parent's, and so is the server's thread that it called over."""
+        self.companion = None
+        for index, channel in enumerate(self._channels):
+            channel.close()
+            self._channels[index] = Inherited(parent)
 
     def lend(self, parts: Sequence[Sequence[Bytes]]) -> None:
         """Receive answers into the memory of pushes: when an answer comes, every shard has the push it answers.

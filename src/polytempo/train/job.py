@@ -18,6 +18,8 @@ RANK_VARIABLE = "POLYTEMPO_RANK"
 #: Where ranks on several hosts meet, and the file with their keys, or the word "insecure". Arguments win over these, too.
 ADDRESS_VARIABLE = "POLYTEMPO_ADDRESS"
 KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
+#: The process that has a place in a job, and which place: set by `init`, for the processes that this one starts.
+WORKER_VARIABLE = "POLYTEMPO_WORKER"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,32 @@ def placement_of_environment() -> Placement | None:
     """How another launcher (torchrun, mpirun, srun) started this process; None when none did."""
     parent = f"{os.getppid()}-{_started(os.getppid())}"
     return placement_of(os.environ, parent)  # of another launcher's variables: placement.py says which
+
+
+def place_of_environment() -> str:
+    """The place in a job that this process's variables name, which those it starts inherit; empty without a launcher."""
+    path, rank = os.environ.get(JOB_VARIABLE), os.environ.get(RANK_VARIABLE)
+    if path is not None and rank is not None:
+        return f"{path} {rank}"
+    placement = placement_of(os.environ, "any")  # the placement by another launcher; whose child this is does not matter
+    return f"{placement.name} {placement.rank}" if placement is not None else ""
+
+
+def claim(place: str) -> None:
+    """This process has that place, and those that it starts do not."""
+    if place:
+        os.environ[WORKER_VARIABLE] = f"{os.getpid()} {place}"
+
+
+def disclaim() -> None:
+    """No longer."""
+    os.environ.pop(WORKER_VARIABLE, None)
+
+
+def claimed_by(place: str) -> int:
+    """The process that has this place, if this one or one that started it has; else 0."""
+    worker, _, claimed = os.environ.get(WORKER_VARIABLE, "").partition(" ")
+    return int(worker) if place and claimed == place and worker.isdigit() else 0
 
 
 def _started(process: int) -> str:

@@ -48,6 +48,7 @@ class KV:
         self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
         self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
         self._client = self._session.client
+        self._session.check_part()
         if self._client is None and self._session.size > 1:
             raise UsageError("arrays live on servers, and this job was not started by polytempo run; start it so")
         self._name = self._session.next_track()

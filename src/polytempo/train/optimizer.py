@@ -75,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         compressed = parse_compression(compression)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-        together = self._session.client is not None or self._session.size > 1
+        together = self._session.together
         tables = ModelTables(model)
         here = apply == "delta" or (together and goes_via_peers(self._spec, via, self._session, bool(tables.embeddings)))
         if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
@@ -248,11 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return flat, {"kind": kind, "nonfinite": self._watch.look_at(flat, exchange.step)}
 
     def _position(self, samples: float | None) -> dict[str, Any]:
-        sampler = self._session.sampler
-        if sampler is None or self._name != "0":
-            return {}
-        sampler.trained(samples)
-        return {"position": sampler.position()}
+        return {"positions": self._session.positions.pushed(samples)} if self._name == "0" else {}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

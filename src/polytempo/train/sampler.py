@@ -2,7 +2,10 @@
 
 An epoch is one seeded order of all samples; worker r of n takes places r, r + n, r + 2n, ... of it. After a checkpoint the
 samples that pushes before it were made of are left out, exactly, and the rest is shared anew, by however many there are now.
-Without a checkpoint every worker gets equally many samples (the first few are used twice where it does not divide).
+Only samplers that train have a position (`positions.py`); others, such as one for validation, always give all.
+
+Every worker gets equally many samples, as with torch's: where it does not divide, some are used twice, or with `drop_last`
+the last few not at all.
 """
 
 from __future__ import annotations
@@ -13,12 +16,22 @@ from typing import Any
 
 import torch
 
-from polytempo.protocol.values import Position
 from polytempo.train.session import Session, current
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
-    """Hand it to a `DataLoader`; call `set_epoch` before each epoch."""
+    """Hand it to a `DataLoader`; call `set_epoch` before each epoch.
+
+    Args:
+        dataset: What is shared out; only its length is looked at.
+        shuffle: Another order in each epoch, the same on all workers.
+        seed: Of the order; the job's `--seed` by default.
+        drop_last: Leave out the last few samples instead of using some twice, where it does not divide.
+        training: Does its position belong into checkpoints? By default it does once steps follow its draws; False for data
+            that is only looked at, though between steps; True for data that is drawn while gradients are disabled.
+        name: What a checkpoint calls it. By default the length, `shuffle` and the order in which data sets came tell
+            samplers apart; name those that are not made in the same order by all workers, or when the job goes on.
+    """
 
     def __init__(
         self,
@@ -27,46 +40,44 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         seed: int | None = None,
         drop_last: bool = False,
         session: Session | None = None,
+        *,
+        training: bool | None = None,
+        name: str = "",
     ) -> None:
         self._session = session or current()
         self._length = len(dataset)
-        self._shuffle, self._drop_last = shuffle, drop_last
+        self._shuffle, self._drop_last, self._training = shuffle, drop_last, training
         self._seed = self._session.job.seed if seed is None else seed
-        self._earlier: Sequence[dict[str, Any]] = self._session.job.positions
-        self.epoch = max((part["epoch"] for part in self._earlier), default=0)
-        self._drawn = 0  # in this epoch
-        self._trained = 0  # in this epoch, where step() was told
-        self._session.sampler = self
+        earlier = self._session.job.positions
+        nameless = any(not part.get("sampler") for part in earlier)
+        self._name = self._session.positions.identify(dataset, self._length, shuffle, name, nameless)
+        self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self._name]
+        self.epoch = max((part["epoch"] for part in earlier), default=0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: another order."""
         self.epoch = epoch
-        self._drawn = self._trained = 0
 
     def __iter__(self) -> Iterator[int]:
-        self._drawn = self._trained = 0
-        for index in self._mine():
-            self._drawn += 1
-            yield index
+        if self._training is False:
+            yield from self._mine()
+            return
+        passing = self._session.positions.begin(self._name, self.epoch)
+        try:
+            for index in self._mine():
+                passing.draw(self._training is True or torch.is_grad_enabled())
+                yield index
+        finally:
+            passing.ended = True
 
     def __len__(self) -> int:
         return len(self._mine())
-
-    def trained(self, samples: float | None) -> None:
-        """So many samples went into a push."""
-        self._trained += int(samples or 0)
-
-    def position(self) -> Position:
-        """How far this worker is: samples trained on where `step(samples=...)` says so, else samples drawn by the loader."""
-        return Position(self.epoch, self._trained or self._drawn)
 
     def _mine(self) -> list[int]:
         rest = remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch])
         rank, size = self._session.rank, self._session.size
         each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
-        if rest and not self._drop_last:
-            rest = rest + rest[: each * size - len(rest)]
-        return rest[rank : each * size : size]
+        return [rest[place % len(rest)] for place in range(rank, each * size, size)]
 
     def _order(self) -> list[int]:
         if not self._shuffle:

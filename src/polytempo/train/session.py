@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from polytempo.collectives.endings import ended_badly, watch_exit
 from polytempo.collectives.group import Group
 from polytempo.collectives.native import Native
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
@@ -24,7 +26,19 @@ from polytempo.optim.compiler import spare_compiler
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
-from polytempo.train.job import JobFacts, Way, job_of_environment, placement_of_environment, read_job, way_of
+from polytempo.train.job import (
+    JobFacts,
+    Way,
+    claim,
+    disclaim,
+    job_of_environment,
+    place_of_environment,
+    placement_of_environment,
+    read_job,
+    way_of,
+)
+from polytempo.train.lineage import is_importing_the_script, refusal, started_by
+from polytempo.train.positions import Positions
 from polytempo.train.store import JobStore, store_at
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
@@ -50,7 +64,7 @@ class Session:
         self.size = job.size
         self.lock = threading.RLock()
         self.optimizers = 0
-        self.sampler: Any = None  #: the DistributedSampler whose position goes with the pushes
+        self.positions = Positions()  #: of its samplers; they go with the pushes
         self._returned = self._excluded = 0.0
         self._mesh: Mesh | None = None
         self._boards = 0
@@ -61,6 +75,17 @@ class Session:
         self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
         self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+        self.parent = ""  #: in a process that a worker has started: that worker, in words
+
+    @property
+    def together(self) -> bool:
+        """Does this process train with others, or on servers?"""
+        return not self.parent and (self.client is not None or self.size > 1)
+
+    def check_part(self) -> None:
+        """Refuse what only the worker itself can do."""
+        if self.parent:
+            raise UsageError(refusal(self.parent))
 
     def computing_from(self, now: float) -> None:
         """An exchange is over: what follows is computing, whichever optimizer it is for."""
@@ -94,6 +119,7 @@ class Session:
 
     def world(self) -> World:
         """The links to all other workers, made on first use."""
+        self.check_part()
         if self._world is None:
             with self.lock:
                 self._world = self._world or self._open_world()
@@ -156,13 +182,26 @@ class Session:
         if self.client is not None:
             self.client.close()
 
+    def child(self, parent: str) -> Session:
+        """What a process has that this one has started."""
+        session = Session(None, self.job, self.rank)
+        session.parent = parent
+        return session
+
+    def let_go(self, parent: str) -> None:
+        """In a forked child: leave the parent's connections to the parent."""
+        if self.client is not None:
+            self.client.let_go(parent)
+        if self._mesh is not None:
+            self._mesh.let_go()
+
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     """Connect to all servers of a job."""
     on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
     pool = Pool(Shelf() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
-    identity = f"worker-{rank}-{job.incarnation}"
+    identity = f"worker-{rank}-{job.incarnation}-{os.getpid()}"  # ZeroMQ hands a connection over to who has its name
     channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
     session.least = 1  # how many are needed is the launcher's to say
@@ -190,8 +229,13 @@ def init(
     many left, they go on without those who are lost (all are needed by default); `polytempo run` has an option for it.
     """
     global _session
-    if _session is not None:
+    if _session is not None and not _session.parent:
         raise UsageError("init() was called twice; call shutdown() in between")
+    place = place_of_environment() if job is None else ""
+    parent = started_by(place) if job is None else ""
+    if _session is not None or parent:
+        _session = _session or _of_a_child(parent)
+        return
     spare_compiler()
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
@@ -200,8 +244,42 @@ def init(
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
+    claim(place)
     atexit.register(_leave)
+    watch_exit()
     sys.excepthook = _Ending(sys.excepthook)
+
+
+def _of_a_child(parent: str) -> Session:
+    """This process was started by a worker: it has that one's rank, and no part in the job."""
+    found, placement = job_of_environment(), placement_of_environment()
+    if found is not None:
+        session = Session(None, *found)
+    elif placement is not None:
+        first = placement.rank - placement.local_rank
+        facts = JobFacts(placement.size, (), first_rank=first, local_size=placement.local_size)
+        session = Session(None, facts, placement.rank)
+    else:
+        return Session(None, JobFacts(1, ()), 0)
+    session.parent = parent
+    if not is_importing_the_script():
+        sys.stderr.write(
+            f"polytempo: process {os.getpid()} was started by {parent} and trains alone, outside the job; "
+            "for a place of its own, start it with polytempo run\n"
+        )
+    return session
+
+
+def _forked() -> None:
+    """In a child: it is not the worker, and its end is not the worker's."""
+    global _session
+    if _session is not None and not _session.parent:
+        parent = f"worker {_session.rank}, process {os.getppid()},"
+        inherited, _session = _session, _session.child(parent)
+        inherited.let_go(parent)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _without_servers(sync: str, way: Way, least: int | None) -> Session:
@@ -229,14 +307,12 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
 
 
 class _Ending:
-    """Knows whether the script ended with an error, and says in one line when it only was told to end."""
+    """Says in one line when the script did not fail, but was told to end."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
-        self.failed = False
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.failed = True
         if isinstance(error, JobEnded):
             sys.stderr.write(f"polytempo: this worker ends: {' '.join(str(error).split())}\n")
         else:
@@ -247,9 +323,9 @@ def _leave() -> None:
     """At the end of the process. After an error nothing is said: the launcher sees it in the exit status."""
     global _session
     session, _session = _session, None
-    if session is None:
+    if session is None or session.parent:
         return
-    if isinstance(sys.excepthook, _Ending) and sys.excepthook.failed:
+    if ended_badly():
         session.abandon()
         return
     try:
@@ -263,7 +339,10 @@ def shutdown() -> None:
     global _session
     if _session is not None:
         session, _session = _session, None
+        if session.parent:
+            return
         atexit.unregister(_leave)
+        disclaim()
         session.close()
 
 
@@ -309,6 +388,7 @@ def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str,
     """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
     its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
     session = session or current()
+    session.check_part()
     if session.client is None:
         raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
     with session.lock:
@@ -322,6 +402,7 @@ def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str,
 def log(**values: float | int | str) -> None:
     """Record figures of this worker, such as `log(accuracy=0.93)`."""
     session = current()
+    session.check_part()
     taken = {"t", "kind", "worker"} & values.keys()
     if taken:
         raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")

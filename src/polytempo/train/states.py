@@ -21,6 +21,7 @@ def broadcast_parameters(state: Any, root: int = 0) -> None:
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Make an optimizer's options and state those of rank `root`, whatever this one's has or lacks."""
+    current().check_part()
     if current().size == 1:
         return
     aside: list[torch.Tensor] = []

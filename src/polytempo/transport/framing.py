@@ -236,10 +236,11 @@ class Reader:
         if number >= len(self._segments) or word >= self._segments[number].size:
             raise PeerError("a message refers to a loan that is not there")
         left, byte = [None] * views, self._segments[number].view(word, 1)
+        borrower = os.getpid()
 
         def back() -> None:
             left.pop()
-            if not left:
+            if not left and os.getpid() == borrower:  # a forked child has the views too, and its parent may still read
                 byte[0] = 0
 
         return back

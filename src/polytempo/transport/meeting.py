@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from polytempo.errors import PeerError, UsageError
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.links import Link, Receiver
 from polytempo.transport.patience import Patience
-from polytempo.transport.stream import peer_uid
+from polytempo.transport.stream import peer_pid, peer_uid
 from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.zmq_link import ZmqLink, ZmqWires
 
@@ -55,12 +56,35 @@ class Met:
     hosts: tuple[tuple[int, ...], ...]
     links: list[Link] = field(default_factory=list)
     wires: ZmqWires | None = None
+    seat: RankSocket | None = None  #: kept for as long as the links, so that no other process takes this rank
+
+    def close(self) -> None:
+        """Let others have the rank, and the sockets end."""
+        if self.wires is not None:
+            self.wires.close()
+        if self.seat is not None:
+            self.seat.close()
+
+
+class RankSocket(socket.socket):
+    """Where a rank listens. A forked child lets go of it: it may live longer than its parent."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        reference = weakref.ref(self)
+
+        def let_go() -> None:
+            inherited = reference()
+            if inherited is not None:
+                inherited.close()
+
+        os.register_at_fork(after_in_child=let_go)
 
 
 def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, patience: Patience) -> Met:
     """All ranks are on this host and know this name."""
     met = Met((tuple(range(size)),))
-    met.links += _meet_here(_digest(name), rank, range(size), size, receiver, patience)
+    met.links, met.seat = _meet_here(_digest(name), rank, range(size), size, receiver, patience)
     return met
 
 
@@ -83,7 +107,8 @@ def meet_by_store(
         by_host.setdefault(_found(store, f"host-{other}", other, patience), []).append(other)
     met = Met(tuple(tuple(ranks) for ranks in by_host.values()))
     here = next(ranks for ranks in met.hosts if rank in ranks)
-    met.links += _meet_here(_digest(_found(store, "token", 0, patience)), rank, here, size, receiver, patience)
+    name = _digest(_found(store, "token", 0, patience))
+    met.links, met.seat = _meet_here(name, rank, here, size, receiver, patience)
     away = [other for other in range(size) if other not in here]
     try:
         if away:
@@ -95,8 +120,7 @@ def meet_by_store(
     except BaseException:
         for link in met.links:
             link.close()
-        if met.wires is not None:
-            met.wires.close()
+        met.close()
         raise
     return met
 
@@ -118,32 +142,47 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _meet_here(name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: Patience) -> list[Link]:
+def _meet_here(
+    name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: Patience
+) -> tuple[list[Link], RankSocket]:
     patience.afresh()
     others = [other for other in ranks if other != rank]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    found: dict[int, socket.socket] = {}
+    seat = RankSocket()
+    try:
         if others:
-            _bind(listener, f"\0polytempo-{name}-{rank}", rank)
-        found: dict[int, socket.socket] = {}
-        try:
-            for other in others:
-                if other < rank:
-                    found[other] = _connect(name, rank, other, size, patience)
-            while missing := [other for other in others if other not in found]:
-                _accept(listener, found, size, patience, missing)
-        except BaseException:  # who has come must learn that nothing comes of it
-            for sock in found.values():
-                sock.close()
-            raise
-        return [StreamLink(other, receiver, sock) for other, sock in found.items()]
+            _bind(seat, f"\0polytempo-{name}-{rank}", rank)
+        for other in others:
+            if other < rank:
+                found[other] = _connect(name, rank, other, size, patience)
+        while missing := [other for other in others if other not in found]:
+            _accept(seat, found, size, patience, missing)
+    except BaseException:  # who has come must learn that nothing comes of it
+        for sock in (*found.values(), seat):
+            sock.close()
+        raise
+    return [StreamLink(other, receiver, sock) for other, sock in found.items()], seat
 
 
 def _bind(listener: socket.socket, address: str, rank: int) -> None:
     try:
         listener.bind(address)
     except OSError:
-        raise PeerError(f"another process is rank {rank} of this job already; are two jobs using one name?") from None
+        raise PeerError(
+            f"process {_listener_at(address)} is rank {rank} of this job already, so process {os.getpid()} cannot be; "
+            "are two jobs using one name?"
+        ) from None
     listener.listen(1024)
+
+
+def _listener_at(address: str) -> int:
+    """The process that listens there; 0 when it has just ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(address)
+            return peer_pid(probe)
+        except OSError:
+            return 0
 
 
 def _connect(name: str, rank: int, other: int, size: int, patience: Patience) -> socket.socket:

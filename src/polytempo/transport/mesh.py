@@ -199,6 +199,12 @@ class Mesh:
         if sock is not None:
             sock.close()
 
+    def let_go(self) -> None:
+        """In a child after a fork: leave all connections, and the path, to the parent."""
+        for sock in (*self._sockets.values(), self._listener):
+            sock.close()
+        self._sockets.clear()
+
     def close(self) -> None:
         """End all connections."""
         for rank in list(self._sockets):

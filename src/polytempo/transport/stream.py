@@ -244,8 +244,17 @@ def _unread(sock: socket.socket) -> int:
 
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the kernel knows it."""
-    _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
+    return _credentials(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process there."""
+    return _credentials(sock)[0]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)
 
 
 def widen(sock: socket.socket) -> None:

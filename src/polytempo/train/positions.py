@@ -1,0 +1,101 @@
+"""How far a worker is in its data: which samplers train, and how many samples of each went into pushes.
+
+A sampler trains when a push follows its draws. Which draws a push was made of is told by what happened in between:
+
+    draws of a pass that goes on        they train: the loop is inside this pass
+    draws of a pass that has ended      they were looked at (an evaluation), unless a loader has read the whole pass ahead:
+                                        then the sampler has trained before, and all of its last pass is used up
+    draws while gradients are disabled  they were looked at
+
+A pass is one time through a sampler: evaluating on the training data is another pass, and does not disturb the first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from polytempo.protocol.values import Position
+
+
+class Pass:
+    """One time through a sampler."""
+
+    def __init__(self, sampler: str, epoch: int) -> None:
+        self.sampler, self.epoch = sampler, epoch
+        self.drawn = self.trained = 0
+        self.ended = False
+        self.fresh = False  #: has drawn since the last push
+
+    def draw(self, counts: bool) -> None:
+        """A sample is handed to the loader."""
+        self.drawn += 1
+        self.fresh = self.fresh or counts
+
+    @property
+    def used_up(self) -> bool:
+        """Was all of it trained on, as far as `step(samples=...)` tells?"""
+        return self.ended and self.trained >= self.drawn
+
+    def position(self) -> Position:
+        """Samples trained on where `step(samples=...)` says so, else those drawn by the loader."""
+        return Position(self.epoch, min(self.trained, self.drawn) if self.trained else self.drawn, self.sampler)
+
+
+class Positions:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._datasets: dict[int, list[Callable[[], object]]] = {}  # by length, in the order in which samplers came
+        self._samplers = 0
+        self._passes: list[Pass] = []
+        self._training: dict[str, Pass] = {}
+
+    def identify(self, dataset: object, length: int, shuffled: bool, name: str, nameless: bool) -> str:
+        """A name for a sampler that is the same on all workers, and in a job that goes on from a checkpoint.
+
+        `nameless`: that checkpoint is of a version that knew one sampler, which had no name. The first one takes it.
+        """
+        self._samplers += 1
+        if nameless and self._samplers == 1:
+            return ""
+        if name:
+            return f"{name} of {length}"
+        known = self._datasets.setdefault(length, [])
+        number = next((index for index, other in enumerate(known) if other() is dataset), len(known))
+        if number == len(known):
+            known.append(_reference(dataset))
+        return f"{'shuffled' if shuffled else 'ordered'} {number} of {length}"
+
+    def begin(self, sampler: str, epoch: int) -> Pass:
+        """A sampler is gone through once more."""
+        self._passes.append(Pass(sampler, epoch))
+        return self._passes[-1]
+
+    def pushed(self, samples: float | None) -> tuple[Position, ...]:
+        """A push is made: how far it is in every sampler that trains."""
+        fresh = [one for one in self._passes if one.fresh]
+        going_on = [one for one in fresh if not one.ended]
+        for one in going_on or self._read_ahead(fresh):
+            before = self._training.get(one.sampler)
+            if before is None or before not in going_on:
+                self._training[one.sampler] = one
+        for one in fresh:
+            one.fresh = False
+        self._passes = [one for one in self._passes if not one.ended]
+        for one in self._training.values():
+            one.trained += int(samples or 0)
+        return tuple(one.position() for one in self._training.values())
+
+    def _read_ahead(self, fresh: Sequence[Pass]) -> Sequence[Pass]:
+        """No pass goes on: which of those that have ended since the last push may have been read ahead?"""
+        if not self._training:
+            return fresh[-1:]
+        return [one for one in fresh if one.sampler in self._training and self._training[one.sampler].used_up]
+
+
+def _reference(thing: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a list, a range
+        return lambda: thing
