@@ -143,7 +143,7 @@ class Sequencer:
             return self._drop(push.id)
         if push.kind == "seed":
             return self._seeded(track, push, now)
-        if push.kind == "state":
+        if push.kind in ("state", "values"):
             again = push.id.step in seat.loads
             seat.loads.add(push.id.step)
             place = track.next_place(worker, push.id.step)
