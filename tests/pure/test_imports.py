@@ -92,6 +92,7 @@ PURE = (
     "records/check.py",
     "records/replay.py",
     "launch/supervise.py",
+    "launch/output.py",
     "train/placement.py",
     "errors.py",
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launch.children import Child
-from polytempo.launch.crew import Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.crew import Crew, Drew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
 from polytempo.launch.local import INTERRUPTED, private_directory, start_worker
 from polytempo.launch.request import split_address
@@ -78,6 +78,7 @@ class Agent:
                     beat_at = time.monotonic() + BEAT_EVERY
                 self._deal(self._crew.turn(BEAT_EVERY / 2))
                 self._hear()
+                self.display.tick()
             self._deal(self._crew.end(self._workers, patience=1.0))
             if self._cause:
                 self.display.say(self._cause)
@@ -124,6 +125,8 @@ class Agent:
         for event in events:
             if isinstance(event, Said):
                 self.display.line(str(self._workers[event.child]), event.text, event.error)
+            elif isinstance(event, Drew):
+                self.display.draw(str(self._workers[event.child]), event.rows, event.again, event.error)
             elif isinstance(event, Exited):
                 reason, cause = described(event.status)
                 self._failed |= reason != "finished"

@@ -73,6 +73,13 @@ class RunRequest:
         }
         return next((name for name, value in options.items() if value is not None), "")
 
+    def in_words(self) -> str:
+        """What is being started."""
+        workers = f"{self.workers} worker{'s' * (self.workers != 1)}"
+        servers = f" and {self.shards} server{'s' * (self.shards != 1)}" if self.way == "ps" else ""
+        by = "" if servers else ", gradients by all-reduce"
+        return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
+
     def about_pushes(self) -> list[str]:
         """What of this request is about pushes to servers, and means nothing to those who make none."""
         limits = self.limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ from polytempo.protocol.messages import (
 from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import Progress, PushId
 from polytempo.records.lines import MAIN
-from polytempo.records.writer import RecordWriter
+from polytempo.records.writer import RecordWriter, record_lost
 from polytempo.transport.channel import Peer
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class First:
         self._progress_since = 0.0
         self._begun = time.time()
         self.checkpoint = ""  # the last that is whole
+        self.record_lost = ""  # why there is no record, though one was asked for
 
     @property
     def _shards(self) -> int:
@@ -101,6 +103,8 @@ class First:
             return True
         if hello.role == "launcher":
             self._launcher = peer
+            if self.record_lost:
+                self._say(self.record_lost, about="record")
             return True
         return hello.role == "agent" and self._take_agent(peer, hello.count)
 
@@ -238,8 +242,7 @@ class First:
             if isinstance(order, ToShards):
                 entries.append(order.entry)
             elif isinstance(order, Write):
-                if self._record is not None:
-                    self._record.write(order.line)
+                self._keep_record(RecordWriter.write, order.line)
             elif isinstance(order, ToWorker):
                 self.desk.tell(order.worker, order.message)
             elif isinstance(order, WakeAt):
@@ -262,9 +265,9 @@ class First:
         for peer in self._servers.values():
             peer.send(header)
 
-    def _say(self, text: str, fatal: bool = False) -> None:
+    def _say(self, text: str, fatal: bool = False, about: str = "") -> None:
         if self._launcher is not None:
-            self._launcher.send(encode(Notice(text=text, fatal=fatal)))
+            self._launcher.send(encode(Notice(text=text, fatal=fatal, about=about)))
 
     def stop(self, cause: str, over: bool = True) -> None:
         """The job ends early: everybody is told why."""
@@ -275,6 +278,18 @@ class First:
         self.desk.stop(cause)
         if not over and self._launcher is not None:
             self.desk.over = False  # the launcher will say Finish
+
+    def _keep_record(self, act: Callable[..., None], *what: Any) -> None:
+        """A record that cannot be written ends; the job is worth more and goes on."""
+        if self._record is None:
+            return
+        try:
+            act(self._record, *what)
+        except OSError as error:
+            self._record.abandon()
+            self._record = None
+            self.record_lost = record_lost(error)
+            self._say(self.record_lost, about="record")
 
     # Time.
 
@@ -299,8 +314,7 @@ class First:
                 for rank in ranks if self._launcher is not None else ():
                     gone = Gone(worker=rank, incarnation=0, reason="lost", cause=cause)
                     self._launcher.send(encode(gone))  # type: ignore[union-attr]
-        if self._record is not None:
-            self._record.flush()
+        self._keep_record(RecordWriter.flush)
         if self._finish is not None and not self._saving:
             self._end(self._finish, now)
 
@@ -340,7 +354,7 @@ class First:
                 "workers": summary.pop("workers"),
                 "job": summary,
             }
-            self._record.close(meta)
+            self._keep_record(RecordWriter.close, meta)
         self._to_servers(Stopped(cause="the job has ended"))
         if self._launcher is not None:
             self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint)))
