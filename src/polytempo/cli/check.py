@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from polytempo.errors import counted
 from polytempo.records.check import check_lines
 from polytempo.records.lines import MAIN, MEAN, of_track
 from polytempo.records.reader import read_events, read_meta
@@ -27,4 +28,6 @@ def check(
         policy.begin_at(0 if track.endswith(MEAN) else meta.get("first_step", 0))
         lines += check_lines(of_track(read_events(directory), track), own, meta["size"])
         decisions += replay(of_track(read_events(directory), track), policy)
-    typer.echo(f"{spec.text}: {lines} lines keep every promise; replay gives the same {decisions} decisions")
+    typer.echo(
+        f"{spec.text}: {counted(lines, 'line')} keep every promise; replay gives the same {counted(decisions, 'decision')}"
+    )

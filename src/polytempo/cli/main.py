@@ -74,8 +74,8 @@ def run(arguments: list[str]) -> int:
         return _fail(str(error), 2)
     except PolytempoError as error:
         return _fail(str(error), 1)
-    except BrokenPipeError:
-        silence(sys.stdout)
+    except (BrokenPipeError, SystemExit):  # the second is what typer makes of the first
+        silence(sys.__stdout__ or sys.stdout)
         return _fail("standard output was closed before all was written to it", 1)
     except OSError as error:
         what = f"cannot use {error.filename}: " if error.filename else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from polytempo.errors import counted
 from polytempo.launch.outlets import Outlet
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import Progress
@@ -191,10 +192,12 @@ class Display:
         )
         for head in ("worker", "step", "steps/s", "waiting", ""):
             table.add_column(head, justify="left" if not head else "right")
+        waiting = {worker.worker for worker in status.workers if worker.state == "waiting"}
         for worker in status.workers[:24]:
             rate = self._rates.rate.get(worker.worker)
             shown = "-" if rate is None else f"{rate:.1f}"
-            table.add_row(str(worker.worker), str(worker.step), shown, f"{100 * share(worker):.0f} %", state(worker))
+            doing = state(worker, waiting)
+            table.add_row(str(worker.worker), str(worker.step), shown, f"{100 * share(worker):.0f} %", doing)
         if len(status.workers) > 24:
             table.add_row("...", "", "", "", f"and {len(status.workers) - 24} more")
         return table
@@ -211,12 +214,13 @@ def share(worker: WorkerStatus) -> float:
     return worker.waited_s / worker.present_s if worker.present_s else 0.0
 
 
-def state(worker: WorkerStatus) -> str:
-    """What a worker is doing, and for whom it waits."""
+def state(worker: WorkerStatus, waiting: Container[int] = ()) -> str:
+    """What a worker is doing, and for whom it waits: not for those that have come since and wait themselves."""
     if worker.state != "waiting":
         return "starting" if worker.state == "absent" else worker.state
-    named = ", ".join(map(str, worker.waiting_for[:4]))
-    return f"waits for {named}{', ...' if len(worker.waiting_for) > 4 else ''}"
+    late = [rank for rank in worker.waiting_for if rank not in waiting] or worker.waiting_for
+    named = ", ".join(map(str, late[:4]))
+    return f"waits for {named}{', ...' if len(late) > 4 else ''}"
 
 
 def pushes(status: Status) -> bool:
@@ -229,7 +233,7 @@ def told_in_words(progress: Progress) -> str:
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"
     loss = f", last loss {progress.loss:.4g}" if progress.loss is not None else ""
-    steps = f"{progress.steps} step{'s' * (progress.steps != 1)} in {progress.seconds:.1f} s"
+    steps = f"{counted(progress.steps, 'step')} in {progress.seconds:.1f} s"
     return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
 
 
@@ -239,6 +243,7 @@ def plain(title: str, status: Status) -> str:
         return told_in_words(status.progress)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
-    steps = [worker.step for worker in status.workers]
+    first, last = (chosen(worker.step for worker in status.workers) for chosen in (min, max))
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     used = f", {100 * min(status.used, 1):.0f} % of the budget" if status.used else ""
-    return f"{title}: {status.seconds:.0f} s{used}, steps {min(steps)} to {max(steps)}, waiting {100 * waiting:.0f} %"
+    return f"{title}: {status.seconds:.0f} s{used}, {steps}, waiting {100 * waiting:.0f} %"

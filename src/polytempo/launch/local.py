@@ -22,7 +22,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, UsageError, counted
 from polytempo.launch.children import Child
 from polytempo.launch.crew import Crew, Drew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
@@ -68,6 +68,7 @@ class LocalJob:
         self.summary: dict[str, Any] = {}
         self.progress: Progress | None = None  #: of what trains without pushes
         self.record_lost = ""  #: why the record is cut short
+        self.seconds = 0.0  #: from the start of the first process to the end of the last
         self._directory = private_directory()
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
         self._port = free_port()
@@ -87,11 +88,13 @@ class LocalJob:
     def run(self) -> int:
         """Run the job; its exit status."""
         try:
+            begun = time.monotonic()
             self._start()
             while not self._supervisor.ending and not self._interrupted:
                 self._turn()
             status = self._status()
             self._finish(status)
+            self.seconds = time.monotonic() - begun
             return status
         finally:
             self._crew.close()
@@ -99,6 +102,11 @@ class LocalJob:
                 self._control.close()
             self.display.close()
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def finished(self) -> int:
+        """How many workers finished."""
+        return len(self._supervisor.finished)
 
     # Starting.
 
@@ -253,9 +261,8 @@ class LocalJob:
             self.display.say(
                 f"--insecure: whoever reaches {self.request.listen} can join and read the model; nothing is encrypted"
             )
-        self.display.say(
-            f"waiting for {self.request.expect} workers: polytempo worker --join {self.request.listen} {how} SCRIPT"
-        )
+        awaited = counted(self.request.expect, "worker")
+        self.display.say(f"waiting for {awaited}: polytempo worker --join {self.request.listen} {how} SCRIPT")
 
     def _exited(self, event: Exited) -> None:
         reason, cause = described(event.status)

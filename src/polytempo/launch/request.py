@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError, counted, nearest
 from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.sync.spec import parse_spec
 
@@ -75,8 +75,8 @@ class RunRequest:
 
     def in_words(self) -> str:
         """What is being started."""
-        workers = f"{self.workers} worker{'s' * (self.workers != 1)}"
-        servers = f" and {self.shards} server{'s' * (self.shards != 1)}" if self.way == "ps" else ""
+        workers = counted(self.workers, "worker")
+        servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = "" if servers else ", gradients by all-reduce"
         return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
 

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.sequencer import Sequencer
-from polytempo.errors import PeerError
+from polytempo.errors import PeerError, counted
 from polytempo.parameter_server.checkpoint import finish_checkpoint
 from polytempo.parameter_server.manifest import manifest_of
 from polytempo.parameter_server.notices import Notices
@@ -112,12 +112,12 @@ class First:
         if not 0 < count <= len(self._free_ranks):
             free = len(self._free_ranks)
             raise PeerError(
-                f"this job expects {free} more workers from other hosts, this host brings {count}; use -n {free}"
+                f"this job expects {counted(free, 'more worker')} from other hosts, this host brings {count}; use -n {free}"
             )
         ranks = tuple(self._free_ranks.popleft() for _ in range(count))
         self._agents[id(peer)] = peer, time.monotonic(), ranks
         peer.send(encode(Assigned(job=self._remote, ranks=ranks)))
-        self._say(f"{count} workers have come from another host: ranks {', '.join(map(str, ranks))}")
+        self._say(f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, ranks))}")
         return True
 
     def closed(self, peer: Peer, reason: str) -> None:
