@@ -73,3 +73,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The known word most like `word`, as '; nearest: X', or an empty text when none is like it."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; nearest: {matches[0]}" if matches else ""
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and what it counts: "1 worker", "2 workers"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"

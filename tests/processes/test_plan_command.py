@@ -34,12 +34,51 @@ def test_a_script_is_measured(tmp_path: Path) -> None:
     (folder / "beside.py").write_text("WIDTH = 6\n")
     done = plan("nets/net.py", "--devices", "2:1Gb/s", "--memory", "1GB", "--json", "out/p.json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+    again = plan("--profile", "out/p.json", "--devices", "2:1Gb/s", "--memory", "1GB", cwd=tmp_path)
+    assert again.stdout == done.stdout
+    assert "measured: medians; ± is half of what lies between the quartiles" in done.stdout
     for text in ("on 2 devices", "a minibatch of 5 samples", "data parallelism", "after 8 microbatches", "memory"):
         assert text in done.stdout
     found = json.loads((tmp_path / "out/p.json").read_text())
     assert [layer["name"] for layer in found["profile"]["layers"]] == ["0", "1", "2"]
     assert sum(stage["replicas"] for stage in found["plan"]["stages"]) == 2
     assert found["plan"]["limit"] == 1e9
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
+GUARDED = """
+import sys, torch
+import polytempo as pt
+from torch import nn
+def main():
+    pt.init()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    pipe = pt.Pipeline(net, loss=nn.functional.mse_loss, optimizer=None, microbatches=3)
+    try:
+        pipe.step(torch.ones(int(sys.argv[1]), 4), None)
+    except Exception:
+        raise SystemExit("trained")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_that_trains_a_pipeline_is_planned_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Run up to its first batch, with its own arguments and none of ours."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guarded.py").write_text(GUARDED)
+    before = list(sys.argv), list(sys.path)
+    assert run(["plan", str(EXAMPLE), "--devices", "2:1GB/s"]) == 0
+    shown = capfd.readouterr().out
+    assert "a minibatch of 16 samples" in shown
+    assert "after 4 microbatches" in shown
+    assert run(["plan", str(EXAMPLE), "--repeats", "1", "--", "--microbatches", "2"]) == 0
+    assert "a minibatch of 32 samples" in capfd.readouterr().out
+    assert run(["plan", "guarded.py", "--", "12"]) == 0
+    assert "a minibatch of 4 samples" in capfd.readouterr().out
+    assert (sys.argv, sys.path) == before
 
 
 def test_saved_profiles_and_graphs(tmp_path: Path) -> None:
@@ -60,7 +99,10 @@ def test_saved_profiles_and_graphs(tmp_path: Path) -> None:
     [
         ([], "expected a script to measure or --profile FILE, got neither"),
         (["broken.py"], "broken.py, line 2: ZeroDivisionError: division by zero"),
-        (["empty.py"], "expected empty.py to define model or make_model(), got neither; nearest: modle"),
+        (
+            ["empty.py"],
+            "expected empty.py to define model or make_model(), or to train a pt.Pipeline, got neither; nearest: modle",
+        ),
         (["nowhere.py"], "cannot read nowhere.py: No such file"),
         (["--profile", "nowhere.json"], "cannot read the profile nowhere.json"),
         (["empty.py", "--devices", "4"], "expected a topology"),

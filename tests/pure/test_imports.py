@@ -99,6 +99,7 @@ PURE = (
     "records/check.py",
     "records/replay.py",
     "launch/supervise.py",
+    "launch/output.py",
     "train/placement.py",
     "errors.py",
     "sums.py",

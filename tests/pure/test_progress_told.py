@@ -41,7 +41,7 @@ def test_the_plain_line_is_about_what_trains() -> None:
     alone = Status(seconds=7.0, used=0.0, workers=(worker(0, 0.0),), progress=told)
     assert plain("bsp", alone) == told_in_words(told)
     pushing = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0),))
-    assert plain("bsp", pushing) == "bsp: 7 s, steps 5 to 5, waiting 0 %"
+    assert plain("bsp", pushing) == "bsp: 7 s, step 5, waiting 0 %"
     pushing.progress = told
     assert plain("bsp", pushing).startswith("bsp: 7 s"), "both: the budget is about pushes"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from clusters import EVENTFUL, INSTANT, MODES, STRAGGLER
 
+from polytempo.cli.main import run
 from polytempo.errors import BrokenInvariant, RecordError
 from polytempo.records.check import check_lines
 from polytempo.records.lines import Line
@@ -211,3 +212,34 @@ def test_random_clusters_keep_every_promise_in_every_mode(seed: int) -> None:
             spec = parse_spec(sync)
             check_lines(lines, spec, cluster.workers)
             replay(lines, spec.policy(cluster.workers))
+
+
+@pytest.mark.parametrize(
+    ("progress", "status", "text"),
+    [
+        ({"what": "pipeline of 2 stages", "steps": 3}, 2, "is the record of a pipeline, which follows its schedule"),
+        (None, 0, "bsp: no step was pushed, so there is nothing to check in 1 line"),
+    ],
+)
+def test_a_record_without_decisions_is_not_said_to_keep_promises(
+    progress: object, status: int, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RecordWriter(tmp_path) as writer:
+        writer.write({"t": 1.0, "kind": "metric", "worker": 0, "steps": 3})
+        writer.close({"spec": "bsp", "size": 2, "job": {"progress": progress}})
+    assert run(["check", str(tmp_path)]) == status
+    said = capfd.readouterr()
+    assert text in said.out + said.err
+
+
+@pytest.mark.parametrize("name", [EVENTS, META])
+def test_what_cannot_be_written_is_an_error_with_the_files_name(name: str, tmp_path: Path) -> None:
+    if name == EVENTS:
+        (tmp_path / EVENTS).symlink_to("/dev/full")
+    writer = RecordWriter(tmp_path)
+    if name == META:
+        (tmp_path / META).symlink_to("/dev/full")
+    writer.write({"t": 1.0, "kind": "metric", "worker": 0})
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / name}'"):
+        writer.close({"spec": "bsp"})
+    writer.abandon()

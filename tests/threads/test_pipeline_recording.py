@@ -74,7 +74,7 @@ def test_what_is_left_of_a_run_with_a_lost_rank_is_read(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_record_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="got none that has a line; call write_log"):
+    with pytest.raises(UsageError, match=r"got none that has a line; let every rank of the script call pipeline\.record\("):
         read_logs(tmp_path)
     written(tmp_path, ranks=3)
     written(tmp_path, ranks=2)

@@ -41,8 +41,28 @@ REFUSED: dict[str, tuple[str, str, Callable[[list[nn.Parameter], Session], objec
     ),
     "a class of one's own": (
         "bsp",
-        'cannot run OwnSGD: .*nearest: SGD; use apply="delta"',
+        'cannot run OwnSGD: it runs classes of torch.optim by their names, and no others; use apply="delta"',
         lambda p, s: DistributedOptimizer(OwnSGD(p, lr=0.1), session=s),
+    ),
+    "arguments that are swapped": (
+        "bsp",
+        "the optimizer comes first, then the model: .*the other way round",
+        lambda p, s: DistributedOptimizer(nn.Linear(2, 1), torch.optim.SGD(p, lr=0.1), session=s),  # type: ignore[arg-type]
+    ),
+    "parameters in place of an optimizer": (
+        "asp",
+        "with a torch.optim.Optimizer first, got a list",
+        lambda p, s: DistributedOptimizer(p, session=s),  # type: ignore[arg-type]
+    ),
+    "an optimizer in place of a model": (
+        "bsp",
+        "with a torch.nn.Module second, got a SGD",
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), torch.optim.SGD(p), session=s),  # type: ignore[arg-type]
+    ),
+    "a group that comes late": (
+        "bsp",
+        "add parameter groups before wrapping the optimizer: the job knows its parameters by now",
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s).add_param_group({"params": []}),
     ),
     "a class with a known name": (
         "bsp",

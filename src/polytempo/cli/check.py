@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from polytempo.errors import UsageError, counted
 from polytempo.records.check import check_lines
 from polytempo.records.lines import MAIN, MEAN, of_track
 from polytempo.records.reader import read_events, read_meta
@@ -27,4 +28,14 @@ def check(
         policy.begin_at(0 if track.endswith(MEAN) else meta.get("first_step", 0))
         lines += check_lines(of_track(read_events(directory), track), own, meta["size"])
         decisions += replay(of_track(read_events(directory), track), policy)
-    typer.echo(f"{spec.text}: {lines} lines keep every promise; replay gives the same {decisions} decisions")
+    if not decisions and meta.get("job", {}).get("progress"):
+        raise UsageError(
+            f"{directory} is the record of a pipeline, which follows its schedule and makes no decisions to check; "
+            "let the script call pipeline.record(FOLDER), and polytempo picture FOLDER draws what each stage did"
+        )
+    if not decisions:
+        typer.echo(f"{spec.text}: no step was pushed, so there is nothing to check in {counted(lines, 'line')}")
+        return
+    typer.echo(
+        f"{spec.text}: {counted(lines, 'line')} keep every promise; replay gives the same {counted(decisions, 'decision')}"
+    )

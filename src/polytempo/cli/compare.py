@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from polytempo.cli.run import limits_of
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, counted
 from polytempo.records.reader import read_events, read_meta
 from polytempo.report.live import LiveRun, live_run
 from polytempo.report.picture import check_picture, draw_training
@@ -64,7 +64,7 @@ def compare(
         if status:
             raise typer.Exit(status)
         runs.append(_summed_up(folders[job.request.sync], metric, script))
-    title = f"{Path(script).name} live: {workers} workers" + (f", slower: {slow}" if slow else "")
+    title = f"{Path(script).name} live: {counted(workers, 'worker')}" + (f", slower: {slow}" if slow else "")
     _show(runs, target, title)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ Exit status: 0 well; 1 the job or the record failed; 2 a mistake in the command,
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -19,7 +20,11 @@ from polytempo.cli.run import PASS_ON, worker
 from polytempo.cli.run import run as run_job
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
+from polytempo.launch.outlets import open_standard_streams, silence
 from polytempo.version import VERSION
+
+#: Errors of a disk, which are no mistake in the command.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -55,6 +60,7 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit."""
+    open_standard_streams()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -68,10 +74,12 @@ def run(arguments: list[str]) -> int:
         return _fail(str(error), 2)
     except PolytempoError as error:
         return _fail(str(error), 1)
-    except BrokenPipeError:
-        return 0
+    except (BrokenPipeError, SystemExit):  # the second is what typer makes of the first
+        silence(sys.__stdout__ or sys.stdout)
+        return _fail("standard output was closed before all was written to it", 1)
     except OSError as error:
-        return _fail(f"cannot use {error.filename}: {error.strerror}", 2)
+        what = f"cannot use {error.filename}: " if error.filename else ""
+        return _fail(f"{what}{error.strerror or error}", 1 if error.errno in FULL else 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
 

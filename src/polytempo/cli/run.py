@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
+from polytempo.report.summary import summary_line
 from polytempo.simulate.units import parse_factors, parse_hiccup
 
 Option = typer.Option
@@ -76,8 +77,12 @@ def run(
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
-        told = told_in_words(job.progress) if job.progress is not None else ""
-        typer.echo(_summary(sync, job.summary, told), err=True)
+        if job.progress is None or job.summary.get("steps"):
+            job.display.say(summary_line(sync, job.summary, job.finished, request.size, job.seconds))
+        if job.progress is not None:
+            job.display.say(told_in_words(job.progress))
+        if job.record_lost:
+            job.display.say(f"warning: {job.record_lost}")
     raise typer.Exit(status)
 
 
@@ -112,21 +117,3 @@ def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> 
     """The budget that was asked for."""
     given = {"steps": steps, "samples": samples, "seconds": seconds}
     return Limits(**{name: value for name, value in given.items() if value is not None})
-
-
-def _summary(sync: str, figures: dict[str, Any], told: str = "") -> str:
-    """The last words; `told`: of what has trained without pushes."""
-    if told:
-        pushed = f"{_summary(sync, figures)}\n" if figures.get("steps") else ""
-        return f"{pushed}polytempo: {told}"
-    if not figures.get("steps"):
-        return f"polytempo: {sync}: every worker finished; no step was pushed"
-    stale = f"staleness {figures['staleness_mean']:.1f} (at most {figures['staleness_max']})"
-    odd = f", {figures['nonfinite']} gradients were not finite" if figures["nonfinite"] else ""
-    if figures.get("spread"):
-        stale += f", gradients {figures['spread']:.2g} apart"
-    return (
-        f"polytempo: {sync}: {figures['steps']} steps in {figures['seconds']:.1f} s, "
-        f"{figures['samples_per_second']:.4g} samples/s, efficiency {100 * figures['efficiency']:.0f} %, "
-        f"waiting {100 * figures['waiting']:.0f} %, {stale}{odd}"
-    )

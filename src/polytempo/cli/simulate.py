@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from polytempo.cli.settings import Settings, load_experiment, settle
+from polytempo.errors import counted
 from polytempo.records.writer import RecordWriter
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import Table, comparison, scaling_table, trained_comparison, verdict
@@ -176,7 +177,7 @@ def _evaluate_every(settings: Settings, cluster: Cluster, sync: str, via: str, b
 
 def _title(settings: Settings) -> str:
     odd = ", ".join(f"{_ranks(ranks)} {factor:g}x slower" for factor, ranks in _by_factor(settings.cluster.slow).items())
-    return ", ".join(part for part in (f"{settings.cluster.workers} workers", odd, _machines(settings)) if part)
+    return ", ".join(part for part in (counted(settings.cluster.workers, "worker"), odd, _machines(settings)) if part)
 
 
 def _by_factor(slow: Any) -> dict[float, list[int]]:

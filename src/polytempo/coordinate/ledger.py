@@ -96,6 +96,11 @@ class Account:
             return self.earlier_s
         return self.earlier_s + (now if self.left_at is None else self.left_at) - self.joined_at
 
+    @property
+    def communicating_s(self) -> float:
+        """Of its exchanges, the seconds that no mode made it wait."""
+        return max(self.exchanging_s - self.waiting_s, 0.0)
+
     def status(self, now: float) -> WorkerStatus:
         """For the display."""
         held = now - self.held_since if self.held_since is not None else 0.0
@@ -115,7 +120,7 @@ class Account:
             "nonfinite": self.nonfinite,
             "computing_s": self.computing_s,
             "waiting_s": self.waiting_s,
-            "communicating_s": max(self.exchanging_s - self.waiting_s, 0.0),
+            "communicating_s": self.communicating_s,
             "present_s": self.present(now),
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
@@ -139,7 +144,9 @@ def sum_up(accounts: list[Account], now: float, started: float | None) -> dict[s
         "nonfinite": sum(account.nonfinite for account in accounts),
         "samples_per_second": samples / seconds if seconds else 0.0,
         "efficiency": useful / present,
+        "computing": in_order(account.computing_s for account in accounts) / present,
         "waiting": in_order(account.waiting_s for account in accounts) / present,
+        "communicating": in_order(account.communicating_s for account in accounts) / present,
         "staleness_mean": sum(account.staleness_sum for account in accounts) / max(sum(a.pushes for a in accounts), 1),
         "staleness_max": max(account.staleness_max for account in accounts),
         "workers": [account.as_dict(now) for account in accounts],

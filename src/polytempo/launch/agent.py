@@ -16,7 +16,7 @@ from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launch.children import Child
-from polytempo.launch.crew import ENDING, Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.crew import ENDING, Crew, Drew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
 from polytempo.launch.folder import JobFolder
 from polytempo.launch.local import INTERRUPTED, start_worker
@@ -104,6 +104,7 @@ class Agent:
                 beat_at = time.monotonic() + BEAT_EVERY
             self._deal(self._crew.turn(BEAT_EVERY / 2))
             self._hear()
+            self.display.tick()
             if not self._cause and time.monotonic() - self._heard > self.request.host_timeout:
                 self._cause = (
                     f"nothing was heard of the job at {self.request.join} for {self.request.host_timeout:g} s: "
@@ -150,6 +151,8 @@ class Agent:
         for event in events:
             if isinstance(event, Said):
                 self.display.line(str(self._workers[event.child]), event.text, event.error)
+            elif isinstance(event, Drew):
+                self.display.draw(str(self._workers[event.child]), event.rows, event.again, event.error)
             elif isinstance(event, Exited):
                 reason, cause = described(event.status)
                 self._failed |= reason != "finished"

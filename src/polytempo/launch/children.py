@@ -14,11 +14,14 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
+
+from polytempo.launch.output import Screen
+from polytempo.records.writer import record_lost
 
 PR_SET_PDEATHSIG = 1
 TAIL = 80  #: lines of errors that are kept to be shown at the end
@@ -28,6 +31,12 @@ def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before the kernel knew
         os._exit(1)
+
+
+def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
+    log.write(data)
+    log.flush()
+    return log
 
 
 class Child:
@@ -45,8 +54,11 @@ class Child:
         self.label = label
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
-        self._log: IO[bytes] | None = log.open("wb") if log else None
-        self._rest = {1: b"", 2: b""}
+        self._log: IO[bytes] | None = None
+        self.log_lost = ""  #: why what it says is not kept, in words
+        if log is not None:
+            self._keep(lambda: log.open("wb"), str(log))
+        self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
         self.process = subprocess.Popen(
             command,
@@ -69,23 +81,30 @@ class Child:
             os.set_blocking(descriptor, False)
 
     def read(self, descriptor: int) -> list[str] | None:
-        """Whole lines that have come on a pipe; None when it has ended."""
+        """Lines that have come to their end on a pipe; None when it has ended. What is still drawn stays on its screen."""
         stream = self.pipes[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return []
-        if self._log is not None:
-            self._log.write(data)
-            self._log.flush()
-        *lines, rest = (self._rest[stream] + data).split(b"\n")
-        if not data and rest:
-            lines, rest = [*lines, rest], b""
-        self._rest[stream] = rest
-        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        kept = self._log
+        if kept is not None:
+            self._keep(lambda: _appended(kept, data), kept.name)
+        texts = self.screens[stream].feed(data, last=not data)
         if stream == 2:
             self.tail.extend(texts)
         return texts if data else (texts or None)
+
+    def _keep(self, act: Callable[[], IO[bytes]], path: str) -> None:
+        """A log that cannot be written is given up; the process goes on."""
+        try:
+            self._log = act()
+        except OSError as error:
+            kept, self._log = self._log, None
+            self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
+            if kept is not None:
+                with suppress(OSError):  # it still holds what it could not write
+                    kept.close()
 
     def forget_pipe(self, descriptor: int) -> None:
         """A pipe has ended."""

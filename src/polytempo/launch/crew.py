@@ -30,6 +30,16 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Drew:
+    """A child has changed rows that it has not ended, such as a progress bar; none: they are lines now, or gone."""
+
+    child: Child
+    rows: tuple[str, ...]
+    again: bool  #: drawn again and again, not a line whose end is still to come
+    error: bool
+
+
+@dataclass(frozen=True)
 class Exited:
     """A child has ended, and all it wrote was read."""
 
@@ -51,7 +61,7 @@ class Ready:
     key: Any
 
 
-Event = Said | Exited | Signalled | Ready
+Event = Said | Drew | Exited | Signalled | Ready
 
 
 class Crew:
@@ -110,6 +120,9 @@ class Crew:
             child.forget_pipe(descriptor)
             return
         yield from (Said(child, line, stream == 2) for line in lines)
+        screen = child.screens[stream]
+        if (rows := screen.news()) is not None:
+            yield Drew(child, rows, screen.drawing, stream == 2)
 
     def _ended(self, child: Child) -> Iterator[Event]:
         self._selector.unregister(child.pidfd)

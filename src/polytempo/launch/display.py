@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -10,11 +12,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from polytempo.errors import counted
+from polytempo.launch.outlets import Outlet
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import Progress
 
 #: Without a terminal a line is written about so often.
 PLAIN_EVERY = 5.0
+#: A terminal is drawn anew at most so often.
+DRAWN_EVERY = 0.1
 
 
 @dataclass
@@ -34,37 +40,109 @@ class Rates:
             self.before.setdefault(worker.worker, (status.seconds, worker.step))
 
 
+@dataclass
+class Bars:
+    """What processes are drawing: progress bars, and lines whose end is still to come. Pure."""
+
+    drawn: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
+    again: dict[tuple[str, bool], float] = field(default_factory=dict)  #: drawn again and again; when last shown as lines
+    said: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
+
+    def draw(self, label: str, error: bool, rows: tuple[str, ...], again: bool, now: float) -> None:
+        """Take what a process draws now."""
+        key = label, error
+        if not rows:
+            self.drawn.pop(key, None)
+            self.again.pop(key, None)
+            return
+        self.drawn[key] = rows
+        if again:
+            self.again.setdefault(key, now)
+
+    def rows(self, most: int) -> list[str]:
+        """For a terminal, by label; at most so many."""
+        found = [f"[{label}] {row}" for (label, _), rows in sorted(self.drawn.items()) for row in rows]
+        return found if len(found) <= most else [*found[: most - 1], f"... and {len(found) - most + 1} more"]
+
+    def due(self, now: float) -> list[tuple[str, bool, str]]:
+        """Without a terminal: bars as lines, each process's now and then, and only when they have changed."""
+        found = []
+        for key, last in self.again.items():
+            if now - last >= PLAIN_EVERY and self.said.get(key) != self.drawn[key]:
+                self.again[key], self.said[key] = now, self.drawn[key]
+                found += [(*key, row) for row in self.drawn[key]]
+        return found
+
+    def was_said(self, label: str, error: bool, text: str) -> bool:
+        """Was this line, which is done now, the last that was shown of a bar? Then it is not shown again."""
+        said = self.said.pop((label, error), ())
+        return text in said
+
+
 class Display:
     """Shows the job and passes on what its processes say."""
 
-    def __init__(self, title: str, quiet: bool, verbose: bool = False) -> None:
+    def __init__(self, title: str, quiet: bool, verbose: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._title = title
         self._quiet = quiet
         self._verbose = verbose
+        self._clock = clock
         self._console = Console(stderr=True, highlight=False)
+        self._out, self._error = Outlet(sys.stdout), Outlet(sys.stderr)
         self._rates = Rates()
-        self._live: Live | None = None
         self._said = 0.0
-        if self._console.is_terminal and not quiet:
-            self._live = Live(Text(f"{title}: starting"), console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+        self._bars = Bars()
+        self._status: Status | None = None
+        self._stale = False  #: has anything changed since the terminal was drawn?
+        self._drawn_at = 0.0
+        self._begun = title
+        self.latest: tuple[str, bool] | None = None  #: whose line was the last to be shown, and was it an error
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
+            self._guarded(self._live.start)
+
+    def begin(self, text: str) -> None:
+        """What is being started."""
+        self._begun = text
+        if self._live is None and not self._quiet:
+            self.say(text)
+        self._refresh()
 
     def line(self, label: str, text: str, error: bool) -> None:
         """A line that a process wrote."""
-        if self._live is not None:
-            self._console.print(Text(f"[{label}] {text}"), soft_wrap=True)
+        if self._bars.was_said(label, error, text):
             return
-        stream = sys.stderr if error else sys.stdout
-        stream.write(f"[{label}] {text}\n")
-        stream.flush()
+        self.latest = label, error
+        shown = f"[{label}] {text}"
+        if self._live is not None and (error or sys.stdout.isatty()):
+            self._guarded(lambda: self._console.print(Text(shown), soft_wrap=True))
+        elif not (self._error if error else self._out).write(f"{shown}\n") and not error:
+            self.say(f"standard output is gone ({self._out.lost}); the job goes on, and what workers print there is dropped")
+
+    def draw(self, label: str, rows: tuple[str, ...], again: bool, error: bool) -> None:
+        """What a process draws and has not ended; without rows, nothing any more."""
+        self._bars.draw(label, error, rows, again, self._clock())
+        self._stale = True
+        self.tick()
+
+    def tick(self) -> None:
+        """Show what has changed, when it is time to."""
+        now = self._clock()
+        if self._live is None:
+            for label, error, text in self._bars.due(now):
+                self.latest = label, error
+                (self._error if error else self._out).write(f"[{label}] {text}\n")
+        elif self._stale and now - self._drawn_at >= DRAWN_EVERY:
+            self._refresh()
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Lines of the launcher's own."""
+        self.latest = None
         if self._live is not None:
-            self._console.print(Text(f"polytempo: {text}"), soft_wrap=True)
+            self._guarded(lambda: self._console.print(Text(f"polytempo: {text}"), soft_wrap=True))
         else:
-            sys.stderr.write(f"polytempo: {text}\n")
-            sys.stderr.flush()
+            self._error.write(f"polytempo: {text}\n")
 
     def detail(self, text: str) -> None:
         """A line for those who asked for more."""
@@ -72,13 +150,30 @@ class Display:
             self.say(text)
 
     def show(self, status: Status) -> None:
-        """How everybody is now."""
+        """How every worker is now."""
         self._rates.look(status)
+        self._status = status
         if self._live is not None:
-            self._live.update(self._picture(status), refresh=True)  # by hand: a launcher has no threads
+            self._refresh()  # by hand: a launcher has no threads
         elif not self._quiet and status.seconds - self._said >= PLAIN_EVERY:
             self._said = status.seconds
             self.say(plain(self._title, status))
+
+    def _refresh(self) -> None:
+        live = self._live
+        if live is None:
+            return
+        self._stale, self._drawn_at = False, self._clock()
+        bars = [Text(row, no_wrap=True, overflow="ellipsis") for row in self._bars.rows(max(4, self._console.height // 2))]
+        below = [] if self._quiet else [Text(self._begun) if self._status is None else self._picture(self._status)]
+        self._guarded(lambda: live.update(Group(*bars, *below), refresh=True))
+
+    def _guarded(self, draw: Callable[[], object]) -> None:
+        """A terminal may be closed under a job, which goes on."""
+        try:
+            draw()
+        except OSError as error:
+            self._live, self._error.lost = None, error.strerror or str(error)
 
     def _picture(self, status: Status) -> Table | Text | Group:
         if status.progress is None:
@@ -97,10 +192,12 @@ class Display:
         )
         for head in ("worker", "step", "steps/s", "waiting", ""):
             table.add_column(head, justify="left" if not head else "right")
+        waiting = {worker.worker for worker in status.workers if worker.state == "waiting"}
         for worker in status.workers[:24]:
             rate = self._rates.rate.get(worker.worker)
             shown = "-" if rate is None else f"{rate:.1f}"
-            table.add_row(str(worker.worker), str(worker.step), shown, f"{100 * share(worker):.0f} %", state(worker))
+            doing = state(worker, waiting)
+            table.add_row(str(worker.worker), str(worker.step), shown, f"{100 * share(worker):.0f} %", doing)
         if len(status.workers) > 24:
             table.add_row("...", "", "", "", f"and {len(status.workers) - 24} more")
         return table
@@ -108,7 +205,7 @@ class Display:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._live is not None:
-            self._live.stop()
+            self._guarded(self._live.stop)
             self._live = None
 
 
@@ -117,12 +214,13 @@ def share(worker: WorkerStatus) -> float:
     return worker.waited_s / worker.present_s if worker.present_s else 0.0
 
 
-def state(worker: WorkerStatus) -> str:
-    """What a worker is doing, and for whom it waits."""
+def state(worker: WorkerStatus, waiting: Container[int] = ()) -> str:
+    """What a worker is doing, and for whom it waits: not for those that have come since and wait themselves."""
     if worker.state != "waiting":
-        return worker.state
-    named = ", ".join(map(str, worker.waiting_for[:4]))
-    return f"waits for {named}{', ...' if len(worker.waiting_for) > 4 else ''}"
+        return "starting" if worker.state == "absent" else worker.state
+    late = [rank for rank in worker.waiting_for if rank not in waiting] or worker.waiting_for
+    named = ", ".join(map(str, late[:4]))
+    return f"waits for {named}{', ...' if len(late) > 4 else ''}"
 
 
 def pushes(status: Status) -> bool:
@@ -135,7 +233,7 @@ def told_in_words(progress: Progress) -> str:
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"
     loss = f", last loss {progress.loss:.4g}" if progress.loss is not None else ""
-    steps = f"{progress.steps} step{'s' * (progress.steps != 1)} in {progress.seconds:.1f} s"
+    steps = f"{counted(progress.steps, 'step')} in {progress.seconds:.1f} s"
     return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
 
 
@@ -145,6 +243,7 @@ def plain(title: str, status: Status) -> str:
         return told_in_words(status.progress)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
-    steps = [worker.step for worker in status.workers]
+    first, last = (chosen(worker.step for worker in status.workers) for chosen in (min, max))
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     used = f", {100 * min(status.used, 1):.0f} % of the budget" if status.used else ""
-    return f"{title}: {status.seconds:.0f} s{used}, steps {min(steps)} to {max(steps)}, waiting {100 * waiting:.0f} %"
+    return f"{title}: {status.seconds:.0f} s{used}, {steps}, waiting {100 * waiting:.0f} %"

@@ -20,13 +20,13 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, UsageError, counted
 from polytempo.launch.children import Child
-from polytempo.launch.crew import ENDING, Crew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.crew import ENDING, Crew, Drew, Event, Exited, Ready, Said, Signalled
 from polytempo.launch.display import Display
 from polytempo.launch.folder import JobFolder
 from polytempo.launch.request import CheckedRequest, split_address
-from polytempo.launch.supervise import AllDone, EndJob, Order, Report, Supervisor, described
+from polytempo.launch.supervise import AllDone, EndJob, Order, Report, Supervisor, described, last_error, waited_too_long
 from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.protocol.messages import (
     AnyMessage,
@@ -43,6 +43,7 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.protocol.values import Progress
+from polytempo.train.ending import TOLD_TO_END
 from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE, JobFacts
 from polytempo.transport.keys import JobKeys, make_keys, write_key_file
 from polytempo.transport.pool import Pool
@@ -65,6 +66,8 @@ class LocalJob:
         self.display = display
         self.summary: dict[str, Any] = {}
         self.progress: Progress | None = None  #: of what trains without pushes
+        self.record_lost = ""  #: why the record is cut short
+        self.seconds = 0.0  #: from the start of the first process to the end of the last
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
         self._port = free_port()
         self._supervisor = Supervisor(self.request.size, self.request.least)
@@ -76,6 +79,7 @@ class LocalJob:
         self._cause: EndJob | None = None
         self._interrupted = False
         self._finished = False
+        self._given_up: dict[int, tuple[str, str]] = {}  #: workers ended here, and as what
         self._asked_at = 0.0
         self._crew = Crew()  # from here on signals are waited for
         self._folder = JobFolder("launcher")
@@ -88,16 +92,24 @@ class LocalJob:
             undo.callback(self.display.close)
             undo.callback(self._lose_control)
             undo.callback(self._crew.dismiss)
+            begun = time.monotonic()
             self._start()
             while not self._supervisor.ending and not self._interrupted:
                 self._turn()
             status = self._status()
             self._finish(status)
+            self.seconds = time.monotonic() - begun
             return status
+
+    @property
+    def finished(self) -> int:
+        """How many workers finished."""
+        return len(self._supervisor.finished)
 
     # Starting.
 
     def _start(self) -> None:
+        self.display.begin(self.request.in_words())
         if self.request.record:
             (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
         paths = [str(self._folder.path / f"server-{index}") for index in range(self.plan.shards)]
@@ -194,12 +206,18 @@ class LocalJob:
         if self._control is not None and now - self._asked_at >= STATUS_EVERY:
             self._asked_at = now
             self._send(StatusRequest())
+        self.display.tick()
+        for child in self._crew.children if not self.record_lost else ():
+            if child.log_lost:
+                self._tell_lost_record(child.log_lost)
         self._deal(self._crew.turn(STATUS_EVERY))
 
     def _deal(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, Said):
                 self._said(event)
+            elif isinstance(event, Drew) and event.child in self._workers:
+                self.display.draw(str(self._workers[event.child]), event.rows, event.again, event.error)
             elif isinstance(event, Exited):
                 self._exited(event)
             elif isinstance(event, Ready):
@@ -209,6 +227,8 @@ class LocalJob:
 
     def _said(self, event: Said) -> None:
         if event.child in self._workers:
+            if self._supervisor.ending and event.text.startswith(TOLD_TO_END):
+                return  # for the cause, which is said last
             self.display.line(str(self._workers[event.child]), event.text, event.error)
         elif not event.error and event.text.startswith('{"ready"'):
             self._server_ready(self._servers[event.child], json.loads(event.text)["ready"])
@@ -240,13 +260,13 @@ class LocalJob:
             self.display.say(
                 f"--insecure: whoever reaches {self.request.listen} can join and read the model; nothing is encrypted"
             )
-        self.display.say(
-            f"waiting for {self.request.expect} workers: polytempo worker --join {self.request.listen} {how} SCRIPT"
-        )
+        awaited = counted(self.request.expect, "worker")
+        self.display.say(f"waiting for {awaited}: polytempo worker --join {self.request.listen} {how} SCRIPT")
 
     def _exited(self, event: Exited) -> None:
         reason, cause = described(event.status)
         if event.child in self._workers:
+            reason, cause = self._given_up.get(self._workers[event.child], (reason, cause))
             self._obey(self._supervisor.exited(self._workers[event.child], reason, cause))
         elif not self._finished:
             self._obey(self._supervisor.server_exited(self._servers[event.child], cause, self._newest()), event.child)
@@ -270,6 +290,12 @@ class LocalJob:
                     self._cause = EndJob(f"{order.cause}\n" + "\n".join(child.tail))
             elif isinstance(order, AllDone) and not self._supervisor.finished:
                 self._cause = EndJob("no worker finished")
+
+    def _tell_lost_record(self, text: str) -> None:
+        """Once, and again at the end: a full disk is met by every file there is."""
+        if not self.record_lost:
+            self.record_lost = text
+            self.display.say(f"warning: {text}")
 
     # The first server.
 
@@ -303,6 +329,8 @@ class LocalJob:
             if message.fatal and not self._supervisor.ending:
                 self._supervisor.ending = True
                 self._cause = EndJob(message.text)
+            elif message.about == "record":
+                self._tell_lost_record(message.text)
             elif not message.fatal:
                 self.display.say(message.text)
         elif isinstance(message, Gone):  # from an agent on another host
@@ -324,17 +352,15 @@ class LocalJob:
     def _watch_patience(self, status: Status) -> None:
         """`--timeout`: whoever is waited for too long is given up."""
         limit = self.request.timeout
-        for worker in status.workers if limit is not None else ():
-            if worker.held_s > (limit or 0) and worker.waiting_for:
-                late = worker.waiting_for[0]
-                child = next((c for c, rank in self._workers.items() if rank == late), None)
-                self.display.say(f"worker {late} was waited for longer than {limit:g} s: given up")
-                if child is not None:
-                    child.kill(signal.SIGKILL)
-                else:
-                    cause = f"was waited for longer than {limit:g} s"
-                    self._obey(self._supervisor.exited(late, "lost", cause))
-                return
+        late = waited_too_long(status, limit) if limit is not None else None
+        if late is None or late in self._given_up:
+            return
+        self._given_up[late] = "lost", f"was given up: others had waited for it longer than {limit:g} s (--timeout)"
+        child = next((c for c, rank in self._workers.items() if rank == late), None)
+        if child is not None:
+            child.kill(signal.SIGKILL)
+        else:
+            self._obey(self._supervisor.exited(late, *self._given_up[late]))
 
     # Ending.
 
@@ -345,6 +371,7 @@ class LocalJob:
 
     def _finish(self, status: int) -> None:
         """End all processes in order: workers, then servers, which write what is left."""
+        self._supervisor.ending = True  # ends from now on are asked for, and no news
         cause = self._cause.cause if self._cause else ("interrupted" if self._interrupted else "")
         if cause:
             self._send(Stop(cause=cause))
@@ -361,11 +388,10 @@ class LocalJob:
             self._tell_cause(self._cause)
 
     def _tell_cause(self, cause: EndJob) -> None:
+        """Last; with the worker's error above it, unless that stands there already."""
         child = next((c for c, rank in self._workers.items() if rank == cause.worker), None)
-        if child is not None and child.tail:
-            self.display.say(f"the last words of worker {cause.worker}:")
-            for line in child.tail:
-                sys.stderr.write(f"  {line}\n")
+        if child is not None and child.tail and self.display.latest != (str(cause.worker), True):
+            self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))
         self.display.say(cause.cause)
 
 

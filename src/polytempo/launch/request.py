@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError, counted, nearest
 from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.sync.spec import parse_spec
 
@@ -73,6 +73,13 @@ class RunRequest:
             "--resume": self.resume,
         }
         return next((name for name, value in options.items() if value is not None), "")
+
+    def in_words(self) -> str:
+        """What is being started."""
+        workers = counted(self.workers, "worker")
+        servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
+        by = "" if servers else ", gradients by all-reduce"
+        return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
 
     def about_pushes(self) -> list[str]:
         """What of this request is about pushes to servers, and means nothing to those who make none."""

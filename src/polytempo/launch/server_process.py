@@ -26,7 +26,7 @@ from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
 from polytempo.parameter_server.server import Server
 from polytempo.protocol.messages import STRANGER_LIMIT
-from polytempo.records.writer import RecordWriter
+from polytempo.records.writer import RecordWriter, record_lost
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import JobKeys, WorkerKeys
@@ -62,14 +62,23 @@ def serve(config: dict[str, Any]) -> None:
     if index:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
-        record = RecordWriter(config["record"]) if config["record"] else None
+        record, lost = _opened(config["record"])
         first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"], config["host_timeout"]), None
+        first.record_lost = lost
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
     server = Server(keeper, endpoints, plan.size, first, to_first, launcher=sys.stdin.fileno())
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()
+
+
+def _opened(directory: str | None) -> tuple[RecordWriter | None, str]:
+    """The record, or why there is none."""
+    try:
+        return (RecordWriter(directory) if directory else None), ""
+    except OSError as error:
+        return None, record_lost(error)
 
 
 def main() -> None:

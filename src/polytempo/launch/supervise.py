@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from polytempo.protocol.messages import Status
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,32 @@ class Supervisor:
             else "there is no checkpoint to resume from (--checkpoint DIR)"
         )
         return [EndJob(f"server {server} {cause}: its part of the model is lost; {resume}")]
+
+
+def waited_too_long(status: Status, limit: float) -> int | None:
+    """A worker that another has waited for longer than `limit`, and that does not wait itself; None when there is none."""
+    states = {worker.worker: worker.state for worker in status.workers}
+    for worker in status.workers:
+        if worker.held_s > limit:  # since its wait began some of those may have come
+            late = [rank for rank in worker.waiting_for if states.get(rank) in ("absent", "computing")]
+            if late:
+                return late[0]
+    return None
+
+
+def last_error(lines: Sequence[str]) -> list[str]:
+    """Of what a process wrote at its end, the last traceback with those it came from; without one, all."""
+    begin = "Traceback (most recent call last):"
+    heads = [number for number, line in enumerate(lines) if line == begin]
+    if not heads:
+        return list(lines)
+    first = heads[-1]
+    for head in reversed(heads[:-1]):
+        between = lines[head:first]
+        if not any(line.startswith(("The above exception", "During handling of")) for line in between[-3:]):
+            break
+        first = head
+    return list(lines[first:])
 
 
 def described(status: int) -> tuple[str, str]:

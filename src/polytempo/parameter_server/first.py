@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from msgspec.structs import asdict
 
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.sequencer import Sequencer
-from polytempo.errors import PeerError
+from polytempo.errors import PeerError, counted
 from polytempo.parameter_server.checkpoint import finish_checkpoint
 from polytempo.parameter_server.manifest import manifest_of
 from polytempo.parameter_server.notices import Notices
@@ -44,7 +45,7 @@ from polytempo.protocol.messages import (
 from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
 from polytempo.protocol.values import Progress, PushId
 from polytempo.records.lines import MAIN
-from polytempo.records.writer import RecordWriter
+from polytempo.records.writer import RecordWriter, record_lost
 from polytempo.sums import in_order
 from polytempo.transport.channel import Peer
 
@@ -89,6 +90,7 @@ class First:
         self._progress_since = 0.0
         self._begun = time.time()
         self.checkpoint = ""  # the last that is whole
+        self.record_lost = ""  # why there is no record, though one was asked for
 
     @property
     def _shards(self) -> int:
@@ -106,6 +108,8 @@ class First:
             return True
         if hello.role == "launcher":
             self._launcher = peer
+            if self.record_lost:
+                self._say(self.record_lost, about="record")
             return True
         return hello.role == "agent" and self._take_agent(peer, hello.count)
 
@@ -113,12 +117,12 @@ class First:
         if not 0 < count <= len(self._free_ranks):
             free = len(self._free_ranks)
             raise PeerError(
-                f"this job expects {free} more workers from other hosts, this host brings {count}; use -n {free}"
+                f"this job expects {counted(free, 'more worker')} from other hosts, this host brings {count}; use -n {free}"
             )
         ranks = tuple(self._free_ranks.popleft() for _ in range(count))
         self._agents[id(peer)] = peer, time.monotonic(), ranks
         peer.send(encode(Assigned(job=self._remote, ranks=ranks)))
-        self._say(f"{count} workers have come from another host: ranks {', '.join(map(str, ranks))}")
+        self._say(f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, ranks))}")
         return True
 
     def closed(self, peer: Peer, reason: str) -> None:
@@ -250,8 +254,7 @@ class First:
             if isinstance(order, ToShards):
                 entries.append(order.entry)
             elif isinstance(order, Write):
-                if self._record is not None:
-                    self._record.write(order.line)
+                self._keep_record(RecordWriter.write, order.line)
             elif isinstance(order, ToWorker):
                 self.desk.tell(order.worker, order.message)
             elif isinstance(order, WakeAt):
@@ -274,9 +277,9 @@ class First:
         for peer in self._servers.values():
             peer.send(header)
 
-    def _say(self, text: str, fatal: bool = False) -> None:
+    def _say(self, text: str, fatal: bool = False, about: str = "") -> None:
         if self._launcher is not None:
-            self._launcher.send(encode(Notice(text=text, fatal=fatal)))
+            self._launcher.send(encode(Notice(text=text, fatal=fatal, about=about)))
 
     def stop(self, cause: str, over: bool = True) -> None:
         """The job ends early: everybody is told why."""
@@ -287,6 +290,18 @@ class First:
         self.desk.stop(cause)
         if not over and self._launcher is not None:
             self.desk.over = False  # the launcher will say Finish
+
+    def _keep_record(self, act: Callable[..., None], *what: Any) -> None:
+        """A record that cannot be written ends; the job is worth more and goes on."""
+        if self._record is None:
+            return
+        try:
+            act(self._record, *what)
+        except OSError as error:
+            self._record.abandon()
+            self._record = None
+            self.record_lost = record_lost(error)
+            self._say(self.record_lost, about="record")
 
     # Time.
 
@@ -311,8 +326,7 @@ class First:
                 for rank in ranks if self._launcher is not None else ():
                     gone = Gone(worker=rank, incarnation=0, reason="lost", cause=cause)
                     self._launcher.send(encode(gone))  # type: ignore[union-attr]
-        if self._record is not None:
-            self._record.flush()
+        self._keep_record(RecordWriter.flush)
         if self._finish is not None and not self._saving:
             self._end(self._finish, now)
 
@@ -352,7 +366,7 @@ class First:
                 "workers": summary.pop("workers"),
                 "job": summary,
             }
-            self._record.close(meta)
+            self._keep_record(RecordWriter.close, meta)
         self._to_servers(Stopped(cause="the job has ended"))
         if self._launcher is not None:
             self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint)))

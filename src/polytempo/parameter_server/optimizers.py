@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 
 ELEMENTWISE = (
@@ -43,7 +43,7 @@ def check_optimizer(cls: type, barrier: bool) -> str:
     name = cls.__name__
     known = OWN.get(name) is cls or (name in ELEMENTWISE + WHOLE and getattr(torch.optim, name, None) is cls)
     if not known:
-        why = REASONS.get(name, "only torch.optim's own classes are run there, by name" + nearest(name, ELEMENTWISE + WHOLE))
+        why = REASONS.get(name, "it runs classes of torch.optim by their names, and no others")
         raise UsageError(f'a server cannot run {name}: {why}; use apply="delta", which runs it on the worker')
     if name in BARRIER_ONLY and not barrier:
         raise UsageError(

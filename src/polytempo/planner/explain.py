@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from polytempo.errors import UsageError
-from polytempo.planner.profile import Profile
+from polytempo.planner.profile import Layer, Profile
 from polytempo.planner.search import Plan, PlannedStage
 
-_HEADS = ("stage", "layers", "from", "to", "devices", "ms", "busy", "send ms", "memory")
+_HEADS = ("stage", "layers", "from", "to", "devices", "ms", "±", "busy", "send ms", "memory")
+_SPREAD = _HEADS.index("±")
 
 
 def explain(profile: Profile, plan: Plan, *, microbatches: int = 8) -> list[str]:
@@ -25,6 +27,7 @@ def explain(profile: Profile, plan: Plan, *, microbatches: int = 8) -> list[str]
         f"idle with a flush after {_count(microbatches, 'microbatch', 'es')}: {100 * bubble(plan, microbatches):.1f} % "
         "of the time, were all stages equal",
         f"why: {why(profile, plan)}",
+        *_doubts(profile),
     ]
 
 
@@ -59,9 +62,25 @@ def _limit(profile: Profile, plan: Plan) -> str:
     return f"the work of stage {number}"
 
 
+def _doubts(profile: Profile) -> list[str]:
+    """How sure the times are, where that was measured."""
+    if any(layer.spread_s is None for layer in profile.layers):
+        return []
+    share = _spread(profile.layers) / (sum(layer.seconds for layer in profile.layers) or 1.0)
+    advice = "; measure again with --repeats 20, on a machine that does nothing else" if share > 0.1 else ""
+    return [f"measured: medians; ± is half of what lies between the quartiles, {100 * share:.0f} % of a pass{advice}"]
+
+
+def _spread(layers: Sequence[Layer]) -> float:
+    """Of the sum of some layers' seconds, which vary by themselves."""
+    return math.sqrt(math.fsum((layer.spread_s or 0.0) ** 2 for layer in layers))
+
+
 def _table(profile: Profile, plan: Plan) -> list[str]:
     rows = [_HEADS, *(_row(profile, plan, number, stage) for number, stage in enumerate(plan.stages))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    if any(layer.spread_s is None for layer in profile.layers):
+        rows = [(*row[:_SPREAD], *row[_SPREAD + 1 :]) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
@@ -74,6 +93,7 @@ def _row(profile: Profile, plan: Plan, number: int, stage: PlannedStage) -> tupl
         profile.layers[stage.last].name,
         f"{stage.replicas}",
         _milliseconds(stage.time),
+        f"±{1e3 * _spread(profile.layers[stage.first : stage.last + 1]) / stage.replicas:.2g}",
         f"{100 * stage.time / plan.seconds if plan.seconds else 0:.0f} %",
         _milliseconds(stage.send) if number + 1 < len(plan.stages) else "",
         _bytes(stage.memory),
@@ -100,7 +120,7 @@ def _compared(plan: Plan) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
 
 
 def _bytes(number: float) -> str:

@@ -37,6 +37,7 @@ class Layer:
     activation_bytes: float  #: what passes on to the next layer
     weight_bytes: float
     made_bytes: float | None = None  #: all outputs made in this layer, kept for backward; None: only what passes on
+    spread_s: float | None = None  #: half of what lies between the quartiles of its measured seconds; None: not known
 
     @property
     def seconds(self) -> float:
@@ -51,7 +52,7 @@ class Layer:
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if field.name == "made_bytes" and value is None:
+            if field.name in ("made_bytes", "spread_s") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise UsageError(f"layer {self.name!r}: expected {field.name} to be a number of at least 0, got {value!r}")
@@ -78,7 +79,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """A profile from a file that `save_profile` wrote, or from a graph of nodes and edges."""
+    """A profile from a file that `save_profile` or `polytempo plan --json` wrote, or from a graph of nodes and edges."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -86,11 +87,13 @@ def load_profile(path: str | Path) -> Profile:
     try:
         if isinstance(data, dict) and "nodes" in data:
             return chain_of(data)
+        if isinstance(data, dict) and "profile" in data:
+            data = data["profile"]
         return Profile(data["model"], tuple(_layer(one) for one in data["layers"]), data["batch"])
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} is no profile: expected model, batch and layers, or nodes and edges ({type(error).__name__}: {error}); "
-            "write one with save_profile"
+            "polytempo plan SCRIPT --json FILE writes one"
         ) from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None

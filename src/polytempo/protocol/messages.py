@@ -310,6 +310,7 @@ class Notice(Message):
 
     text: str
     fatal: bool = False
+    about: str = ""  #: "record": it is cut short
 
 
 class Finish(Message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +16,10 @@ META = "meta.json"
 
 
 class RecordWriter:
-    """Takes lines as they happen; `meta` is written last, so a record without it was cut short."""
+    """Takes lines as they happen; `meta` is written last, so a record without it was cut short.
+
+    Whatever cannot be written is an OSError that names the file.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -24,28 +29,47 @@ class RecordWriter:
 
     def write(self, line: Line) -> None:
         """Append one line."""
-        self._file.write(to_text(line) + "\n")
+        with _naming(self.directory / EVENTS):
+            self._file.write(to_text(line) + "\n")
 
     def flush(self) -> None:
         """Let others read what was written so far."""
-        self._file.flush()
+        with _naming(self.directory / EVENTS):
+            self._file.flush()
 
     def abandon(self) -> None:
         """End without the meta: the record says that it was cut short."""
-        self._file.close()
+        with suppress(OSError):  # what a full disk did not take at first it does not take now
+            self._file.close()
 
     def close(self, meta: dict[str, Any] | None = None) -> None:
         """Finish the record."""
-        self._file.close()
+        with _naming(self.directory / EVENTS):
+            self._file.close()
         if meta is not None:
             text = json.dumps(meta, indent=1, ensure_ascii=False) + "\n"
-            (self.directory / META).write_text(text, encoding="utf-8")
+            with _naming(self.directory / META):
+                (self.directory / META).write_text(text, encoding="utf-8")
 
     def __enter__(self) -> RecordWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        self.abandon()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing carry no name; those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def record_lost(error: OSError) -> str:
+    """In words, for a job that goes on."""
+    return f"cannot write {error.filename}: {error.strerror}; the job goes on, its record is cut short"
 
 
 def to_text(line: Line) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from polytempo.report.numbers import plain_number
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.scaling import Series
 
@@ -67,12 +68,12 @@ def _percent(share: float) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else plain_number(value)
 
 
 _COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "time\n(s)": lambda o: _seconds(o.seconds),
-    "samples\n/s": lambda o: f"{o.samples_per_second:.4g}",
+    "samples\n/s": lambda o: plain_number(o.samples_per_second),
     "efficient\n(%)": lambda o: _percent(o.efficiency),
     "waiting\n(%)": lambda o: _percent(o.waiting),
     "sending\n(%)": lambda o: _percent(o.communicating),
@@ -122,7 +123,7 @@ def scaling_table(series: Sequence[Series], title: str) -> Table:
 
 
 def _cell(throughput: float, efficiency: float) -> str:
-    return f"{throughput:.3g} ({100 * efficiency:.0f} %)"
+    return f"{plain_number(throughput)} ({100 * efficiency:.0f} %)"
 
 
 def verdict(runs: Sequence[Trained], target: float) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -105,8 +105,17 @@ def _measured(name: str, part: Part, value: Any, repeats: int) -> tuple[Layer, A
         sum(tensor.nbytes for tensor in _tensors(output)),
         sum(param.nbytes for param in params),
         sum(size for where, size in made.items() if where not in known),
+        _spread([forward + backward for forward, backward in times]),
     )
     return layer, output
+
+
+def _spread(seconds: Sequence[float]) -> float | None:
+    """Half of what lies between the quartiles: one slow measurement in five does not move it."""
+    if len(seconds) < 3:
+        return None
+    first, _, third = quantiles(seconds, n=4, method="inclusive")
+    return (third - first) / 2
 
 
 def _timed(part: Part, value: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[float, float]:

@@ -40,7 +40,8 @@ def read_logs(directory: str | Path) -> list[dict[str, Any]]:
     lines = [line for path in found for line in _read(path)]
     if not lines:
         raise UsageError(
-            f"expected files pipeline-RANK.jsonl in {directory}, got none that has a line; call write_log() there"
+            f"expected files pipeline-RANK.jsonl in {directory}, got none that has a line; "
+            f"let every rank of the script call pipeline.record({str(directory)!r}) at its end"
         )
     if len(sizes := sorted({line["ranks"] for line in lines})) > 1:
         raise UsageError(
@@ -57,6 +58,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             line = None
         if not isinstance(line, dict) or not line.keys() >= FIELDS:
-            raise UsageError(f"{path}, line {number}: expected an action, got {text[:60]!r}; call write_log() again")
+            raise UsageError(
+                f"{path}, line {number}: expected an action, got {text[:60]!r}; let the script call pipeline.record() again"
+            )
         lines.append(line)
     return lines

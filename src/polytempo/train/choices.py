@@ -22,6 +22,17 @@ def names_of(
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
+def check_order(optimizer: object, model: object) -> None:
+    """Refuse what is no optimizer, or no model, before anything is asked of it."""
+    wanted = "DistributedOptimizer(optimizer, model)"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.nn.Module) and isinstance(model, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer comes first, then the model: {wanted}; they came the other way round")
+        raise UsageError(f"expected {wanted} with a torch.optim.Optimizer first, got a {type(optimizer).__name__}")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise UsageError(f"expected {wanted} with a torch.nn.Module second, got a {type(model).__name__}")
+
+
 def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | None, nonfinite: str) -> None:
     """Refuse arguments that cannot be."""
     choices = {

@@ -30,7 +30,7 @@ from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
 from polytempo.train.buffers import average_buffers
 from polytempo.train.by_group import GroupExchange
-from polytempo.train.choices import check_choices, goes_via_peers, names_of
+from polytempo.train.choices import check_choices, check_order, goes_via_peers, names_of
 from polytempo.train.downpour import Downpour
 from polytempo.train.exchange import Exchange, change_of
 from polytempo.train.finite import FiniteWatch
@@ -64,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         nonfinite: str = "count",
         session: Session | None = None,
     ) -> None:
+        check_order(optimizer, model)
         self.inner = optimizer
         self._ready = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -147,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before it is wrapped."""
         if self._ready:
-            raise UsageError("add parameter groups before wrapping the optimizer: the servers have cut it up already")
+            raise UsageError("add parameter groups before wrapping the optimizer: the job knows its parameters by now")
 
     # A step.
 

@@ -26,6 +26,7 @@ from polytempo.optim.compiler import spare_compiler
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
+from polytempo.train.ending import TOLD_TO_END, shown_frames
 from polytempo.train.job import (
     JobFacts,
     Way,
@@ -314,9 +315,9 @@ class _Ending:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobEnded):
-            sys.stderr.write(f"polytempo: this worker ends: {' '.join(str(error).split())}\n")
+            sys.stderr.write(f"{TOLD_TO_END}{' '.join(str(error).split())}\n")
         else:
-            self._before(kind, error, trace)
+            self._before(kind, error, shown_frames(error, trace))
 
 
 def _leave() -> None:

@@ -1,0 +1,53 @@
+"""The last line of a job that ended well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polytempo.errors import counted
+from polytempo.report.numbers import percentages, plain_number
+
+
+def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int, seconds: float) -> str:
+    """What a job did.
+
+    Args:
+        sync: The mode.
+        figures: The job's, as the first server sums them up; without steps for scripts that push none (DDP, Horovod, KV).
+        finished: Workers that finished.
+        size: Workers that were started.
+        seconds: From the start of the command, for jobs that push no steps.
+    """
+    who = counted(size, "worker") if finished == size else f"{finished} of {counted(size, 'worker')}"
+    if not figures.get("steps"):
+        return f"{who} finished after {seconds:.1f} s"
+    parts = [
+        f"{counted(figures['steps'], 'step')} in {figures['seconds']:.1f} s",
+        _rate(figures),
+        f"of the workers' time {_shares(figures)}",
+    ]
+    if figures["staleness_max"]:
+        mean, most = plain_number(figures["staleness_mean"]), counted(figures["staleness_max"], "update")
+        parts.append(f"gradients {mean} updates stale on average, at most {most}")
+    if figures["discarded"]:
+        parts.append(f"{counted(figures['discarded'], 'step')} discarded")
+    if figures["nonfinite"]:
+        parts.append(f"{counted(figures['nonfinite'], 'gradient')} not finite")
+    return f"{sync}: {'; '.join(parts)}"
+
+
+def _rate(figures: Mapping[str, Any]) -> str:
+    """Samples a second where the script says how many they are, else steps."""
+    if figures["samples"] != figures["steps"]:
+        return f"{plain_number(figures['samples_per_second'])} samples/s"
+    return f"{plain_number(figures['steps'] / figures['seconds'] if figures['seconds'] else 0.0)} steps/s"
+
+
+def _shares(figures: Mapping[str, Any]) -> str:
+    parts = {name: figures[key] for name, key in SHARES.items()}
+    return ", ".join(f"{name} {share} %" for name, share in percentages(parts).items())
+
+
+#: Of the workers' time, and the figure that holds it.
+SHARES = {"computing": "computing", "waiting": "waiting", "sending": "communicating"}

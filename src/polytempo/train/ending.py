@@ -1,0 +1,34 @@
+"""What a worker says when its script ends with an error: the user's own lines, not this library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from polytempo.errors import PeerError, UsageError
+
+#: How a worker that was told to end begins its one line.
+TOLD_TO_END = "polytempo: this worker ends: "
+OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+
+
+def shown_frames(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The traceback to show. An error that this library raised on purpose ends in the line that called the library: what
+    lies below says nothing about the script. All other errors keep all their frames."""
+    if not isinstance(error, UsageError | PeerError) or trace is None or _is_ours(trace.tb_frame):
+        return trace
+    error.__suppress_context__ = True  # an error inside the library that led to this one
+    last, frame = trace, trace.tb_next
+    while frame is not None:
+        last = last if _is_ours(frame.tb_frame) else frame
+        frame = frame.tb_next
+    if last.tb_next is None or not _is_ours(last.tb_next.tb_frame):
+        return trace
+    last.tb_next = None
+    return trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(OURS)

@@ -1,0 +1,66 @@
+"""The last line of a job: plain numbers, shares that add up, no word of failure after success."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polytempo.report.numbers import percentages, plain_number
+from polytempo.report.summary import summary_line
+
+FIGURES: dict[str, Any] = {
+    "steps": 600,
+    "samples": 1800.0,
+    "seconds": 5.44,
+    "samples_per_second": 66070.4,
+    "computing": 0.698,
+    "waiting": 0.034,
+    "communicating": 0.101,
+    "staleness_mean": 0.0,
+    "staleness_max": 0,
+    "discarded": 0,
+    "nonfinite": 0,
+    "spread": 1.7,
+}
+SHARES = "of the workers' time computing 70 %, waiting 3 %, sending 10 %, other 17 %"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}"),
+        ({"samples": 600.0}, f"bsp: 600 steps in 5.4 s; 110.3 steps/s; {SHARES}"),
+        (
+            {"staleness_mean": 0.5, "staleness_max": 1, "discarded": 1, "nonfinite": 2},
+            f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}; gradients 0.5 updates stale on average, at most 1 update; "
+            "1 step discarded; 2 gradients not finite",
+        ),
+        ({"steps": 1, "samples": 1.0}, f"bsp: 1 step in 5.4 s; 0.1838 steps/s; {SHARES}"),
+        ({"steps": 0}, "2 workers finished after 7.3 s"),
+    ],
+)
+def test_the_last_line(changes: dict[str, Any], text: str) -> None:
+    assert summary_line("bsp", FIGURES | changes, 2, 2, 7.31) == text
+
+
+def test_those_that_died_are_counted() -> None:
+    assert summary_line("asp", {}, 1, 2, 3.0) == "1 of 2 workers finished after 3.0 s"
+    assert summary_line("asp", {}, 1, 1, 3.0) == "1 worker finished after 3.0 s"
+
+
+@given(st.lists(st.floats(-0.1, 2.0), min_size=1, max_size=5))
+def test_shares_add_up_to_a_hundred(shares: list[float]) -> None:
+    whole = percentages({str(number): share for number, share in enumerate(shares)})
+    assert sum(whole.values()) == 100
+    assert min(whole.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(66070.4, "66070"), (1234567.0, "1234567"), (512.34, "512.3"), (4.0, "4"), (0.0, "0"), (0.00001, "0.0000100")],
+)
+def test_numbers_have_no_powers_of_ten(value: float, text: str) -> None:
+    assert plain_number(value) == text
