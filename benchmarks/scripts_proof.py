@@ -37,7 +37,7 @@ def one(seed: int, without: tuple[int, ...], shrink: bool) -> int:
     script = script_of(seed).dropping(without)
     verdict = judged(script)
     if verdict.failed and shrink:
-        script = shrunk(script, lambda fewer: judged(fewer).failed)
+        script = shrunk(script, lambda fewer: judged(fewer).like == verdict.like)
         verdict = judged(script)
     print(report(script, f"{verdict.kind}: {verdict.why}"))
     return int(verdict.failed)

@@ -151,6 +151,14 @@ class PlainRun(Run):
     def target(self) -> torch.optim.Optimizer:
         return self.optimizer
 
+    def do_cast(self, line: Line) -> None:
+        """Gradients and buffers are cast as well."""
+        super().do_cast(line)
+        like = list(self.model.parameters())
+        self.grads = [[g if g is None else g.to(p.dtype) for g, p in zip(own, like, strict=True)] for own in self.grads]
+        kinds = [buffer.dtype for buffer in self.model.buffers()]
+        self.buffers = [[b.to(kind) for b, kind in zip(own, kinds, strict=True)] for own in self.buffers]
+
     @contextmanager
     def worker(self, rank: int) -> Iterator[None]:
         """Inside, the model has this worker's gradients and buffers."""
@@ -206,7 +214,7 @@ class PlainRun(Run):
         own = self._average(line)
         if line.get("clip", "").startswith("mean"):
             self.mean_changes(line)
-            own = [[None if p.grad is None else p.grad.clone() for p in self.model.parameters()]] * self.workers
+            own = [[None if p.grad is None else p.grad.clone() for p in self.model.parameters()] for _ in own]
         clip = self.script.optimizer["clip_norm"]
         if clip is not None:
             nn.utils.clip_grad_norm_(self.params(), clip)

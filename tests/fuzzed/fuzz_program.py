@@ -139,8 +139,7 @@ def script_of(seed: int, setting: Setting | None = None) -> Script:
     apply = "delta" if setting.way == "ps" and dice.random() < 0.2 and sync in ("bsp", "asp", "ssp:2", "every:3") else "server"
     setting = replace(setting, sync=sync, apply=apply)
     pieces = _pieces(dice)
-    sparse = any(piece.word == "embedding" and piece["sparse"] for piece in pieces)
-    optimizer = _optimizer(dice, setting, sparse)
+    optimizer = _optimizer(dice, setting, pieces)
     operations = _operations(dice, setting, pieces, optimizer)
     return Script(seed, setting, optimizer, tuple(pieces), tuple(operations))
 
@@ -201,7 +200,9 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def _optimizer(dice: Random, setting: Setting, sparse: bool) -> Line:
+def _optimizer(dice: Random, setting: Setting, pieces: Sequence[Line]) -> Line:
+    sparse = any(piece.get("sparse") for piece in pieces)
+    empty = any("0" in piece.get("shape", "") for piece in pieces)
     name = dice.choice(tuple(_OPTIONS)) if dice.random() < 0.7 else "SGD"
     options = dice.choice(_OPTIONS[name])
     if sparse and dice.random() < 0.9:
@@ -213,6 +214,8 @@ def _optimizer(dice: Random, setting: Setting, sparse: bool) -> Line:
         name, options = "SGD", {"lr": 0.01, "weight_decay": 0.01}
     if name == "Own" and setting.on_servers and dice.random() < 0.7:
         name, options = "SGD", {"lr": 0.1}  # refused, which need not be seen often
+    if name == "Adafactor" and empty:
+        name, options = "AdamW", {"lr": 0.01, "eps": 1e-5}  # torch divides by the number of elements
     if name == "Rprop" and not setting.barrier and dice.random() < 0.7:
         name, options = "RAdam", {"lr": 0.01, "eps": 1e-5}
     form = {} if name == "Own" or sparse else dice.choice(({}, {}, {"foreach": True}, {"foreach": False}))
@@ -238,6 +241,7 @@ class _Body:
     def __init__(self, dice: Random, setting: Setting, pieces: Sequence[Line], optimizer: Line) -> None:
         self.dice, self.setting, self.optimizer = dice, setting, optimizer
         words = {piece.word for piece in pieces}
+        self.whole = "frozen" not in words or not optimizer["trainable"]  # does the optimizer have all parameters?
         self.least = 2 if "norm" in words else 1  # samples of a batch that BatchNorm needs
         self.dense = not any(piece.get("sparse") for piece in pieces)
         self.batches = self.since_zero = 0
@@ -270,13 +274,17 @@ class _Body:
         elif dice.random() < 0.1 and "clip" not in facts and facts["zero"] != "skip" and self.dense:
             facts["scaler"] = True
         if not facts.get("closure") and dice.random() < 0.25:
-            facts["meddle"] = dice.choice(("none", "double", "assign", "transposed", "data", "hold"))
+            own = () if "scaler" in facts else ("assign",)  # which a scaler would take for a scaled one
+            facts["meddle"] = dice.choice(("none", "double", "transposed", "data", "hold", *own))
             facts["param"], facts["rank"] = dice.randrange(20), dice.randrange(-1, setting.workers)
         self.before = samples, facts.get("clip")
         return Line("step", facts)
 
     def _may_skip_zero(self, samples: str) -> bool:
-        """Gradients that stay are each worker's own, or the mean: the same only with equal weights."""
+        """Gradients that stay are each worker's own, or the mean: the same only with equal weights. Some of torch's foreach
+        forms leave something else in them."""
+        if self.optimizer.get("foreach"):
+            return False
         if self.setting.workers == 1:
             return self.optimizer["clip_norm"] is None
         return samples == "none" and self.before == ("none", None) and self.optimizer["clip_norm"] is None
@@ -315,7 +323,7 @@ class _Body:
         for _ in range(dice.randrange(3)):
             word = dice.choice(("load", "cast", "freeze", "schedule", "warm"))
             if word == "load":
-                lines.append(line("load", of=dice.choice(("all", "each"))))
+                lines.append(line("load", of=dice.choice(("all", "each")) if self.whole else "all"))
             elif word == "cast":
                 lines.append(line("cast", to="channels_last"))
             elif word == "freeze":
