@@ -394,8 +394,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.inner.load_state_dict(state_dict)
         exchange = self._exchange
         if isinstance(exchange, Exchange) and self._apply == "server":
+            state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
-            exchange.load_state(self._tables.runs_of(state_dict["state"], exchange.proposal.tensors, self._params))
+            exchange.load_state(self._tables.runs_of(state, exchange.proposal.tensors, self._params))
             exchange.filters.load(state_dict.get("filters", {}))
 
     @property

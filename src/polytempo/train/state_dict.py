@@ -16,13 +16,31 @@ from polytempo.protocol.values import TensorInfo
 def torch_state(
     runs: Sequence[RunState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
-    """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors."""
-    result = {}
-    for place in lay_out(tensors, 1).places:
+    """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors.
+
+    Servers have no state of a parameter without elements. It gets what a neighbour in its group has: Adagrad makes state
+    only when it is built, and could not go on from a dictionary that lacks some.
+    """
+    result, of_group = {}, {}
+    places = lay_out(tensors, 1).places
+    for place in places:
         state = of_tensor(runs, place.info.dtype, place.start, place.stop, place.info.shape)
         if state:
             result[numbers[place.index]] = state
+            of_group[place.info.group] = state, place.info
+    for place in places:
+        if place.start == place.stop and place.info.group in of_group:
+            state, info = of_group[place.info.group]
+            result[numbers[place.index]] = {name: _emptied(name, value, info, place.info) for name, value in state.items()}
     return dict(sorted(result.items()))
+
+
+def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
+    """A neighbour's state, for a parameter that has no elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    each = value.numel() == prod(info.shape) and name not in SINGLE
+    return torch.empty(tuple(empty.shape), dtype=getattr(torch, empty.dtype)) if each else value.clone()
 
 
 def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]) -> list[RunState]:
