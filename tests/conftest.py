@@ -6,9 +6,14 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# How long an example takes on a busy machine says nothing: time does not decide a test.
+hypothesis.settings.register_profile("polytempo", deadline=None)
+hypothesis.settings.load_profile("polytempo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
