@@ -164,6 +164,7 @@ class LocalJob:
             "record": str(request.record) if request.record else None,
             "threads": int(self._threads()["OMP_NUM_THREADS"]),
             "facts": self._meta() if index == 0 else {},
+            "host_timeout": request.host_timeout,
         }
 
     def _meta(self) -> dict[str, Any]:

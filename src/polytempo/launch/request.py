@@ -36,6 +36,7 @@ class RunRequest:
     min_workers: int | None = None
     seed: int = 0
     timeout: float | None = None
+    host_timeout: float = 5.0
     insecure: bool = False
 
     @property
@@ -133,6 +134,8 @@ class RunRequest:
             raise UsageError(f"expected --min-workers between 1 and {self.size}, got {self.min_workers}")
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"expected --timeout above 0 seconds, got {self.timeout:g}")
+        if not self.host_timeout >= 1:
+            raise UsageError(f"expected --host-timeout of 1 second or more, got {self.host_timeout:g}")
 
 
 @dataclass(frozen=True)
