@@ -287,6 +287,8 @@ class Server:
                     self.keeper.norm_total(message.square)
                 elif isinstance(message, Stopped):
                     self.stop(message.cause)
+                elif isinstance(message, Refused):
+                    self.stop(f"server {self.keeper.shard} was turned away: {message.reason}")
         except PeerError:
             self.stop("the first server is gone")
 
