@@ -137,6 +137,35 @@ def test_a_killed_agent_leaves_no_worker_and_no_key(hosts: Hosts, bench: Bench) 
     assert "worker 1 its host was not heard of for 2 s; going on with 1 of 2" in err
 
 
+def test_a_host_that_pauses_and_comes_back_is_told_that_it_was_given_up(hosts: Hosts, bench: Bench) -> None:
+    listen = f"{hosts.address}:7077"
+    flags = ["--sync", "asp", "--listen", listen, "--expect", "1", "--host-timeout", "1.5", "--record", "record"]
+    job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, PACED, ".", "until=enough")
+    join = ["worker", "--join", listen, "--key-file", str(key_file(bench))]
+    joined = start(bench, hosts.inside(hosts.b), *join, PACED, ".", "until=enough")
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 6)
+    paused = [psutil.Process(joined.pid), *psutil.Process(joined.pid).children(recursive=True)]
+    for process in paused:
+        process.suspend()
+    given_up = lambda: any(e["kind"] == "leave" and e["worker"] == 1 for e in bench.events())  # noqa: E731
+    wait_until(given_up)
+    for process in paused:
+        process.resume()
+    out, err = joined.communicate(timeout=60)
+    cause = "the job goes on without it: its host was not heard of for 1.5 s"
+    assert joined.returncode == 1, err
+    assert err.count(f"\npolytempo: {cause}\n") == 1, err
+    assert (out + err).count(f"[1] polytempo: this worker ends: {cause}\n") == 1, out + err
+    steps = len(bench.clock(0))
+    wait_until(lambda: len(bench.clock(0)) > steps)
+    (bench.folder / "enough").touch()
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "worker 1 its host was not heard of for 1.5 s; going on with 1 of 2" in err
+    assert "Traceback" not in err
+    assert bench.run("check", "record").returncode == 0
+
+
 def test_who_has_no_key_gets_nothing(hosts: Hosts, bench: Bench) -> None:
     listen = f"{hosts.address}:7077"
     job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", "--listen", listen, "--expect", "1", PACED, ".", "steps=5")

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,8 @@ class Cable:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for end in self._ends:
-            try:
+            with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         for thread in self._threads:
             thread.join(10)
         for end in self._ends:

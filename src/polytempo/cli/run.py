@@ -40,8 +40,8 @@ def run(
     max_restarts: Annotated[int, Option(help="Planned: start dead workers again.", hidden=True)] = 0,
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
     timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
+    host_timeout: Annotated[float, Option(help="Give up another host that was not heard of for so many seconds.")] = 5.0,
     insecure: Annotated[bool, Option("--insecure", help="With --listen: no keys, no encryption.")] = False,
-    host_timeout: Annotated[float, Option(help="Give up a host of which nothing was heard for so many seconds.")] = 5.0,
     verbose: Annotated[bool, Option("--verbose", "-v", help="Also say what was started, and where.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
@@ -71,8 +71,8 @@ def run(
         min_workers=min_workers,
         seed=seed,
         timeout=timeout,
-        insecure=insecure,
         host_timeout=host_timeout,
+        insecure=insecure,
     )
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()

@@ -127,6 +127,8 @@ class Sequencer:
         """A push is at one shard in full; the first shard brings its head."""
         if identity.incarnation != self._incarnations.get(identity.worker) or identity.track not in self.tracks:
             return self._drop(identity) if head is not None else []
+        if identity.worker not in self.tracks[identity.track].seats:
+            return self._drop(identity)  # it has left, or was given up
         arrival = self._arrivals.setdefault(identity, Arrival())
         arrival.shards.add(shard)
         arrival.head = head or arrival.head

@@ -36,8 +36,8 @@ class RunRequest:
     min_workers: int | None = None
     seed: int = 0
     timeout: float | None = None
-    insecure: bool = False
     host_timeout: float = 5.0
+    insecure: bool = False
 
     @property
     def size(self) -> int:

@@ -15,6 +15,8 @@ from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, W
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError, counted
 from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.parameter_server.checks import check_end, check_expecting, check_proposal, check_read
+from polytempo.parameter_server.hosts import Hosts
 from polytempo.parameter_server.manifest import manifest_of
 from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.log import Entry, Save
@@ -52,8 +54,8 @@ from polytempo.transport.channel import Peer
 if TYPE_CHECKING:
     from polytempo.parameter_server.server import Server
 
-#: An agent on another host is lost when nothing was heard of it for so long (`--host-timeout`).
-AGENT_PATIENCE = 5.0
+#: A host is given up when nothing was heard of it for this many seconds (`--host-timeout`).
+HOST_TIMEOUT = 5.0
 #: What only workers send, to the first server.
 OF_WORKERS = Register | Repeat | Read | Leave | Metric | Post | Look
 
@@ -67,10 +69,9 @@ class First:
         record: RecordWriter | None = None,
         checkpoints: Path | None = None,
         facts: dict[str, Any] | None = None,
-        agent_patience: float = AGENT_PATIENCE,
+        host_timeout: float = HOST_TIMEOUT,
     ) -> None:
         self.sequencer = sequencer
-        self._agent_patience = agent_patience
         self.desk: Server
         self._record = record
         self._checkpoints = checkpoints
@@ -79,7 +80,8 @@ class First:
         self._servers: dict[int, Peer] = {}
         self._early: list[Entry] = []  # entries that came before all servers were there
         self._launcher: Peer | None = None
-        self._agents: dict[int, tuple[Peer, float, tuple[int, ...]]] = {}
+        self._hosts = Hosts(host_timeout)
+        self._given_up: dict[int, tuple[int, str]] = {}  # workers that the job goes on without: incarnation and cause
         self._free_ranks: deque[int] = deque()
         self._wakes: list[float] = []
         self._norms: dict[tuple[str, int], list[float]] = {}
@@ -120,7 +122,7 @@ class First:
                 f"this job expects {counted(free, 'more worker')} from other hosts, this host brings {count}; use -n {free}"
             )
         ranks = tuple(self._free_ranks.popleft() for _ in range(count))
-        self._agents[id(peer)] = peer, time.monotonic(), ranks
+        self._hosts.add(peer, ranks, time.monotonic())
         peer.send(encode(Assigned(job=self._remote, ranks=ranks)))
         self._say(f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, ranks))}")
         return True
@@ -129,12 +131,14 @@ class First:
         """A connection is gone."""
         if peer is self._launcher:
             self._launcher = None
-            self.stop("the launcher is gone")
+            self.stop(f"the launcher is gone{': ' + reason if reason else ''}")
         elif peer.who is not None and peer.who.role == "server" and self._finish is None:
-            if self._launcher is None:  # else it knows how the server ended, and will say so
+            if reason:
+                self.stop(f"server {peer.who.rank} was turned away: {reason}")
+            elif self._launcher is None:  # else it knows how the server ended, and will say so
                 self.stop(f"server {peer.who.rank} is gone")
         elif reason:
-            self._say(f"a connection was closed: {reason}")
+            self._say(f"the connection of {named(peer)} was closed: {reason}")
 
     # What comes in.
 
@@ -145,9 +149,14 @@ class First:
             if role != "worker":
                 raise PeerError(f"{type(message).__name__} is a worker's")
             self._hear_worker(rank, peer.who.incarnation, message, now)
-        elif isinstance(message, Arrived) and role == "server":
-            self._do(self.sequencer.arrived(message.shard, message.id, None, now))
-        elif isinstance(message, Norm | Saved | Failed) and role == "server":
+        elif isinstance(message, Arrived | Norm | Saved) and role == "server":
+            if message.shard != rank:
+                raise PeerError(f"server {rank} speaks for server {message.shard}")
+            if isinstance(message, Arrived):
+                self._do(self.sequencer.arrived(message.shard, message.id, None, now))
+            else:
+                self.report(message, now)
+        elif isinstance(message, Failed) and role == "server":
             self.report(message, now)
         elif role == "launcher":
             self._hear_launcher(peer, message, now)
@@ -166,11 +175,13 @@ class First:
         if isinstance(message, Post | Look):
             self._hear_notice(rank, message)
         elif isinstance(message, Register):
+            check_proposal(message.track, message.proposal)
             known = set(self.sequencer.tracks)
             self._do(self.sequencer.register(rank, incarnation, message.track, message.proposal, now))
             for name in self.sequencer.tracks.keys() - known:
                 self._tell(f"manifest/{name}", self._notices.announce(f"manifest/{name}", manifest_of(message.proposal)))
         elif isinstance(message, Leave):
+            check_end(message, self.sequencer.plan.size)
             self._do(self.sequencer.left(rank, incarnation, message.reason, now))
         elif isinstance(message, Repeat):
             if (message.id.worker, message.id.incarnation) != (rank, incarnation):
@@ -179,6 +190,7 @@ class First:
         elif message.worker != rank:
             raise PeerError("a worker may speak for itself only")
         elif isinstance(message, Read):
+            check_read(message)
             self._do(self.sequencer.read(message))
         else:
             self._take_progress(message.progress, now)
@@ -207,11 +219,14 @@ class First:
                 status.seconds = max(status.seconds, now - self._progress_since)
             peer.send(encode(status))
         elif isinstance(message, Gone):
+            check_end(message, self.sequencer.plan.size)
             if message.reason != "finished":
+                self._given_up[message.worker] = message.incarnation, message.cause
                 line = {"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause}
                 self._do([Write(line)])
             self._do(self.sequencer.left(message.worker, message.incarnation, message.reason, now))
         elif isinstance(message, Expecting):
+            check_expecting(message, self.sequencer.plan.size)
             self._remote, self._free_ranks = message.job, deque(message.ranks)
         elif isinstance(message, Stop):
             self.stop(message.cause, over=False)
@@ -220,12 +235,24 @@ class First:
             self._last_checkpoint()
 
     def _hear_agent(self, peer: Peer, message: Beat | Gone, now: float) -> None:
-        _, _, ranks = self._agents[id(peer)]
-        self._agents[id(peer)] = peer, now, ranks
+        host = self._hosts.of(peer)
+        if host is None:
+            raise PeerError("an agent that has brought no workers has nothing to say")
+        if host.cause:
+            peer.send(encode(Stopped(cause=told_late(host.cause))))
+            return
+        self._hosts.heard(host, now)
         if isinstance(message, Beat):
             peer.send(encode(message))  # so that the agent knows when this host is gone
-        if isinstance(message, Gone) and message.worker in ranks and self._launcher is not None:
+        if isinstance(message, Gone) and message.worker in host.ranks and self._launcher is not None:
+            check_end(message, self.sequencer.plan.size)
             self._launcher.send(encode(message))
+
+    def given_up(self, worker: Hello, now: float) -> str:
+        """A worker has something to say: why the job goes on without it; empty when it does not."""
+        self._hosts.heard_worker(worker.rank, now)
+        incarnation, cause = self._given_up.get(worker.rank, (-1, ""))
+        return told_late(cause) if worker.incarnation <= incarnation else ""
 
     def arrived(self, shard: int, identity: PushId, head: Push | None, now: float) -> None:
         """A push is here."""
@@ -285,7 +312,7 @@ class First:
         """The job ends early: everybody is told why."""
         self._say(cause, fatal=True)
         self._to_servers(Stopped(cause=cause))
-        for peer, _, _ in self._agents.values():
+        for peer in self._hosts.peers():
             peer.send(encode(Stopped(cause=cause)))
         self.desk.stop(cause)
         if not over and self._launcher is not None:
@@ -308,7 +335,8 @@ class First:
     def patience(self, now: float) -> float | None:
         """Seconds until something is due."""
         due = [self._wakes[0]] if self._wakes else []
-        due += [heard + self._agent_patience for _, heard, _ in self._agents.values()]
+        host = self._hosts.due()
+        due += [host] if host is not None else []
         return max(min(due) - now, 0.0) if due else None
 
     def turn(self, now: float) -> None:
@@ -319,13 +347,10 @@ class First:
             due = True
         if due:
             self._do(self.sequencer.tick(now))
-        for key, (_, heard, ranks) in list(self._agents.items()):
-            if now - heard > self._agent_patience:
-                del self._agents[key]
-                cause = f"its host was not heard of for {self._agent_patience:g} s"
-                for rank in ranks if self._launcher is not None else ():
-                    gone = Gone(worker=rank, incarnation=0, reason="lost", cause=cause)
-                    self._launcher.send(encode(gone))  # type: ignore[union-attr]
+        for host in self._hosts.overdue(now):
+            for rank in host.ranks if self._launcher is not None else ():
+                gone = Gone(worker=rank, incarnation=0, reason="lost", cause=host.cause)
+                self._launcher.send(encode(gone))  # type: ignore[union-attr]
         self._keep_record(RecordWriter.flush)
         if self._finish is not None and not self._saving:
             self._end(self._finish, now)
@@ -333,6 +358,8 @@ class First:
     # Checkpoints and the end.
 
     def _saved(self, item: Saved) -> None:
+        if item.name not in self._saving:
+            raise PeerError(f"server {item.shard} has saved {item.name[:40]!r}, which is not being made")
         manifest, parts = self._saving[item.name]
         parts.append(item)
         if len(parts) < self._shards or self._checkpoints is None:
@@ -381,3 +408,16 @@ class First:
         """Leave the record as it is."""
         if self._record is not None:
             self._record.abandon()
+
+
+def named(peer: Peer) -> str:
+    """Who a peer has said to be."""
+    who = peer.who
+    if who is None:
+        return "a stranger"
+    return f"{who.role} {who.rank}" if who.role in ("worker", "server") else f"the {who.role}"
+
+
+def told_late(cause: str) -> str:
+    """What those are told who come back after they were given up."""
+    return f"the job goes on without it: {cause}"

@@ -62,6 +62,8 @@ class KeyDesk:
         lists = self._lists.setdefault(worker, KeyReceiver(LIMIT))
         if not keys.known:
             data = next(rest)
+            if data.nbytes % 8:
+                raise PeerError(f"a list of ids of {data.nbytes} bytes was refused; each has 8")
             lists.take(keys.digest, as_tensor(data, "int64"))
             return data
         ids = lists.find(keys.digest)

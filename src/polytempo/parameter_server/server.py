@@ -10,6 +10,7 @@ The other servers send their arrivals to the first one and get the log from it, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,11 +21,13 @@ import torch
 import zmq
 
 from polytempo.errors import PeerError, PolytempoError
-from polytempo.parameter_server.first import First
+from polytempo.parameter_server.checks import check_fit, check_hello, check_keep, check_push, check_state, refusal
+from polytempo.parameter_server.first import First, named
 from polytempo.parameter_server.keeper import ForWorker, Keeper, KeepHere, PullHere
 from polytempo.parameter_server.key_lists import KeyDesk, Unknown
 from polytempo.parameter_server.receipts import Key, Receipts
 from polytempo.parameter_server.staged import StagedBuckets
+from polytempo.parameter_server.state import unpack
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, Reply, Seed, Update
 from polytempo.protocol.messages import (
     Answer,
@@ -139,16 +142,17 @@ class Server:
                 self._greet(peer, message)
             else:
                 self._hear(peer, message, event.buffers)
-        except PolytempoError as error:
-            peer.send(encode(Refused(reason=str(error))))
+        except PolytempoError as error:  # what was sent cannot be; its sender goes, the job stays
+            reason = refusal(error)
+            peer.send(encode(Refused(reason=reason)))
             peer.close()
+            self._closed(Closed(peer, reason))
 
     def _greet(self, peer: Peer, message: AnyMessage) -> None:
         if not isinstance(message, Hello):
             raise PeerError("expected a greeting first")
         if message.role == "worker":
-            if not 0 <= message.rank < self._size:
-                raise PeerError(f"there is no worker {message.rank}; this job has {self._size}")
+            check_hello(message, self._size)
             before = self._workers.get(message.rank)
             if before is not None:
                 _check_takes_over(before.who, message)
@@ -170,6 +174,11 @@ class Server:
                 raise PeerError("somebody who has said who it is cannot be somebody else")
             self._welcome(peer)  # the first welcome was lost
             return
+        if self._first is not None and peer.who.role == "worker":
+            cause = self._first.given_up(peer.who, time.monotonic())
+            if cause:
+                peer.send(encode(Stopped(cause=cause)))
+                return
         if isinstance(message, Ask) and peer.who.role == "worker":
             self._tell_state(peer, (message.what, message.track, message.number))
             return
@@ -177,6 +186,7 @@ class Server:
             self._pull(peer, message, buffers)
             return
         if isinstance(message, Keep) and peer.who.role == "worker":
+            check_keep(message, unpack(message.state, buffers))
             self.keeper.put(KeepHere(peer.who.rank, message, buffers), {})
             return
         if not isinstance(message, Push | Staged):
@@ -192,6 +202,7 @@ class Server:
         if isinstance(message, Staged):
             self._staged.keep(message, buffers)
             return
+        check_push(message)
         key = "push", message.id.track, message.id.step
         if self._receipts.state(who.rank, who.incarnation, key)[0] != "unknown":
             self._tell_state(peer, key)  # it was sent again
@@ -235,6 +246,12 @@ class Server:
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
         """A push as the store wants it; refused when it does not fit, None when a part was lost on the way."""
         store = self.keeper.stores.get(push.id.track)
+        if store is None and push.kind != "seed":
+            raise PeerError(f"a push was refused: there is no optimizer {push.id.track[:40]} yet")
+        if store is not None:
+            check_fit(push, store.proposal)
+            if push.kind == "state":
+                check_state(unpack(push.state, buffers), store.proposal)
         if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
             return buffers
         if push.kind == "values":
@@ -264,6 +281,10 @@ class Server:
             del self._workers[who.rank]
         if self._first is not None:
             self._first.closed(event.peer, event.reason)
+        elif event.reason:
+            said = f"server {self.keeper.shard}: the connection of {named(event.peer)} was closed: {event.reason}"
+            sys.stderr.write(f"polytempo: {said}\n")
+            sys.stderr.flush()
 
     def _follow(self, first: Channel) -> None:
         """Carry out what the first server sends."""
@@ -276,6 +297,8 @@ class Server:
                     self.keeper.norm_total(message.square)
                 elif isinstance(message, Stopped):
                     self.stop(message.cause)
+                elif isinstance(message, Refused):
+                    self.stop(f"server {self.keeper.shard} was turned away: {message.reason}")
         except PeerError:
             self.stop("the first server is gone")
 

@@ -1,6 +1,6 @@
 """A worker whose steps take a given time, and which writes its own clocks: what it sent, what it started, and when.
 
-Usage: paced.py FOLDER [steps=N] [pace=SECONDS] [die=RANK:STEP:HOW] [lr=RANK:RATE] [model=RANK:WIDTH]
+Usage: paced.py FOLDER [steps=N] [until=FILE] [pace=SECONDS] [die=RANK:STEP:HOW] [lr=RANK:RATE] [model=RANK:WIDTH]
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ clocks = (folder / f"clock-{rank}").open("w", buffering=1)
 pause = float(options.get("pace", "0.02"))
 
 taken = 0
-while taken < int(options.get("steps", "20")) and not pt.should_stop():
+
+
+def is_done() -> bool:
+    if "until" in options:
+        return (folder / options["until"]).exists()
+    return taken >= int(options.get("steps", "20"))
+
+
+while not is_done() and not pt.should_stop():
     step = optimizer.stats["step"]
     clocks.write(f"start {step} {time.monotonic()}\n")
     if taken == int(die_at):

@@ -1,4 +1,4 @@
-"""Pushes a model of so many bytes a few times, and asks when nothing has moved for a short while: wide.py BYTES STEPS RETRY."""
+"""Pushes a model of so many bytes a few times; asks after so many seconds without a byte: wide.py BYTES STEPS RETRY."""
 
 from __future__ import annotations
 
