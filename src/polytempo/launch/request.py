@@ -77,7 +77,7 @@ class RunRequest:
         """What is being started."""
         workers = counted(self.workers, "worker")
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
-        by = "" if servers else ", gradients by all-reduce"
+        by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
 
     def about_pushes(self) -> list[str]:
