@@ -78,7 +78,7 @@ class RunRequest:
         workers = counted(self.workers, "worker")
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
-        return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
+        return f"starting {workers}{servers}: {self.script}{by}"
 
     def about_pushes(self) -> list[str]:
         """What of this request is about pushes to servers, and means nothing to those who make none."""
