@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from polytempo.coordinate.plan import Limits
-from polytempo.launch.display import Display, plain, told_in_words
+from polytempo.launch.display import Display, plain, state, told_in_words
 from polytempo.launch.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import Progress
@@ -70,3 +71,36 @@ def test_a_terminal_shows_a_line_instead_of_a_table_of_workers_who_push_nothing(
     shown = console.export_text()
     assert told_in_words(told) in shown
     assert ("waiting" in shown) is pushing
+
+
+def test_what_is_started_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for options, text in (
+        ({}, "starting 2 workers: train.py"),
+        ({"workers": 1, "sync": "asp"}, "starting 1 worker and 1 server: train.py"),
+        ({"servers": 2}, "starting 2 workers and 2 servers: train.py"),
+        ({"via": "allreduce"}, "starting 2 workers: train.py, gradients by all-reduce"),
+    ):
+        assert RunRequest("train.py", **options).in_words() == text
+    Display("bsp", quiet=False).begin("starting 2 workers: train.py")
+    Display("bsp", quiet=True).begin("nothing")
+    assert capfd.readouterr().err == "polytempo: bsp: starting 2 workers: train.py\n"
+
+
+def test_a_terminal_names_those_that_are_late_not_those_that_wait() -> None:
+    held = WorkerStatus(0, 5, 0.0, "waiting", 1.0, 1.0, 9.0, (2, 1))
+    assert state(held, {0, 2}) == "waits for 1"
+    assert state(held) == "waits for 2, 1"
+    assert state(worker(0, 0.0)) == "starting"
+
+
+def test_bars_stand_above_the_table_and_are_drawn_ten_times_a_second_at_most() -> None:
+    now = [0.0]
+    display = Display("bsp", quiet=False, clock=lambda: now[0])
+    console = Console(width=60, height=20, file=StringIO(), force_terminal=True)
+    display._console, display._live = console, Live(console=console, auto_refresh=False)
+    drawn = []
+    display._guarded = lambda draw: drawn.append(display._bars.rows(9))  # type: ignore[method-assign]
+    for turn in range(33):
+        now[0] = turn / 32
+        display.draw("0", (f"{turn} of 32",), True, True)
+    assert drawn == [[f"[0] {turn} of 32"] for turn in range(4, 33, 4)]

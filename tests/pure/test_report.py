@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from clusters import STRAGGLER
 
+from polytempo.cli.compare import _which
 from polytempo.errors import UsageError
+from polytempo.report.live import LiveRun, RepeatedRun, repeated
 from polytempo.report.picture import check_picture
 from polytempo.report.table import comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster
@@ -77,3 +79,28 @@ def test_scaling_shows_powers_of_two() -> None:
 def test_pictures_that_cannot_be_drawn_are_refused_first() -> None:
     with pytest.raises(UsageError, match=r"\.png, \.svg, \.pdf"):
         check_picture(Path("x.docx"))
+
+
+def repeats(*times: float | None) -> RepeatedRun:
+    curves = [((0.0, 0.1), (9.0, 0.5)) if time is None else ((0.0, 0.1), (time, 0.9)) for time in times]
+    return repeated([LiveRun(OUTCOMES[0], curve) for curve in curves], 0.9)
+
+
+@pytest.mark.parametrize(
+    ("times", "shown"),
+    [
+        ((4.0,), "4"),
+        ((4.0, 2.0, 7.0), "4 (2 to 7)"),
+        ((4.0, 2.0), "2 (2 to 4)"),
+        ((4.0, None, 2.0), "4 (2 to never)"),
+        ((None, None, 2.0), "- (2 to never)"),
+    ],
+)
+def test_of_several_runs_the_middle_one_is_shown_with_the_range(times: tuple[float | None, ...], shown: str) -> None:
+    assert trained_comparison([repeats(*times)], 0.9, "").rows[0][1] == shown
+
+
+def test_a_comparison_says_which_mode_of_how_many_it_runs() -> None:
+    assert [_which(number, 2, (number - 1) // 2, 1) for number in (1, 2)] == ["mode 1 of 2", "mode 2 of 2"]
+    told = [_which(number, 2, (number - 1) // 2, 3) for number in (2, 3)]
+    assert told == ["mode 2 of 2, run 1 of 3", "mode 1 of 2, run 2 of 3"]

@@ -87,7 +87,7 @@ def test_commands_and_options() -> None:
     ]
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
-    assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile"]
+    assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
     assert options("worker") == ["--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
         "--hiccup",
@@ -95,6 +95,7 @@ def test_commands_and_options() -> None:
         "--metric",
         "--out",
         "--picture",
+        "--repeats",
         "--samples",
         "--seconds",
         "--seed",

@@ -236,3 +236,35 @@ def test_compression_is_refused_where_no_server_applies_gradients(via: str, opti
 def test_workers_must_agree_on_the_compression() -> None:
     with ThreadJob(2, 1, "bsp") as job, pytest.raises(UsageError, match="the compression of pushes is"):
         job.run(lambda session: made(session, "bf16" if session.rank else {"push": "fp16", "pull": "bf16"}))
+
+
+@pytest.mark.parametrize("compression", ["topk:0.1", None])
+def test_where_the_way_is_open_compression_takes_servers(compression: str | None) -> None:
+    def work(session: Session) -> tuple[bool, torch.Tensor]:
+        param, optimizer = made(session, compression)
+        for gradient in GRADIENTS[session.rank][:4]:
+            param.grad = gradient.clone()
+            optimizer.step()
+        return isinstance(optimizer._exchange, Exchange), param.detach().clone()
+
+    found: dict[str, list[tuple[bool, torch.Tensor]]] = {}
+    for way in ("auto", "ps"):
+        with ThreadJob(2, via=way) as job:
+            found[way] = job.run(work)
+    assert [by_servers for by_servers, _ in found["auto"]] == [compression is not None] * 2
+    if compression is not None:
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found["auto"], found["ps"], strict=True))
+
+
+def test_workers_that_take_different_ways_are_refused_by_name() -> None:
+    def work(session: Session) -> str:
+        try:
+            made(session, "bf16" if session.rank else None)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    with ThreadJob(2, via="auto") as job:
+        said = "".join(job.run(work))
+    assert "worker 0" in said
+    assert "worker 1" in said

@@ -13,7 +13,7 @@ import typer
 from polytempo.cli.run import limits_of
 from polytempo.errors import UsageError, counted
 from polytempo.records.reader import read_events, read_meta
-from polytempo.report.live import LiveRun, live_run
+from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_training
 from polytempo.report.table import trained_comparison, verdict
 from polytempo.simulate.units import parse_factors, parse_hiccup
@@ -23,7 +23,7 @@ Option = typer.Option
 
 def compare(
     script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     sync: Annotated[list[str] | None, Option(help="A mode; repeat it (bsp, ssp:3, dssp:3..15, asp).")] = None,
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes.")] = 4,
     servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
@@ -38,6 +38,7 @@ def compare(
     picture: Annotated[Path | None, Option(help="Draw it, to this .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
+    repeats: Annotated[int, Option(help="Run each mode so often, in turns; the middle one by time is shown.")] = 1,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launch.display import Display
@@ -56,22 +57,41 @@ def compare(
         "seed": seed,
     }
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
-    folders = {mode: out / mode.replace(":", "-").replace(",", "-") for mode in modes}
-    checked = [RunRequest(script, sync=mode, record=folder, **common).checked() for mode, folder in folders.items()]
-    runs: list[LiveRun] = []
-    for job in checked:
-        status = LocalJob(job, Display(job.request.sync, quiet=False)).run()
+    if repeats < 1:
+        raise UsageError(f"expected --repeats of at least 1, got {repeats}")
+    places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
+    folders = {place: _folder(out, *place, repeats) for place in places}
+    checked = {
+        place: RunRequest(script, sync=place[0], record=folder, **common).checked() for place, folder in folders.items()
+    }
+    runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
+    for number, ((mode, turn), job) in enumerate(checked.items(), 1):
+        title = f"{mode} ({_which(number, len(modes), turn, repeats)})"
+        status = LocalJob(job, Display(title, quiet=False)).run()
         if status:
             raise typer.Exit(status)
-        runs.append(_summed_up(folders[job.request.sync], metric, script))
+        runs[mode].append(_summed_up(folders[mode, turn], metric, script))
     title = f"{Path(script).name} live: {counted(workers, 'worker')}" + (f", slower: {slow}" if slow else "")
-    _show(runs, target, title)
+    middle = [repeated(found, target) for found in runs.values()]
+    _show(middle, target, title, repeats)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
+        every = [run.as_dict() for found in runs.values() for run in found]
+        json_file.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
     if picture:
-        draw_training(runs, target, picture, title, "seconds")
+        draw_training(middle, target, picture, title, "seconds")
         typer.echo(f"picture: {picture}", err=True)
+
+
+def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:
+    folder = out / mode.replace(":", "-").replace(",", "-")
+    return folder if repeats == 1 else folder / f"run-{turn + 1}"
+
+
+def _which(number: int, modes: int, turn: int, repeats: int) -> str:
+    """Which of how many."""
+    mode = f"mode {number - turn * modes} of {modes}"
+    return mode if repeats == 1 else f"{mode}, run {turn + 1} of {repeats}"
 
 
 def _summed_up(record: Path, metric: str, script: str) -> LiveRun:
@@ -81,10 +101,15 @@ def _summed_up(record: Path, metric: str, script: str) -> LiveRun:
     return run
 
 
-def _show(runs: list[LiveRun], target: float, title: str) -> None:
+def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int) -> None:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     table = trained_comparison(runs, target, title)
     typer.echo()
     typer.echo(table.text(width))
     typer.echo()
     typer.echo(verdict(runs, target))
+    typer.echo(
+        "one run of each mode: a few percent between them may be chance; --repeats 5 runs each five times"
+        if repeats == 1
+        else f"of {repeats} runs of each mode the middle one by time; in brackets the shortest and the longest time"
+    )

@@ -13,11 +13,12 @@ import typer
 
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
+from polytempo.cli.helping import Commands, add
 from polytempo.cli.key import key
 from polytempo.cli.picture import picture
 from polytempo.cli.plan import plan
-from polytempo.cli.run import PASS_ON, worker
 from polytempo.cli.run import run as run_job
+from polytempo.cli.run import worker
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.launch.outlets import open_standard_streams, silence
@@ -27,20 +28,58 @@ from polytempo.version import VERSION
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", context_settings=PASS_ON)(run_job)
-app.command("worker", context_settings=PASS_ON)(worker)
-app.command("compare", context_settings=PASS_ON)(compare)
-app.command()(simulate)
-app.command()(plan)
-app.command()(picture)
-app.command()(check)
-app.command()(key)
+add(
+    app,
+    run_job,
+    "run",
+    "polytempo run -n 4 train.py --lr 0.1",
+    "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
+    "polytempo run -n 2 --checkpoint saved --checkpoint-every 500 train.py",
+    modes=True,
+    passes_on=True,
+)
+add(
+    app,
+    worker,
+    "worker",
+    "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
+    passes_on=True,
+)
+add(
+    app,
+    compare,
+    "compare",
+    "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
+    "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
+    modes=True,
+    passes_on=True,
+)
+add(
+    app,
+    simulate,
+    "simulate",
+    "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
+    "polytempo simulate --like out/job --sync every:8 --steps 960",
+    modes=True,
+)
+add(
+    app,
+    plan,
+    "plan",
+    "polytempo plan examples/pipeline.py --devices 4:5GB/s",
+    "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
+    "polytempo plan --profile measured.json --devices 8:10Gb/s",
+)
+add(app, picture, "picture", "polytempo picture out/pipeline --last 2")
+add(app, check, "check", "polytempo check out/job")
+add(app, key, "key", "polytempo key job.key")
 
 
 def _show_version(wanted: bool) -> None:

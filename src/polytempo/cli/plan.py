@@ -31,9 +31,7 @@ def plan(
             help="Python that defines model and example, or make_... of them, or trains a pt.Pipeline.", metavar="SCRIPT"
         ),
     ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]...", help="Arguments of the script, after --.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script, after --.")] = None,
     devices: Annotated[str, Option(help="Devices and their links, such as 4x4:12GB/s,10Gb/s.")] = "4:5GB/s",
     memory: Annotated[str | None, Option(help="Of each device, such as 16GB (no limit).")] = None,
     microbatches: Annotated[

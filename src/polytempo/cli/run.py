@@ -14,17 +14,19 @@ from polytempo.simulate.units import parse_factors, parse_hiccup
 
 Option = typer.Option
 
-#: Everything after SCRIPT belongs to the script.
-PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
-
 
 def run(
     script: Annotated[str, typer.Argument(help="A training script; what follows it is its own.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 2,
     servers: Annotated[int | None, Option(help="Parameter-server shards (1 where the mode needs a server).")] = None,
-    sync: Annotated[str, Option(help="The synchronisation mode, such as bsp, ssp:3, dssp:3..15, asp.")] = "bsp",
-    via: Annotated[str, Option(help="How gradients travel: ps, allreduce, or auto, which takes the faster.")] = "auto",
+    sync: Annotated[str, Option(help="The synchronisation mode; all are listed below.")] = "bsp",
+    via: Annotated[
+        str,
+        Option(
+            help="How gradients travel: ps (servers), allreduce (among workers); auto: allreduce unless servers are needed."
+        ),
+    ] = "auto",
     record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs below this directory.")] = None,
     steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers.")] = None,
     samples: Annotated[int | None, Option(help="Budget: samples, as told to step(samples=...), over all workers.")] = None,
@@ -88,7 +90,7 @@ def run(
 
 def worker(
     script: Annotated[str, typer.Argument(help="The same training script.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     join: Annotated[str, Option(help="HOST:PORT of the job, as given to its --listen.")] = "",
     key_file: Annotated[Path | None, Option(help="The key file that the job printed, copied here.")] = None,
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 1,

@@ -104,9 +104,9 @@ class Display:
 
     def begin(self, text: str) -> None:
         """What is being started."""
-        self._begun = text
+        self._begun = f"{self._title}: {text}"
         if self._live is None and not self._quiet:
-            self.say(text)
+            self.say(self._begun)
         self._refresh()
 
     def line(self, label: str, text: str, error: bool) -> None:

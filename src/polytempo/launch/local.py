@@ -144,7 +144,7 @@ class LocalJob:
             hiccup=request.hiccup,
             positions=tuple(self.plan.resumed.get("positions", ())),
             keys=keys,
-            via=request.way,
+            via="auto" if request.via == "auto" and request.way == "allreduce" else request.way,
             meeting="" if request.expect else str(self._folder.path),
             route=request.listen or "",
             insecure=request.insecure,

@@ -78,8 +78,8 @@ class RunRequest:
         """What is being started."""
         workers = counted(self.workers, "worker")
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
-        by = "" if servers else ", gradients by all-reduce"
-        return f"starting {workers}{servers}: {self.script} ({self.sync}{by})"
+        by = ", gradients by all-reduce" if self.via == "allreduce" else ""
+        return f"starting {workers}{servers}: {self.script}{by}"
 
     def about_pushes(self) -> list[str]:
         """What of this request is about pushes to servers, and means nothing to those who make none."""

@@ -393,6 +393,8 @@ class First:
                 "workers": summary.pop("workers"),
                 "job": summary,
             }
+            if any(track.proposal.apply != "peers" for track in self.sequencer.tracks.values()) and "options" in meta:
+                meta["options"] = meta["options"] | {"via": "ps"}  # a script may have asked for servers
             self._keep_record(RecordWriter.close, meta)
         self._to_servers(Stopped(cause="the job has ended"))
         if self._launcher is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,49 @@ class LiveRun:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**self.outcome.as_dict(), "curve": [list(point) for point in self.curve]}
+
+
+@dataclass(frozen=True)
+class RepeatedRun:
+    """Several runs under one mode; the one in the middle stands for them."""
+
+    runs: tuple[LiveRun, ...]
+    middle: LiveRun
+
+    @property
+    def outcome(self) -> Outcome:
+        """The middle one's."""
+        return self.middle.outcome
+
+    @property
+    def accuracy(self) -> float:
+        """The middle one's, at the end."""
+        return self.middle.accuracy
+
+    @property
+    def curve(self) -> tuple[tuple[float, float], ...]:
+        """The middle one's."""
+        return self.middle.curve
+
+    def time_to(self, target: float) -> float | None:
+        """The middle one's."""
+        return self.middle.time_to(target)
+
+    def times_to(self, target: float) -> tuple[float | None, float | None]:
+        """The shortest and the longest time of all runs; None: the target was not seen."""
+        times = sorted(_or_never(run.time_to(target)) for run in self.runs)
+        shortest, longest = (None if time == math.inf else time for time in (times[0], times[-1]))
+        return shortest, longest
+
+
+def repeated(runs: Sequence[LiveRun], target: float) -> RepeatedRun:
+    """Runs under one mode, by the time to a target: half of them take at most as long as the middle one."""
+    ordered = sorted(runs, key=lambda run: (_or_never(run.time_to(target)), -run.accuracy))
+    return RepeatedRun(tuple(runs), ordered[(len(ordered) - 1) // 2])
+
+
+def _or_never(time: float | None) -> float:
+    return math.inf if time is None else time
 
 
 def live_run(lines: Iterable[Line], meta: dict[str, Any], metric: str = "accuracy") -> LiveRun:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from polytempo.report.live import RepeatedRun
 from polytempo.report.numbers import plain_number
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.scaling import Series
@@ -105,10 +106,18 @@ def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> Ta
     timing = comparison([run.outcome for run in runs], title)
     heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
     rows = tuple(
-        (row[0], _seconds(run.time_to(target)), _percent(run.accuracy), *row[1:])
-        for row, run in zip(timing.rows, runs, strict=True)
+        (row[0], _time_to(run, target), _percent(run.accuracy), *row[1:]) for row, run in zip(timing.rows, runs, strict=True)
     )
     return Table(title, heads, rows)
+
+
+def _time_to(run: Trained, target: float) -> str:
+    """A time, and where there were several runs, between which two they lay."""
+    time = _seconds(run.time_to(target))
+    if not isinstance(run, RepeatedRun) or len(run.runs) == 1:
+        return time
+    shortest, longest = run.times_to(target)
+    return f"{time} ({_seconds(shortest)} to {'never' if longest is None else _seconds(longest)})"
 
 
 def scaling_table(series: Sequence[Series], title: str) -> Table:

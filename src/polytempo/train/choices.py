@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from polytempo.errors import UsageError, nearest
+from polytempo.filters.directions import Compression
 from polytempo.sync.spec import Spec
 from polytempo.train.session import Session
 
@@ -58,4 +59,10 @@ def goes_via_peers(spec: Spec, via: str | None, session: Session, server_tables:
         raise UsageError(f"via='allreduce' needs sync='bsp', this is {spec.text}; use via='ps'")
     if not servers and (wanted == "ps" or not possible):
         raise UsageError("there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'")
-    return possible and (not servers or (session.job.via if wanted == "auto" else wanted) == "allreduce")
+    return possible and (not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce"))
+
+
+def asked_way(via: str | None, compressed: Compression, session: Session) -> str | None:
+    """Compression is for what goes to servers: where the command leaves the way open, a script that compresses takes it."""
+    is_open = via in (None, "auto") and session.client is not None and session.job.via == "auto"
+    return "ps" if is_open and not compressed.is_lossless else via

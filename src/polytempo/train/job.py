@@ -37,7 +37,9 @@ class JobFacts:
     hiccup: tuple[float, float] = (0.0, 0.0)
     positions: tuple[dict[str, Any], ...] = ()  #: how far the data was read by the jobs this one goes on from
     keys: dict[str, str] | None = None
-    via: str = "ps"  #: how gradients travel where the mode allows both
+    via: str = (
+        "ps"  #: how gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers
+    )
     meeting: str = ""  #: the directory where workers of this host meet
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False

@@ -30,7 +30,7 @@ from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
 from polytempo.train.buffers import average_buffers
 from polytempo.train.by_group import GroupExchange
-from polytempo.train.choices import check_choices, check_order, goes_via_peers, names_of
+from polytempo.train.choices import asked_way, check_choices, check_order, goes_via_peers, names_of
 from polytempo.train.downpour import Downpour
 from polytempo.train.exchange import Exchange, change_of
 from polytempo.train.finite import FiniteWatch
@@ -74,6 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._apply, self._clip_norm, self._buffers = apply, clip_norm, buffers
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         compressed = parse_compression(compression)
+        via = asked_way(via, compressed, self._session)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
         together = self._session.together
