@@ -146,10 +146,8 @@ class Sequencer:
         if push.kind == "seed":
             return self._seeded(track, push, now)
         if push.kind in ("state", "values"):
-            again = push.id.step in seat.loads
-            seat.loads.add(push.id.step)
             place = track.next_place(worker, push.id.step)
-            return [ToShards(LoadState(id=push.id, place=place, again=again))]
+            return [ToShards(LoadState(id=push.id, place=place, again=track.has_loaded(push)))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
         if track.spec.ahead and push.id.step > seat.exchange + 1:
@@ -217,7 +215,7 @@ class Sequencer:
         seat = track.seats.get(identity.worker) if track else None
         if track is None or seat is None or seat.places.get(identity.step) != place:
             return []
-        if identity.step in seat.loads:
+        if seat.loads <= identity.step < 0:
             return [ToShards(LoadState(id=identity, place=track.next_place(identity.worker, identity.step), again=True))]
         return [ToShards(track.answer(identity.worker, identity.step))]
 
