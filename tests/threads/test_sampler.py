@@ -187,9 +187,7 @@ def test_data_that_is_looked_at_between_steps_does_not_disturb_the_position(
 
 
 def test_a_loader_that_has_read_the_epoch_ahead_keeps_its_position_beside_an_evaluation(tmp_path: Path) -> None:
-    with ThreadJob(
-        2, 1, checkpoint=tmp_path
-    ) as job:  # 18 samples each, in 6 batches; four are fetched ahead
+    with ThreadJob(2, 1, checkpoint=tmp_path) as job:  # 18 samples each, in 6 batches; four are fetched ahead
         first = job.run(lambda session: trained_beside(session, 4, "others", workers=2))
     with ThreadJob(2, 1, resume=tmp_path) as job:
         second = job.run(lambda session: trained_beside(session, 12, "others"))

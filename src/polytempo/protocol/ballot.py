@@ -10,13 +10,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEAD = struct.Struct("<dBQ")
+HEAD = struct.Struct("<dBQQ")
 RAN_OUT, SKIPS = 1, 2
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters."""
+    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters;
+    `gradient`: its gradient's, in the first steps."""
 
     weight: float
     ran_out: bool = False
@@ -24,16 +25,18 @@ class Ballot:
     digest: int = 0
     changed: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
+    gradient: int = 0
 
     def pack(self, buckets: int, params: int) -> bytes:
         """As long on every rank."""
         flags = RAN_OUT * self.ran_out | SKIPS * self.skips
-        return HEAD.pack(self.weight, flags, self.digest) + _bits(self.changed, buckets) + _bits(self.absent, params)
+        head = HEAD.pack(self.weight, flags, self.digest, self.gradient)
+        return head + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ."""
+    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ; `alike`: two of one gradient."""
 
     total: float
     over: bool
@@ -41,6 +44,7 @@ class Outcome:
     again: tuple[int, ...]
     absent: tuple[int, ...]
     unlike: tuple[int, int] | None
+    alike: tuple[int, int] | None = None
 
 
 def size_of(buckets: int, params: int) -> int:
@@ -50,10 +54,10 @@ def size_of(buckets: int, params: int) -> int:
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     """What `pack` wrote."""
-    weight, flags, digest = HEAD.unpack_from(data)
+    weight, flags, digest, gradient = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
-    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent)
+    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent, gradient)
 
 
 def outcome(ballots: Sequence[Ballot]) -> Outcome:
@@ -69,7 +73,16 @@ def outcome(ballots: Sequence[Ballot]) -> Outcome:
         again=tuple(sorted(again)),
         absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in active)))) if active else (),
         unlike=unlike,
+        alike=_alike([(index, ballots[index].gradient) for index in active]),
     )
+
+
+def _alike(gradients: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    seen: dict[int, int] = {}
+    for index, gradient in gradients:
+        if gradient and seen.setdefault(gradient, index) != index:
+            return seen[gradient], index
+    return None
 
 
 def _bits(numbers: frozenset[int], count: int) -> bytes:

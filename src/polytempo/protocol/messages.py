@@ -77,6 +77,8 @@ class Push(Message):
     count: int = 1  #: local steps whose gradients are in it
     own: int = 0  #: pushes of this worker since `version`, which do not make this one stale
     values: bool = True  #: shall the answer bring the dense values?
+    asked: bool = False  #: has this worker asked whether to stop?
+    digest: int = 0  #: of the gradient, in the first few pushes
 
 
 class Staged(Message):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -90,10 +91,16 @@ class Rounds:
     # At the end of a step.
 
     def finish(
-        self, weight: float, hyper: str, absent: Sequence[int] = (), skips: bool = False, ran_out: bool = False
+        self,
+        weight: float,
+        hyper: str,
+        absent: Sequence[int] = (),
+        skips: bool = False,
+        ran_out: bool = False,
+        gradient: int = 0,
     ) -> Outcome:
         """The mean lies in its place, unless the step was skipped, or everybody has run out."""
-        ballot = Ballot(weight, ran_out, skips, digest_of(hyper), absent=frozenset(absent))
+        ballot = Ballot(weight, ran_out, skips, digest_of(hyper), absent=frozenset(absent), gradient=gradient)
         changed = self._changed(weight)
         self.weight = weight or self.weight
         while True:
@@ -146,7 +153,7 @@ class Rounds:
         return found
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> Outcome:
-        mine = Ballot(ballot.weight, ballot.ran_out, ballot.skips, ballot.digest, changed, ballot.absent)
+        mine = replace(ballot, changed=changed)
         data = mine.pack(len(self._buckets), self._count)
         self._ballots = gather_bytes(self.group, data)
         self._votes += 1

@@ -87,6 +87,13 @@ class Session:
         if self.parent:
             raise UsageError(refusal(self.parent))
 
+    def should_stop(self) -> bool:
+        """Is the job's budget used up, as of this worker's last exchange?"""
+        if self.client is None:
+            return False
+        self.client.asked = True
+        return self.client.stop
+
     def computing_from(self, now: float) -> None:
         """An exchange is over: what follows is computing, whichever optimizer it is for."""
         self._returned, self._excluded = now, 0.0
@@ -380,8 +387,7 @@ def local_size() -> int:
 
 def should_stop() -> bool:
     """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
-    client = current().client
-    return client is not None and client.stop
+    return current().should_stop()
 
 
 def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str, Any]:
