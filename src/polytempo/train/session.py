@@ -26,6 +26,7 @@ from polytempo.optim.compiler import spare_compiler
 from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
+from polytempo.train.figures import plain_figures
 from polytempo.train.job import (
     JobFacts,
     Way,
@@ -405,15 +406,24 @@ def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str,
     return described
 
 
-def log(**values: float | int | str) -> None:
-    """Record figures of this worker, such as `log(accuracy=0.93)`."""
+def log(**values: Any) -> None:
+    """Record figures of this worker, such as `log(accuracy=0.93)`.
+
+    Args:
+        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. What is not finite stands in the
+            record as the text "NaN", "Infinity" or "-Infinity".
+
+    Raises:
+        UsageError: If a value is neither a number nor a text, or a name is one that every line of the record has.
+    """
     session = current()
     session.check_part()
     taken = {"t", "kind", "worker"} & values.keys()
     if taken:
         raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")
+    figures = plain_figures(values)
     if session.client is None:
-        session.metrics.append(values)
+        session.metrics.append(figures)
     else:
         with session.lock:
-            session.client.metric(values)
+            session.client.metric(figures)
