@@ -11,8 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -171,9 +170,7 @@ class Session:
         if client is not None:
             client.leave(reason)
         try:
-            with ThreadPoolExecutor(max(1, len(self.joining))) as helpers:  # at once: others may take turns
-                for helped in [helpers.submit(join) for join in self.joining]:
-                    helped.result()
+            _at_once(self.joining)  # others may take turns
         finally:
             self._close_world(politely=reason == "finished")
 
@@ -202,6 +199,25 @@ class Session:
             self.client.let_go(parent)
         if self._mesh is not None:
             self._mesh.let_go()
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make all calls, each in a thread; the first error is raised. Pools of threads take none when the process ends."""
+    errors: list[Exception] = []
+
+    def call(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except Exception as error:  # noqa: BLE001  it is raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(one,)) for one in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
