@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from polytempo.train.communicate import send as send
     from polytempo.train.kv import KV as KV
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
+    from polytempo.train.prepare import prepare as prepare
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
     from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
     from polytempo.train.session import init as init
@@ -79,6 +80,7 @@ _WHERE = {
     "KV": "polytempo.train.kv",
     "Pipeline": "polytempo.stages.pipe",
     "ServerEmbedding": "polytempo.train.server_embedding",
+    "prepare": "polytempo.train.prepare",
     "statistics": "polytempo.train.statistics",
     **dict.fromkeys(
         ("init", "is_initialized", "local_rank", "local_size", "log", "manifest", "rank", "should_stop", "shutdown", "size"),
@@ -140,6 +142,7 @@ __all__ = [
     "manifest",
     "new_group",
     "parse_spec",
+    "prepare",
     "rank",
     "recv",
     "reduce",

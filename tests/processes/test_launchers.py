@@ -59,6 +59,46 @@ def test_it_runs_and_trains_as_one_process_does(launcher: str, tmp_path: Path) -
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+ENDS = """
+import os, subprocess, sys
+import torch
+import polytempo as pt
+
+pt.init()
+if len(sys.argv) > 1:
+    print(f"started: rank {pt.rank()} of {pt.size()}")
+    sys.exit(0)
+torch.manual_seed(pt.rank())
+model = torch.nn.Linear(3, 1)
+optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+for step in range(4 + pt.rank()):
+    optimizer.zero_grad()
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step(samples=2)
+    if step == 1:
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        if pt.rank() == 1:
+            subprocess.run([sys.executable, __file__, "again"], check=True)
+print(f"done {pt.rank()} after {optimizer.stats['step']}")
+"""
+
+
+def test_scripts_without_a_last_word_end_well_whatever_they_start(tmp_path: Path) -> None:
+    """No shutdown(), uneven steps, a forked child that exits, a process with this one's variables."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    done = launch("torchrun", tmp_path, str(script))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "polytempo: worker" not in done.stderr
+    assert "started: rank 1 of 3" in done.stdout
+    for rank in range(3):
+        assert f"done {rank} after {4 + rank}" in done.stdout
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_modes_that_need_servers_are_refused_in_one_line(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "asks.py"

@@ -41,6 +41,8 @@ def test_who_exits_with_a_status_has_failed(bench: Bench) -> None:
         assert f"warning: worker {rank} failed with exit status {status}; going on" in done.stderr
     assert [worker["state"] for worker in bench.meta()["workers"]] == ["finished", "failed", "failed", "failed"]
     leaves = {event["worker"]: event["reason"] for event in bench.events() if event["kind"] == "leave"}
+    figures = [(event["loss"], event["best"]) for event in bench.events() if event["kind"] == "metric"]
+    assert figures == [("NaN", 1.0)] * 4
     assert (leaves[0], leaves[1], leaves[3]) == ("finished", "failed", "failed")
     assert bench.run("check", "record").returncode == 0
 

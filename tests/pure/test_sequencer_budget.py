@@ -263,3 +263,14 @@ def test_each_sampler_has_positions_of_its_own() -> None:
         {"sampler": "a", "epoch": 1, "size": 2, "taken": [2, 0]},
         {"sampler": "b", "epoch": 2, "size": 2, "taken": [4, 6]},
     ]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_steps_beyond_the_budget_are_counted_unless_a_worker_asks(asks: bool) -> None:
+    bench = Bench("asp", size=2, limits=Limits(steps=4)).start()
+    found = []
+    for _ in range(4):
+        for worker in (0, 1):
+            bench.push(worker, asked=asks and worker == 1)
+            found.append(bench.sequencer.unheeded())
+    assert found == ([0] * 8 if asks else [0, 0, 0, 0, 1, 2, 3, 4])

@@ -49,6 +49,7 @@ def test_public_names() -> None:
         "manifest",
         "new_group",
         "parse_spec",
+        "prepare",
         "rank",
         "recv",
         "reduce",

@@ -282,6 +282,7 @@ BALLOTS = st.builds(
     digest=st.integers(0, 2),
     changed=st.frozensets(st.integers(0, 9)),
     absent=st.frozensets(st.integers(0, 20)),
+    gradient=st.integers(0, 3),
 )
 settled: Callable[..., object] = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -305,3 +306,6 @@ def test_the_outcome_follows_from_those_who_have_data(ballots: list[Ballot], see
         assert set(found.again) == set().union(*(ballot.changed for ballot in active))
     assert set(found.absent) == (set.intersection(*(set(b.absent) for b in active)) if active else set())
     assert (found.unlike is None) == (len({ballot.digest for ballot in active}) <= 1)
+    gradients = [ballot.gradient for ballot in active if ballot.gradient]
+    assert (found.alike is None) == (len(set(gradients)) == len(gradients))
+    assert found.alike is None or len({ballots[index].gradient for index in found.alike}) == 1

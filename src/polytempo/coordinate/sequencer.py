@@ -51,6 +51,8 @@ class Sequencer:
         self._arrivals: dict[PushId, Arrival] = {}
         self._steps = int(plan.resumed.get("steps", 0))
         self._samples = float(plan.resumed.get("samples", 0))
+        self._beyond = 0  # steps that came after the budget was used up
+        self._asked = False  # has any worker asked whether to stop?
         self._saved_at = plan.first_step
 
     # Members.
@@ -188,6 +190,8 @@ class Sequencer:
 
     def _tally(self, track: Track, push: Push, sign: int = 1) -> None:
         if track.is_main:
+            self._beyond += sign * push.count * self.stopping
+            self._asked |= push.asked
             self.accounts[push.id.worker].pushed(push, sign)
             self._steps += sign * push.count
             self._samples += sign * push.samples
@@ -327,6 +331,10 @@ class Sequencer:
     def _check_budget(self, now: float) -> None:
         if not self.stopping and self.used(now) >= 1:
             self.stopping = True
+
+    def unheeded(self) -> int:
+        """Steps beyond the budget, where no worker ever asks whether to stop."""
+        return 0 if self._asked else self._beyond
 
     def used(self, now: float) -> float:
         """The share of the budget that is used up."""

@@ -19,6 +19,7 @@ from polytempo.parameter_server.checks import check_end, check_expecting, check_
 from polytempo.parameter_server.hosts import Hosts
 from polytempo.parameter_server.manifest import manifest_of
 from polytempo.parameter_server.notices import Notices
+from polytempo.protocol.likeness import Likeness
 from polytempo.protocol.log import Entry, Save
 from polytempo.protocol.messages import (
     AnyMessage,
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 HOST_TIMEOUT = 5.0
 #: What only workers send, to the first server.
 OF_WORKERS = Register | Repeat | Read | Leave | Metric | Post | Look
+#: After so many steps of each worker beyond the budget it is said at once; after fewer, at the end.
+MANY_STEPS = 4
 
 
 class First:
@@ -88,6 +91,8 @@ class First:
         self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
         self._finish: Finish | None = None
         self._notices = Notices()
+        self._likeness = Likeness()
+        self._unheeded = False  # was it said that the budget is?
         self._progress: Progress | None = None  # of what trains without pushes, and since when
         self._progress_since = 0.0
         self._begun = time.time()
@@ -257,6 +262,18 @@ class First:
     def arrived(self, shard: int, identity: PushId, head: Push | None, now: float) -> None:
         """A push is here."""
         self._do(self.sequencer.arrived(shard, identity, head, now))
+        if head is not None and identity.track == MAIN and (alike := self._likeness.look_at(head)):
+            self._say(alike)
+        self._watch_budget(MANY_STEPS * self.sequencer.plan.size)
+
+    def _watch_budget(self, allowed: int) -> None:
+        """Say once that the script goes on, though the budget is used up, and does not ask."""
+        if not self._unheeded and self.sequencer.unheeded() > allowed:
+            self._unheeded = True
+            self._say(
+                "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
+                "end its loop with `if pt.should_stop(): break`"
+            )
 
     def report(self, item: AnyMessage, now: float) -> None:
         """A store has something to say."""
@@ -379,6 +396,7 @@ class First:
             self._do([ToShards(Save(name=order.name)), order])
 
     def _end(self, finish: Finish, now: float) -> None:
+        self._watch_budget(0)
         progress = asdict(self._progress) if self._progress is not None else None
         summary = self.sequencer.summary(now) | {"spread": self._apart(), "progress": progress}
         if self._record is not None:

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from polytempo.sums import in_order
 
-HEAD = struct.Struct("<dBQ")
+HEAD = struct.Struct("<dBQQ")
 RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
 
 
 @dataclass(frozen=True)
 class Ballot:
     """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters;
-    `touched`: its script has written to parameters, which might now differ from the others'."""
+    `touched`: its script has written to parameters, which might now differ from the others'; `gradient`: a digest of its
+    gradient, in the first steps."""
 
     weight: float
     ran_out: bool = False
@@ -28,16 +29,18 @@ class Ballot:
     changed: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     touched: bool = False
+    gradient: int = 0
 
     def pack(self, buckets: int, params: int) -> bytes:
         """As long on every rank."""
         flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
-        return HEAD.pack(self.weight, flags, self.digest) + _bits(self.changed, buckets) + _bits(self.absent, params)
+        head = HEAD.pack(self.weight, flags, self.digest, self.gradient)
+        return head + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ."""
+    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ; `alike`: two of one gradient."""
 
     total: float
     over: bool
@@ -46,6 +49,7 @@ class Outcome:
     absent: tuple[int, ...]
     unlike: tuple[int, int] | None
     touched: bool = False
+    alike: tuple[int, int] | None = None
 
 
 def size_of(buckets: int, params: int) -> int:
@@ -55,10 +59,11 @@ def size_of(buckets: int, params: int) -> int:
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     """What `pack` wrote."""
-    weight, flags, digest = HEAD.unpack_from(data)
+    weight, flags, digest, gradient = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
-    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent, bool(flags & TOUCHED))
+    ran_out, skips, touched = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED))
+    return Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient)
 
 
 def outcome(ballots: Sequence[Ballot]) -> Outcome:
@@ -76,7 +81,16 @@ def outcome(ballots: Sequence[Ballot]) -> Outcome:
         absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in weighing)))) if weighing else (),
         unlike=unlike,
         touched=any(ballot.touched for ballot in ballots),
+        alike=_alike([(index, ballots[index].gradient) for index in active]),
     )
+
+
+def _alike(gradients: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    seen: dict[int, int] = {}
+    for index, gradient in gradients:
+        if gradient and seen.setdefault(gradient, index) != index:
+            return seen[gradient], index
+    return None
 
 
 def _bits(numbers: frozenset[int], count: int) -> bytes:

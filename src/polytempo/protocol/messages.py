@@ -79,6 +79,8 @@ class Push(Message):
     own: int = 0  #: pushes of this worker since `version`, which do not make this one stale
     values: bool = True  #: shall the answer bring the dense values?
     touched: str = ""  #: a parameter that the script has written to since the last step
+    asked: bool = False  #: has this worker asked whether to stop?
+    likeness: int = 0  #: a digest of the gradient, in the first few pushes
 
 
 class Staged(Message):

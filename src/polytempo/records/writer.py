@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ class RecordWriter:
         with _naming(self.directory / EVENTS):
             self._file.close()
         if meta is not None:
-            text = json.dumps(meta, indent=1, ensure_ascii=False) + "\n"
+            text = _json(meta, indent=1) + "\n"
             with _naming(self.directory / META):
                 (self.directory / META).write_text(text, encoding="utf-8")
 
@@ -74,4 +75,20 @@ def record_lost(error: OSError) -> str:
 
 def to_text(line: Line) -> str:
     """A line as it stands in events.jsonl."""
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
+    return _json(line, separators=(",", ":"))
+
+
+def _json(value: Any, **form: Any) -> str:
+    """JSON has no word for what is no finite number: it becomes a text that `float()` reads."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -7,6 +7,7 @@ the record and the budget; the mean is made without it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from polytempo.collectives.group import Group
 from polytempo.protocol.ballot import Ballot, Outcome
 from polytempo.protocol.layout import lay_out
+from polytempo.protocol.likeness import advice
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
 from polytempo.train.flat import Copier, Flat
@@ -38,6 +40,7 @@ class GroupExchange(MeanExchange):
         self.step = 0
         self.absent = ()
         self.waited = 0.0
+        self._said_alike = False
         self.sending = True  #: not while gradients are accumulated
         self.copier = Copier(params, self.layout, Pool())
         self._mean = Flat(self.layout, Pool(), pinned=False)
@@ -74,17 +77,29 @@ class GroupExchange(MeanExchange):
         if self.session.client is not None:
             self._tell(hyper, flat is None, about)
         if average:
-            self.agree(flat is None, hyper, about.get("samples", 1.0), about.get("absent", ()))
+            self.agree(flat is None, hyper, about.get("samples", 1.0), about.get("absent", ()), about.get("likeness", 0))
         self.step += 1
         self.waited = time.perf_counter() - began
         if self.session.client is None:
             self.line.waited += self.waited
 
-    def agree(self, skips: bool, hyper: tuple[dict[str, Any], ...], samples: float, absent: Sequence[int] = ()) -> None:
+    def agree(
+        self, skips: bool, hyper: tuple[dict[str, Any], ...], samples: float, absent: Sequence[int] = (), gradient: int = 0
+    ) -> None:
         """One round."""
-        ballot = Ballot(samples, skips=skips, absent=frozenset(absent), touched=bool(self.copier.watch.touched))
-        self._note(self._rounds.finish(ballot, _lines(hyper)))
+        touched = bool(self.copier.watch.touched)
+        ballot = Ballot(samples, skips=skips, absent=frozenset(absent), touched=touched, gradient=gradient)
+        found = self._rounds.finish(ballot, _lines(hyper))
+        self._note(found)
         self.copier.watch.touched = ""
+        if found.alike is not None and self.session.client is None and not self._said_alike:  # else the sequencer says it
+            self._say_alike(*(self._rounds.group.ranks[index] for index in found.alike))
+
+    def _say_alike(self, one: int, other: int) -> None:
+        self._said_alike = True
+        if self.session.rank == min(one, other):
+            sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
+            sys.stderr.flush()
 
     def join(self) -> bool:
         """Take part in one round with nothing to give; has everybody run out?"""

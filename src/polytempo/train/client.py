@@ -75,6 +75,7 @@ class Client:
         self.rank, self.incarnation = rank, incarnation
         self.size = 0
         self.stop = False
+        self.asked = False  #: has the script asked whether to stop?
         self.on_departed: Callable[[int], None] = lambda worker: None
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.bytes_sent = self.bytes_received = 0
@@ -119,6 +120,7 @@ class Client:
         What was sent ahead is not sent again, unless the push must be repeated.
         """
         push = waiting.push
+        push.asked = self.asked
         line = self._lines[push.id.track]
         line.outstanding[push.id.step] = waiting
         line.held = None

@@ -32,6 +32,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.train.buffers import BufferMean
 from polytempo.train.by_group import GroupExchange
 from polytempo.train.choices import asked_way, check_choices, check_once, check_order, goes_via_peers, names_of, weight_of
+from polytempo.train.digest import LOOKS, gradient_digest
 from polytempo.train.downpour import Downpour
 from polytempo.train.exchange import Exchange, change_of
 from polytempo.train.finite import FiniteWatch
@@ -100,6 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._watch = FiniteWatch(self._names, self._session.rank, nonfinite)
         self._agreed = False  # synchronize() was called since the last step
         self._alone_steps = 0
+        self._looks = LOOKS + 1
         self._syncing = True
         self._name = self._session.next_track()
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
@@ -285,7 +287,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return flat, {"kind": kind, "nonfinite": self._watch.look_at(flat, exchange.step)}
 
     def _position(self, samples: float | None) -> dict[str, Any]:
-        return {"positions": self._session.positions.pushed(samples)} if self._name == "0" else {}
+        """Where this worker is in its data and, in the first steps, a digest of what it made of it."""
+        if self._name != "0":
+            return {}
+        self._looks -= self._looks > 0
+        digest = gradient_digest(self._params) if self._looks else 0
+        return {"positions": self._session.positions.pushed(samples), "likeness": digest}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

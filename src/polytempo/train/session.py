@@ -12,8 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -28,6 +27,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.train.client import Client
 from polytempo.train.emulate import Emulation, emulation_for
 from polytempo.train.ending import TOLD_TO_END, shown_frames
+from polytempo.train.figures import plain_figures
 from polytempo.train.job import (
     JobFacts,
     Way,
@@ -90,6 +90,13 @@ class Session:
         """Refuse what only the worker itself can do."""
         if self.parent:
             raise UsageError(refusal(self.parent))
+
+    def should_stop(self) -> bool:
+        """Is the job's budget used up, as of this worker's last exchange?"""
+        if self.client is None:
+            return False
+        self.client.asked = True
+        return self.client.stop
 
     def computing_from(self, now: float) -> None:
         """An exchange is over: what follows is computing, whichever optimizer it is for."""
@@ -167,9 +174,7 @@ class Session:
         if client is not None:
             client.leave(reason)
         try:
-            with ThreadPoolExecutor(max(1, len(self.joining))) as helpers:  # at once: others may take turns
-                for helped in [helpers.submit(join) for join in self.joining]:
-                    helped.result()
+            _at_once(self.joining)  # others may take turns
         finally:
             self._close_world(politely=reason == "finished")
 
@@ -198,6 +203,25 @@ class Session:
             self.client.let_go(parent)
         if self._mesh is not None:
             self._mesh.let_go()
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make all calls, each in a thread; the first error is raised. Pools of threads take none when the process ends."""
+    errors: list[Exception] = []
+
+    def call(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except Exception as error:  # noqa: BLE001  it is raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(one,)) for one in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
@@ -384,8 +408,7 @@ def local_size() -> int:
 
 def should_stop() -> bool:
     """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
-    client = current().client
-    return client is not None and client.stop
+    return current().should_stop()
 
 
 def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str, Any]:
@@ -403,15 +426,24 @@ def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str,
     return described
 
 
-def log(**values: float | int | str) -> None:
-    """Record figures of this worker, such as `log(accuracy=0.93)`."""
+def log(**values: Any) -> None:
+    """Record figures of this worker, such as `log(accuracy=0.93)`.
+
+    Args:
+        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. What is not finite stands in the
+            record as the text "NaN", "Infinity" or "-Infinity".
+
+    Raises:
+        UsageError: If a value is neither a number nor a text, or a name is one that every line of the record has.
+    """
     session = current()
     session.check_part()
     taken = {"t", "kind", "worker"} & values.keys()
     if taken:
         raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")
+    figures = plain_figures(values)
     if session.client is None:
-        session.metrics.append(values)
+        session.metrics.append(figures)
     else:
         with session.lock:
-            session.client.metric(values)
+            session.client.metric(figures)

@@ -1,0 +1,97 @@
+"""`prepare`: the lines that make a plain script distributed, as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from polytempo.errors import UsageError
+from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.sampler import DistributedSampler
+from polytempo.train.session import Session, current, init, is_initialized
+
+#: What a loader is made with, and keeps under the same name.
+KEPT = (
+    *("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
+
+class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
+    """A loader of this worker's share: each time through is an epoch, and it ends when the job's budget is used up."""
+
+    def __init__(self, dataset: Any, session: Session, shuffle: bool, options: dict[str, Any]) -> None:
+        super().__init__(dataset, sampler=DistributedSampler(dataset, shuffle, session=session), **options)
+        self._session, self._begun = session, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self.sampler.epoch + self._begun)
+        self._begun = True
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        if self._session.should_stop():
+            return
+        for batch in super().__iter__():
+            yield batch
+            if self._session.should_stop():
+                return
+
+
+def prepare(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    session: Session | None = None,
+    **options: Any,
+) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
+    """Join the job, wrap the optimizer, and share the loader's data out among the workers.
+
+    It stands for `init()` if that was not called, `DistributedOptimizer(optimizer, model, ...)`, and a loader as the given
+    one but with a `DistributedSampler`, whose `set_epoch` is called each time it is gone through. That loader ends when
+    `should_stop()` is true, and gives nothing from then on.
+
+    Args:
+        model: The model, built and on its device.
+        optimizer: Its optimizer.
+        loader: A `DataLoader` over a data set with a length, in order or with `shuffle=True`. Its batches are each worker's.
+        session: For jobs in threads.
+        **options: For `DistributedOptimizer`.
+
+    Returns:
+        The model, the wrapped optimizer and the loader of this worker's share.
+
+    Raises:
+        UsageError: If the loader cannot be made again for a share of its data.
+    """
+    shuffle = _check(loader)
+    if session is None and not is_initialized():
+        init()
+    session = session or current()
+    kept = {name: getattr(loader, name) for name in KEPT if hasattr(loader, name)}
+    wrapped = DistributedOptimizer(optimizer, model, session=session, **options)
+    return model, wrapped, SharedLoader(loader.dataset, session, shuffle, kept)
+
+
+def _check(loader: Any) -> bool:
+    """Refuse what cannot be made again; is it shuffled?"""
+    advice = "make it yourself with sampler=pt.DistributedSampler(dataset)"
+    if type(loader) is not DataLoader:
+        raise UsageError(f"prepare() expected a torch DataLoader, got {type(loader).__name__}; {advice}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "prepare() expected a data set with a length, got an IterableDataset, which has no places to share out; "
+            "let it yield every size-th sample from pt.rank() on"
+        )
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise UsageError(f"prepare() cannot share out a {type(loader.batch_sampler).__name__} (batch_sampler=); {advice}")
+    sampler = loader.sampler
+    partial = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset))
+    if type(sampler) not in (RandomSampler, SequentialSampler) or partial:
+        what = "RandomSampler that leaves out or repeats samples" if partial else type(sampler).__name__
+        raise UsageError(f"prepare() cannot share out a {what} (sampler=); {advice}")
+    return isinstance(sampler, RandomSampler)

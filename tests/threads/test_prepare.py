@@ -1,0 +1,120 @@
+"""`prepare`: one call stands for the lines that make a script distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_model
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from polytempo.coordinate.plan import Limits
+from polytempo.errors import UsageError
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.job import JobFacts
+from polytempo.train.prepare import prepare
+from polytempo.train.session import Session
+
+pytestmark = pytest.mark.timeout(30)
+
+DATA = TensorDataset(torch.arange(48), torch.randn(48, 5, dtype=torch.float64))
+
+
+def trained(session: Session, epochs: int, batch: int = 4, **options: Any) -> list[list[int]]:
+    """What a worker's share of each epoch was, in a plain loop."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(DATA, batch_size=batch, shuffle=True)
+    model, optimizer, loader = prepare(model, optimizer, loader, session=session, **options)
+    seen = []
+    for _ in range(epochs):
+        seen.append([])
+        for index, x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step(samples=len(x))
+            seen[-1] += index.tolist()
+    return seen
+
+
+def test_epochs_are_shared_out_in_another_order_each() -> None:
+    with ThreadJob(3) as job:
+        workers = job.run(lambda session: trained(session, 2, clip_norm=1.0))
+    for epoch in (0, 1):
+        assert sorted(index for seen in workers for index in seen[epoch]) == list(range(48))
+    assert workers[0][0] != workers[0][1]
+    assert job.notices == []
+
+
+def test_the_loader_ends_with_the_budget_and_a_resumed_job_goes_on(tmp_path: Path) -> None:
+    with ThreadJob(2, limits=Limits(steps=6), checkpoint=tmp_path) as job:
+        first = job.run(lambda session: trained(session, 3))
+    assert [[len(epoch) for epoch in seen] for seen in first] == [[12, 0, 0], [12, 0, 0]]
+    with ThreadJob(2, resume=tmp_path) as job:
+        second = job.run(lambda session: trained(session, 2))
+    assert sorted(index for seen in [*first, *second] for index in seen[0]) == list(range(48))
+    assert sorted(index for seen in second for index in seen[1]) == list(range(48))
+
+
+def test_a_loader_keeps_all_but_its_sampler() -> None:
+    generator = torch.Generator()
+    session = Session(None, JobFacts(4, ()), 1)
+    session.parent = "a test, so that no others are looked for"
+    made = DataLoader(
+        DATA,
+        batch_size=5,
+        num_workers=1,
+        collate_fn=list,
+        drop_last=True,
+        timeout=7,
+        worker_init_fn=print,
+        generator=generator,
+        multiprocessing_context="spawn",
+        prefetch_factor=3,
+        persistent_workers=True,
+    )
+    model = small_model()
+    _, _, shared = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), made, session=session)
+    assert (shared.batch_size, shared.num_workers, shared.collate_fn, shared.drop_last) == (5, 1, list, True)
+    assert (shared.timeout, shared.worker_init_fn, shared.generator, shared.prefetch_factor) == (7, print, generator, 3)
+    assert shared.multiprocessing_context is made.multiprocessing_context
+    assert shared.persistent_workers
+    assert list(shared.sampler) == list(range(1, 48, 4)), "in order, as it was"
+    assert len(shared) == 2
+
+
+class Endless(IterableDataset[int]):  # type: ignore[misc]
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Special(DataLoader[Any]):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda: [1, 2], "expected a torch DataLoader, got list"),
+        (lambda: Special(DATA), "expected a torch DataLoader, got Special"),
+        (lambda: DataLoader(Endless()), "got an IterableDataset, which has no places to share out"),
+        (lambda: DataLoader(DATA, batch_sampler=[[0, 1]]), r"a list \(batch_sampler=\); make it yourself with sampler=pt"),
+        (lambda: DataLoader(DATA, sampler=[1, 2]), r"cannot share out a list \(sampler=\)"),
+        (
+            lambda: DataLoader(DATA, sampler=torch.utils.data.RandomSampler(DATA, num_samples=7)),
+            "RandomSampler that leaves out or repeats samples",
+        ),
+    ],
+)
+def test_a_loader_that_cannot_be_made_again_is_refused(loader: Any, words: str) -> None:
+    model = small_model()
+    with pytest.raises(UsageError, match=words) as refused:
+        prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loader(),
+            session=Session(None, JobFacts(1, ()), 0),
+        )
+    assert "\n" not in str(refused.value)
