@@ -30,6 +30,8 @@ class Account:
     staleness_sum: int = 0
     staleness_max: int = 0
     position: Position | None = None
+    before: Position | None = None  # as of the push before the last
+    accepted: bool = False  # was any push of it counted, of whatever optimizer?
     joined_at: float | None = None
     left_at: float | None = None
     earlier_s: float = 0.0  # in earlier lives
@@ -51,7 +53,8 @@ class Account:
         self.exchanging_s += sign * push.exchanged
         self.nonfinite += sign * push.nonfinite
         self.bytes_sent, self.bytes_received = push.sent, push.received
-        self.position = push.position or self.position
+        if push.position is not None:
+            self.before, self.position = self.position, push.position
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
@@ -100,7 +103,15 @@ class Account:
         held = now - self.held_since if self.held_since is not None else 0.0
         waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
         return WorkerStatus(
-            self.worker, self.step, self.samples, self.state, waited, held, self.present(now), self.waiting_for
+            self.worker,
+            self.step,
+            self.samples,
+            self.state,
+            waited,
+            held,
+            self.present(now),
+            self.waiting_for,
+            self.accepted,
         )
 
     def as_dict(self, now: float) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def serve(config: dict[str, Any]) -> None:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record = RecordWriter(config["record"]) if config["record"] else None
-        first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"], config["host_timeout"]), None
+        facts, patience, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
+        first, to_first = First(Sequencer(plan), record, checkpoints, facts, patience, go_on), None
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
     server = Server(keeper, endpoints, plan.size, first, to_first, launcher=sys.stdin.fileno())
