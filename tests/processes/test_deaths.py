@@ -14,6 +14,16 @@ import pytest
 from live import PACED, Bench, wait_until
 
 
+def servers_of(launcher: int) -> list[psutil.Process]:
+    running = [p for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in running if "polytempo.launch.server_process" in p.cmdline()]
+
+
+def saved_in(bench: Bench) -> list[str]:
+    found = (bench.folder / "saved").glob("step-*/manifest.json")
+    return sorted(path.parent.name for path in found if path.parent.suffix != ".partial")
+
+
 def noticed_after(bench: Bench, worker: int) -> float:
     """Seconds from a worker's death, by its own clock, to the job's knowing; both read the host's monotonic clock."""
     died = next(t for kind, _, t in bench.clock(worker) if kind == "die")
@@ -56,15 +66,35 @@ def test_the_first_cause_is_the_last_thing_printed(how: str, words: str, bench: 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_killed_server_ends_the_job_with_the_checkpoints_name(which: int, bench: Bench) -> None:
+    """The launcher sleeps while the last checkpoint is made, so nobody can have told it: it must look at the disk."""
     flags = ["--servers", "2", "--checkpoint", "saved", "--checkpoint-every", "5", "--record", "record"]
     process = bench.start("run", "-n", "2", *flags, PACED, ".", "steps=100000", "pace=0.005")
-    wait_until(lambda: list((bench.folder / "saved").glob("step-*/manifest.json")) != [])
-    servers = [p for p in psutil.Process(process.pid).children() if "polytempo.launch.server_process" in p.cmdline()]
+    wait_until(lambda: saved_in(bench) != [])
+    servers = servers_of(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    told = saved_in(bench)[-1]
+    wait_until(lambda: saved_in(bench)[-1] > told)
     servers[which].send_signal(signal.SIGKILL)
+    wait_until(lambda: servers[which].status() == psutil.STATUS_ZOMBIE)
+    process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    last = err.splitlines()[-1]
-    assert f"server {which} was killed by SIGKILL: its part of the model is lost; resume with --resume saved" in last
+    expected = f"server {which} was killed by SIGKILL: its part of the model is lost; resume with --resume"
+    assert f"{expected} saved/{saved_in(bench)[-1]}" in err.splitlines()[-1]
+    assert list((bench.folder / "saved").glob("*.partial")) == []
+
+
+def test_a_server_killed_after_the_workers_have_finished_is_no_success(bench: Bench) -> None:
+    """The last worker stops server 1, so that the last checkpoint cannot become whole; then it is killed."""
+    flags = ["--servers", "2", "--sync", "asp", "--checkpoint", "saved", "--checkpoint-every", "2"]
+    process = bench.start("run", "-n", "1", *flags, PACED, ".", "steps=5", "stop=1")
+    wait_until(lambda: (bench.folder / "saved" / "step-00000005.partial" / "shard-0.safetensors").exists())
+    servers_of(process.pid)[1].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    words = "what was still to be written is missing; go on with --resume saved/step-00000004"
+    assert err.splitlines()[-1] == f"polytempo: server 1 was killed by SIGKILL after the workers had finished: {words}"
+    assert list((bench.folder / "saved").glob("*.partial")) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -76,6 +106,45 @@ def test_an_interrupted_job_ends_cleanly(number: signal.Signals, bench: Bench) -
     assert process.returncode == 130
     assert "going on" not in err, "ends that were asked for are no deaths"
     assert err.splitlines()[-1] == "polytempo: interrupted; all processes have ended"
+
+
+def test_an_interrupted_job_saves_a_checkpoint_and_goes_on_from_it(bench: Bench) -> None:
+    """A scheduler may send SIGTERM to every process of the job: the servers outlive it, and no worker's death is a cause."""
+    flags = ["--servers", "2", "--checkpoint", "saved"]
+    process = bench.start("run", "-n", "2", *flags, "--record", "record", PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
+    others = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    for other in others:
+        other.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (name,) = saved_in(bench)
+    assert "polytempo: interrupted: saving a checkpoint to saved (at most 20 s; again to end at once)" in err
+    last = f"polytempo: interrupted; all processes have ended; go on with --resume saved/{name}"
+    assert err.splitlines()[-1] == last
+    assert "going on with" not in err
+    applied = {event["version"] for event in bench.events() if event["kind"] == "apply"}
+    assert int(name.removeprefix("step-")) == len(applied), "it holds what was applied, and no more is lost"
+    done = bench.run("run", "-n", "1", "--resume", "saved", "--record", "again", PACED, ".", "steps=2")
+    assert done.returncode == 0, done.stderr
+    assert bench.events("again")[0]["step"] == len(applied)
+
+
+def test_a_second_signal_ends_the_job_at_once(bench: Bench) -> None:
+    """Server 1 sleeps, so that the checkpoint cannot become whole."""
+    flags = ["--servers", "2", "--checkpoint", "saved", "--grace", "3600"]
+    process = bench.start("run", "-n", "1", *flags, PACED, ".", "steps=100000")
+    wait_until(lambda: (bench.folder / "clock-0").exists() and len(bench.clock(0)) > 5)
+    servers_of(process.pid)[1].send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: list((bench.folder / "saved").glob("*.partial/shard-0.safetensors")) != [])
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    last = "polytempo: interrupted; all processes have ended; there is no checkpoint to go on from"
+    assert err.splitlines()[-1] == last
+    assert list((bench.folder / "saved").iterdir()) == []
 
 
 def test_a_closed_terminal_ends_the_job_and_leaves_no_key(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -34,6 +35,10 @@ from live import PACED, Bench
         (["--listen", "127.0.0.1:0", PACED], "--expect"),
         (["--insecure", PACED], "--listen"),
         (["--checkpoint-every", "5", PACED], "needs --checkpoint DIR"),
+        (["--checkpoint", "/dev/null/saved", PACED], "cannot write to --checkpoint /dev/null/saved: Not a directory"),
+        (["--checkpoint-errors", "contine", PACED], "expected --checkpoint-errors stop or continue, got 'contine'"),
+        (["--grace", "0", PACED], "expected --grace above 0 seconds, got 0"),
+        (["--host-timeout", "0.5", PACED], "expected --host-timeout of at least 1 second, got 0.5"),
         (["--resume", "nowhere", PACED], "there is no checkpoint in nowhere"),
         (["--timeout", "-1", PACED], "above 0 seconds"),
     ],
@@ -69,11 +74,22 @@ def test_mistakes_in_worker(arguments: list[str], expected: str, bench: Bench) -
     assert expected in done.stderr
 
 
-def test_workers_with_another_model_are_refused_with_the_first_difference(bench: Bench) -> None:
-    done = bench.run("run", "-n", "2", PACED, ".", "model=1:5")
+def test_workers_with_another_model_are_refused_with_the_first_difference_in_every_mode(bench: Bench) -> None:
+    """Under asp one worker would be enough to go on; a mistake is none the less one."""
+    done = bench.run("run", "-n", "2", "--sync", "asp", "--min-workers", "1", PACED, ".", "model=1:5", "steps=100000")
     assert done.returncode == 1
     assert "differ: parameter 0 is weight [" in done.stderr
     assert "float32 in group 0" in done.stderr
+    assert re.search(r"polytempo: worker [01] failed with exit status 1 before its first push$", done.stderr)
+
+
+def test_a_script_that_fails_at_its_first_line_ends_the_job_in_every_mode(bench: Bench) -> None:
+    script = bench.folder / "wrong.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    nothing\ntime.sleep(3600)\n")
+    done = bench.run("run", "-n", "2", "--sync", "asp", str(script))
+    assert done.returncode == 1
+    assert "NameError: name 'nothing' is not defined" in done.stderr
+    assert done.stderr.splitlines()[-1] == "polytempo: worker 1 failed with exit status 1 before its first push"
 
 
 def test_workers_with_other_hyper_parameters_are_refused_by_name_in_barrier_modes(bench: Bench) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.launch.supervise import last_error, waited_too_long
+from polytempo.launch.supervise import AllDone, EndJob, Report, Supervisor, last_error, waited_too_long
 from polytempo.protocol.messages import Status, WorkerStatus
 
 
@@ -50,3 +50,71 @@ DURING = ["", "During handling of the above exception, another exception occurre
 )
 def test_of_the_last_words_the_last_error_is_shown_with_what_led_to_it(lines: list[str], shown: list[str]) -> None:
     assert last_error(lines) == shown
+
+
+FAILED = ("failed", "failed with exit status 1")
+KILLED = ("lost", "was killed by SIGKILL")
+
+
+def test_a_script_that_fails_before_its_first_push_ends_the_job_although_one_worker_would_be_enough() -> None:
+    supervisor = Supervisor(3, least=1)
+    orders = supervisor.exited(1, *FAILED, accepted=False)
+    assert orders == [EndJob("worker 1 failed with exit status 1 before its first push", 1)]
+    assert supervisor.ending
+    assert supervisor.exited(2, *FAILED, accepted=False) == [], "the first cause is the cause"
+
+
+def test_after_a_push_a_failure_is_what_min_workers_is_about() -> None:
+    supervisor = Supervisor(3, least=2)
+    supervisor.training()
+    warning = "worker 1 failed with exit status 1; going on with 2 of 3"
+    assert supervisor.exited(1, *FAILED, accepted=True) == [Report(1, *FAILED, warning)]
+    ended = "worker 0 failed with exit status 1; 1 of 3 workers are left, at least 2 are needed"
+    assert supervisor.exited(0, *FAILED, accepted=True) == [EndJob(ended, 0)]
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_death_by_a_signal_is_no_mistake_of_the_script_whenever_it_comes(accepted: bool) -> None:
+    supervisor = Supervisor(2, least=1, trains=True)
+    assert [type(order) for order in supervisor.exited(1, *KILLED, accepted=accepted)] == [Report]
+    assert not supervisor.ending
+
+
+def test_a_finished_worker_that_never_pushed_is_fine() -> None:
+    supervisor = Supervisor(1, least=1)
+    finished = ("finished", "finished")
+    assert supervisor.exited(0, *finished, accepted=False) == [Report(0, *finished), AllDone()]
+
+
+def test_what_may_never_push_follows_min_workers_if_it_was_given() -> None:
+    """A pipeline, or torch.distributed: there is no first push to wait for."""
+    supervisor = Supervisor(3, least=1, tolerant=True)
+    assert [type(order) for order in supervisor.exited(2, *FAILED, accepted=False)] == [Report]
+    assert supervisor.exited(1, *KILLED, accepted=False)[0] == Report(
+        1, *KILLED, "worker 1 was killed by SIGKILL; going on with 1 of 3"
+    )
+    assert not supervisor.ending
+
+
+def test_and_ends_once_it_shows_that_it_trains() -> None:
+    """However fast the first failed and however slow the others are, the outcome is the same."""
+    supervisor = Supervisor(3, least=1, tolerant=True)
+    supervisor.exited(2, *FAILED, accepted=False)
+    assert supervisor.training() == [EndJob("worker 2 failed with exit status 1 before its first push", 2)]
+    assert supervisor.training() == []
+    late = Supervisor(3, least=1, tolerant=True)
+    assert late.training() == []
+    assert late.exited(2, *FAILED, accepted=False) == [EndJob("worker 2 failed with exit status 1 before its first push", 2)]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [("saved/step-00000005", "resume with --resume saved/step-00000005"), ("", "there is no checkpoint to resume from")],
+)
+def test_a_server_that_ends_takes_the_job_with_it_once(checkpoint: str, words: str) -> None:
+    supervisor = Supervisor(2, least=1)
+    (order,) = supervisor.server_exited(1, "was killed by SIGKILL", checkpoint)
+    assert isinstance(order, EndJob)
+    assert order.cause.startswith(f"server 1 was killed by SIGKILL: its part of the model is lost; {words}")
+    assert supervisor.server_exited(0, "finished", checkpoint) == []
+    assert supervisor.exited(0, *FAILED, accepted=False) == []

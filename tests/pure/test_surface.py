@@ -89,7 +89,7 @@ def test_commands_and_options() -> None:
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
-    assert options("worker") == ["--insecure", "--join", "--key-file", "--quiet", "--workers"]
+    assert options("worker") == ["--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
         "--hiccup",
         "--json",
@@ -109,9 +109,12 @@ def test_commands_and_options() -> None:
     ]
     assert options("run") == [
         "--checkpoint",
+        "--checkpoint-errors",
         "--checkpoint-every",
         "--expect",
+        "--grace",
         "--hiccup",
+        "--host-timeout",
         "--insecure",
         "--listen",
         "--max-restarts",
@@ -173,10 +176,10 @@ def test_what_is_read_from_the_environment() -> None:
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
-    assert sorted(found) == ["agent.py", "children.py", "job.py", "local.py"]
+    assert sorted(found) == ["agent.py", "children.py", "description.py", "job.py", "local.py"]
     assert found["children.py"] == ["os.environ, **environment},"]
-    assert found["local.py"][1:] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
-    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], found["local.py"][0]])
+    assert found["local.py"] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
+    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *found["description.py"]])
     ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
     assert all(re.search(ours, use) for use in found["job.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

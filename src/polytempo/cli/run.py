@@ -37,8 +37,18 @@ def run(
     expect: Annotated[int, Option(help="So many workers will come from other hosts.")] = 0,
     checkpoint: Annotated[Path | None, Option(help="Save the job below this directory.")] = None,
     checkpoint_every: Annotated[int, Option(help="Save each so many steps of the slowest worker.")] = 0,
-    resume: Annotated[Path | None, Option(help="Go on from the newest checkpoint in this directory.")] = None,
-    min_workers: Annotated[int | None, Option(help="Go on while so many workers are left (bsp: all; else 1).")] = None,
+    checkpoint_errors: Annotated[
+        str, Option(help="A checkpoint that cannot be written: stop or continue the job.")
+    ] = "stop",
+    grace: Annotated[float, Option(help="Seconds that an interrupted job may take to save a checkpoint.")] = 20.0,
+    resume: Annotated[Path | None, Option(help="Go on from the checkpoint of the latest step in this directory.")] = None,
+    min_workers: Annotated[
+        int | None,
+        Option(
+            help="Go on while so many workers are left. Without it bsp needs all; in all other modes the job goes on "
+            "while 1 is left. A worker whose script fails before its first push ends the job in every mode."
+        ),
+    ] = None,
     max_restarts: Annotated[int, Option(help="Planned: start dead workers again.", hidden=True)] = 0,
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
     timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
@@ -75,6 +85,8 @@ def run(
         timeout=timeout,
         host_timeout=host_timeout,
         insecure=insecure,
+        checkpoint_errors=checkpoint_errors,
+        grace=grace,
     )
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()

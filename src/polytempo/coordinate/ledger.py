@@ -31,6 +31,8 @@ class Account:
     staleness_sum: int = 0
     staleness_max: int = 0
     positions: dict[str, Position] = field(default_factory=dict)  # by sampler
+    before: dict[str, Position] = field(default_factory=dict)  # as of the push before the last
+    accepted: bool = False  # was any push of it counted, of whatever optimizer?
     joined_at: float | None = None
     left_at: float | None = None
     earlier_s: float = 0.0  # in earlier lives
@@ -52,7 +54,9 @@ class Account:
         self.exchanging_s += sign * push.exchanged
         self.nonfinite += sign * push.nonfinite
         self.bytes_sent, self.bytes_received = push.sent, push.received
-        self.positions |= {position.sampler: position for position in push.positions}
+        if push.positions:
+            self.before = self.positions
+            self.positions = self.positions | {position.sampler: position for position in push.positions}
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
@@ -106,7 +110,15 @@ class Account:
         held = now - self.held_since if self.held_since is not None else 0.0
         waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
         return WorkerStatus(
-            self.worker, self.step, self.samples, self.state, waited, held, self.present(now), self.waiting_for
+            self.worker,
+            self.step,
+            self.samples,
+            self.state,
+            waited,
+            held,
+            self.present(now),
+            self.waiting_for,
+            self.accepted,
         )
 
     def as_dict(self, now: float) -> dict[str, Any]:

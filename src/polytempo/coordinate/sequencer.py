@@ -169,6 +169,7 @@ class Sequencer:
         self._tally(track, push)
         try:
             orders = self._feed(track, event, now)
+            self.accounts[worker].accepted = True
             return orders + self._checkpoint(track, now, orders)
         except OrderError as error:
             seat.exchange = before
@@ -357,6 +358,14 @@ class Sequencer:
         """What is left to save when everybody is gone."""
         return self.checkpoint(self.tracks[MAIN].policy.progress.fastest if MAIN in self.tracks else self.plan.first_step)
 
+    def checkpoint_now(self) -> Checkpoint | None:
+        """A checkpoint of this moment, in the middle of training; None when there is nothing to save yet."""
+        main = self.tracks.get(MAIN)
+        if main is None or not main.seeded or not any(account.pushes for account in self.accounts):
+            return None
+        progress = main.policy.progress
+        return self.checkpoint(progress.slowest if progress.pushed else progress.fastest)
+
     def checkpoint(self, step: int) -> Checkpoint:
         """A checkpoint of this moment, named after a step."""
         return Checkpoint(f"step-{step:08d}", self.manifest(step))
@@ -364,14 +373,15 @@ class Sequencer:
     def manifest(self, step: int) -> dict[str, Any]:
         """What a checkpoint must know beside the tensors."""
         clocks = self.tracks[MAIN].policy.progress.pushed if MAIN in self.tracks else {}
+        pending = self._pending()
         return {
             "step": step,
-            "steps": self._steps,
-            "samples": self._samples,
+            "steps": self._steps - sum(push.count for push in pending),
+            "samples": self._samples - sum(push.samples for push in pending),
             "size": self.plan.size,
             "sync": self.plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
-            "positions": self._positions(),
+            "positions": self._positions({push.id.worker for push in pending if push.positions}),
             "tracks": {
                 name: {"proposal": _plain(track.proposal), "version": track.version}
                 for name, track in self.tracks.items()
@@ -379,14 +389,26 @@ class Sequencer:
             },
         }
 
-    def _positions(self) -> list[dict[str, Any]]:
-        """How far each sampler was: this job's part, after those of the jobs it goes on from."""
+    def _pending(self) -> list[Push]:
+        """What is counted but in no update: it is lost to a job that goes on from here, and its samples are not done."""
+        return self.tracks[MAIN].pending() if MAIN in self.tracks else []
+
+    def _positions(self, ahead: set[int]) -> list[dict[str, Any]]:
+        """How far each sampler was: this job's part, after those of the jobs it goes on from.
+
+        The last push of those `ahead` is not applied: they were as far as the one before.
+        """
         earlier = self.plan.resumed.get("positions", [])
         named = {name: None for account in self.accounts for name in account.positions}  # in the order they came
         result = [part for part in earlier if part.get("sampler", "") not in named]
         for name in named:
-            positions = [account.positions.get(name) for account in self.accounts]
-            epoch = max(position.epoch for position in positions if position)
+            positions = [
+                (account.before if account.worker in ahead else account.positions).get(name) for account in self.accounts
+            ]
+            epoch = max((position.epoch for position in positions if position), default=None)
+            if epoch is None:  # none of it is applied yet
+                result += [part for part in earlier if part.get("sampler", "") == name]
+                continue
             taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
             result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
             result.append({"sampler": name, "epoch": epoch, "size": self.plan.size, "taken": taken})
@@ -395,7 +417,8 @@ class Sequencer:
     def status(self, now: float) -> Status:
         """For the display."""
         seconds = now - self.started if self.started is not None else 0.0
-        return Status(seconds=seconds, used=self.used(now), workers=tuple(a.status(now) for a in self.accounts))
+        workers = tuple(account.status(now) for account in self.accounts)
+        return Status(seconds=seconds, used=self.used(now), workers=workers, trains=bool(self.tracks))
 
     def summary(self, now: float) -> dict[str, Any]:
         """For meta.json and the last line."""

@@ -192,6 +192,10 @@ class Track:
         key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
         return self._counted.pop(key)[1]
 
+    def pending(self) -> list[Push]:
+        """Pushes that are counted and still to be applied: of a round that is not complete."""
+        return [push for _, push in self._counted.values()]
+
     def counted_of(self, worker: int) -> list[PushId]:
         """A worker's pushes that are still to be applied."""
         return [push.id for _, push in self._counted.values() if push.id.worker == worker]

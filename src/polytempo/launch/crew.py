@@ -141,8 +141,10 @@ class Crew:
         """Those who have not ended."""
         return [child for child in self.children if child.status is None]
 
-    def end(self, children: Iterable[Child], patience: float) -> Iterator[Event]:
-        """Let children end: wait, then ask them to, then make them; what happened on the way."""
+    def end(
+        self, children: Iterable[Child], patience: float, at_once: Callable[[], bool] = lambda: False
+    ) -> Iterator[Event]:
+        """Let children end: wait, then ask them to, then make them, `at_once` if wanted; what happened on the way."""
         waiting = list(children)
         steps: list[tuple[float, Callable[[Child], None]]] = [
             (patience, Child.ask_to_end),
@@ -152,6 +154,9 @@ class Crew:
         for seconds, then in steps:
             deadline = time.monotonic() + seconds
             while any(child.status is None for child in waiting) and (left := deadline - time.monotonic()) > 0:
+                if at_once():
+                    for child in waiting:
+                        child.kill(signal.SIGKILL)
                 yield from self.turn(left)
             for child in waiting:
                 if child.status is None:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.errors import PeerError, UsageError, counted
+from polytempo.errors import PeerError, counted
 from polytempo.launch.children import Child
 from polytempo.launch.crew import ENDING, Crew, Drew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.description import Description
 from polytempo.launch.display import Display
 from polytempo.launch.folder import JobFolder
-from polytempo.launch.request import CheckedRequest, split_address
+from polytempo.launch.request import CheckedRequest
+from polytempo.launch.saves import Saves
 from polytempo.launch.supervise import AllDone, EndJob, Order, Report, Supervisor, described, last_error, waited_too_long
-from polytempo.parameter_server.manifest import find_checkpoint
 from polytempo.protocol.messages import (
     AnyMessage,
     Expecting,
@@ -44,11 +42,10 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import Progress
 from polytempo.train.ending import TOLD_TO_END
-from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE, JobFacts
-from polytempo.transport.keys import JobKeys, make_keys, write_key_file
+from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE
+from polytempo.transport.keys import write_key_file
 from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamChannel
-from polytempo.version import VERSION
 
 STATUS_EVERY = 0.5
 #: How long the servers may take to write what is left.
@@ -68,21 +65,27 @@ class LocalJob:
         self.progress: Progress | None = None  #: of what trains without pushes
         self.record_lost = ""  #: why the record is cut short
         self.seconds = 0.0  #: from the start of the first process to the end of the last
-        self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
-        self._port = free_port()
-        self._supervisor = Supervisor(self.request.size, self.request.least)
+        tolerant = self.request.min_workers is not None
+        self._supervisor = Supervisor(self.request.size, self.request.least, tolerant)
         self._servers: dict[Child, int] = {}
         self._workers: dict[Child, int] = {}
         self._ready: dict[int, list[str]] = {}
         self._control: StreamChannel | None = None
-        self._checkpoint = str(checked.resume) if checked.resume else ""
+        self._saves = Saves(self.request.checkpoint, checked.resume)
         self._cause: EndJob | None = None
         self._interrupted = False
+        self._signals = 0
         self._finished = False
         self._given_up: dict[int, tuple[str, str]] = {}  #: workers ended here, and as what
+        self._stopped = ""  # why all were told to end
+        self._lost = ""  # how a server died after the workers had ended
+        self._unsaved = ""  # why the last checkpoint could not be written
         self._asked_at = 0.0
+        self._asked = self._answered = 0  # requests for a status
+        self._undecided: list[tuple[int, int, str, str]] = []  # request, worker, reason and cause of its end
         self._crew = Crew()  # from here on signals are waited for
         self._folder = JobFolder("launcher")
+        self._told = Description(checked, self._folder.path)
 
     def run(self) -> int:
         """Run the job; its exit status."""
@@ -96,8 +99,7 @@ class LocalJob:
             self._start()
             while not self._supervisor.ending and not self._interrupted:
                 self._turn()
-            status = self._status()
-            self._finish(status)
+            status = self._finish()
             self.seconds = time.monotonic() - begun
             return status
 
@@ -110,107 +112,46 @@ class LocalJob:
 
     def _start(self) -> None:
         self.display.begin(self.request.in_words())
+        if self.checked.note():
+            self.display.say(self.checked.note())
         if self.request.record:
             (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
         paths = [str(self._folder.path / f"server-{index}") for index in range(self.plan.shards)]
         for index, path in enumerate(paths):
-            config = json.dumps(self._server_config(index, path, paths[0])).encode()
+            config = json.dumps(self._told.server_config(index, path, paths[0])).encode()
             command = [sys.executable, "-m", "polytempo.launch.server_process"]
-            variables = {**self._threads(), **keep_memory(), **self._folder.mark()}
-            child = Child(f"server {index}", command, variables, self._log(f"server-{index}"), config)
+            variables = {**self._told.threads(), **keep_memory(), **self._folder.mark()}
+            child = Child(f"server {index}", command, variables, self._told.log(f"server-{index}"), config)
             self._servers[child] = index
             self._crew.add(child)
             self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
-        keys = asdict(self._keys.workers) if self._keys else None
-        facts = self._facts(tuple(f"ipc://{path}" for path in paths), keys)
+        keys = asdict(self._told.keys.workers) if self._told.keys else None
+        facts = self._told.facts(tuple(f"ipc://{path}" for path in paths), keys)
         job_file = self._folder.job_file
         facts.write(job_file)
         for rank in range(self.request.workers):
-            variables = {**facts.torch_variables(rank), **self._threads()}
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, self._log)
+            variables = {**facts.torch_variables(rank), **self._told.threads()}
+            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, self._told.log)
             self._workers[child] = rank
             self._crew.add(child)
             self.display.detail(f"worker {rank} is process {child.process.pid}")
-
-    def _facts(self, addresses: tuple[str, ...], keys: dict[str, str] | None) -> JobFacts:
-        request = self.request
-        return JobFacts(
-            size=request.size,
-            addresses=addresses,
-            sync=request.sync,
-            seed=request.seed,
-            local_size=request.workers,
-            slow=request.slow,
-            hiccup=request.hiccup,
-            positions=tuple(self.plan.resumed.get("positions", ())),
-            keys=keys,
-            via="auto" if request.via == "auto" and request.way == "allreduce" else request.way,
-            meeting="" if request.expect else str(self._folder.path),
-            route=request.listen or "",
-            insecure=request.insecure,
-            port=self._port,
-        )
-
-    def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:
-        request = self.request
-        listen = None
-        if request.listen:
-            host, port = split_address(request.listen, "--listen")
-            listen = f"tcp://{host}:{port if index == 0 else '*'}"
-        return {
-            "index": index,
-            "path": path,
-            "first": f"ipc://{first}",
-            "listen": listen,
-            "keys": asdict(self._keys) if self._keys else None,
-            "size": self.plan.size,
-            "shards": self.plan.shards,
-            "sync": self.plan.sync,
-            "limits": {name: None if value == float("inf") else value for name, value in asdict(self.plan.limits).items()},
-            "checkpoint_every": self.plan.checkpoint_every,
-            "resumed": self.plan.resumed,
-            "checkpoint": str(request.checkpoint) if request.checkpoint else None,
-            "resume": str(self.checked.resume) if self.checked.resume else None,
-            "record": str(request.record) if request.record else None,
-            "threads": int(self._threads()["OMP_NUM_THREADS"]),
-            "host_timeout": request.host_timeout,
-            "facts": self._meta() if index == 0 else {},
-        }
-
-    def _meta(self) -> dict[str, Any]:
-        versions = {"polytempo": VERSION, "python": platform.python_version(), "torch": installed_version("torch")}
-        host = {"name": platform.node(), "cores": os.cpu_count(), "system": platform.platform()}
-        return {
-            "spec": self.request.sync,
-            "size": self.request.size,
-            "first_step": self.plan.first_step,
-            "options": self.checked.options(),
-            "versions": versions,
-            "seed": self.request.seed,
-            "host": host,
-        }
-
-    def _threads(self) -> dict[str, str]:
-        """Processes share the cores, unless the user has said otherwise."""
-        busy = self.request.workers + (self.request.shards if self.request.way == "ps" else 0)
-        share = max(1, (os.cpu_count() or 1) // busy)
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
-
-    def _log(self, name: str) -> Path | None:
-        return self.request.record / "logs" / f"{name}.log" if self.request.record else None
 
     # The loop.
 
     def _turn(self) -> None:
         now = time.monotonic()
         if self._control is not None and now - self._asked_at >= STATUS_EVERY:
-            self._asked_at = now
-            self._send(StatusRequest())
+            self._ask()
         self.display.tick()
         for child in self._crew.children if not self.record_lost else ():
             if child.log_lost:
                 self._tell_lost_record(child.log_lost)
         self._deal(self._crew.turn(STATUS_EVERY))
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._asked += 1
+        self._send(StatusRequest())
 
     def _deal(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -223,7 +164,18 @@ class LocalJob:
             elif isinstance(event, Ready):
                 self._hear()
             elif isinstance(event, Signalled) and event.number in ENDING:
-                self._interrupted = True
+                self._signalled(event.number)
+
+    def _signalled(self, number: int) -> None:
+        """The first signal ends the job in order; a second one, or SIGQUIT, at once."""
+        self._signals += 2 if number == signal.SIGQUIT else 1
+        if not self._supervisor.ending:
+            self._interrupted = self._supervisor.ending = True  # what ends from now on ends because of it
+        elif self._signals == 1:
+            self.display.say("the job is ending, servers write what is left; again to end at once")
+
+    def _hurried(self) -> bool:
+        return self._signals > 1
 
     def _said(self, event: Said) -> None:
         if event.child in self._workers:
@@ -238,21 +190,24 @@ class LocalJob:
     def _server_ready(self, index: int, addresses: list[str]) -> None:
         self._ready[index] = addresses
         if index == 0:
-            self._control = StreamChannel(addresses[0].removeprefix("ipc://"), Pool(), 1 << 40)
-            self._control.send(encode(Hello(role="launcher")))
+            try:
+                self._control = StreamChannel(addresses[0].removeprefix("ipc://"), Pool(), 1 << 40)
+            except PeerError:  # it has died since, as its pidfd will tell
+                return
             self._crew.watch(self._control.pollable(), "control")
+            self._send(Hello(role="launcher"))
         if len(self._ready) == self.plan.shards and self.request.listen:
             self._expect()
 
     def _expect(self) -> None:
         """All servers listen: let workers of other hosts in."""
         ports = [self._ready[index][1].rpartition(":")[2] for index in range(self.plan.shards)]
-        facts = self._facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
+        facts = self._told.facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
         ranks = tuple(range(self.request.workers, self.request.size))
         self._send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
-        if self._keys is not None:
+        if self._told.keys is not None:
             path = self._folder.path / "workers.key"
-            write_key_file(path, self._keys.workers)
+            write_key_file(path, self._told.keys.workers)
             how = f"--key-file {path.name}"
             self.display.say(f"key file for other hosts: {path}")
         else:
@@ -267,16 +222,32 @@ class LocalJob:
         reason, cause = described(event.status)
         if event.child in self._workers:
             reason, cause = self._given_up.get(self._workers[event.child], (reason, cause))
-            self._obey(self._supervisor.exited(self._workers[event.child], reason, cause))
-        elif not self._finished:
-            self._obey(self._supervisor.server_exited(self._servers[event.child], cause, self._newest()), event.child)
+            self._worker_ended(self._workers[event.child], reason, cause)
+            return
+        self._hear()  # its last words may be waiting
+        if not self._finished:
+            server = self._servers[event.child]
+            if self._supervisor.ending and event.status:
+                self._lost = self._lost or f"server {server} {cause}"
+            self._obey(self._supervisor.server_exited(server, cause, self._saves.newest()), event.child)
 
-    def _newest(self) -> str:
-        """The newest checkpoint there is on the disk."""
-        with suppress(UsageError):
-            if self.request.checkpoint is not None:
-                return str(find_checkpoint(self.request.checkpoint)[0])
-        return self._checkpoint
+    def _worker_ended(self, worker: int, reason: str, cause: str) -> None:
+        """Whether a script has failed too early the first server knows, as soon as there is one."""
+        if reason == "failed" and self._control is not None and not self._supervisor.ending:
+            self._ask()
+            self._undecided.append((self._asked, worker, reason, cause))
+        else:
+            accepted = reason != "failed" or 0 in self._ready  # a server that is lost is a cause of its own
+            self._obey(self._supervisor.exited(worker, reason, cause, accepted))
+
+    def _decide(self, status: Status) -> None:
+        self._answered += 1
+        due = [ended for ended in self._undecided if ended[0] <= self._answered]
+        self._undecided = self._undecided[len(due) :]
+        if status.trains and not self._supervisor.trains:
+            self._obey(self._supervisor.training())
+        for _, worker, reason, cause in due:
+            self._obey(self._supervisor.exited(worker, reason, cause, status.workers[worker].accepted))
 
     def _obey(self, orders: list[Order], child: Child | None = None) -> None:
         for order in orders:
@@ -321,7 +292,7 @@ class LocalJob:
 
     def _take(self, message: AnyMessage) -> None:
         if isinstance(message, Status):
-            self._checkpoint = message.checkpoint or self._checkpoint
+            self._decide(message)
             self._take_progress(message.progress)
             self.display.show(message)
             self._watch_patience(message)
@@ -331,15 +302,17 @@ class LocalJob:
                 self._cause = EndJob(message.text)
             elif message.about == "record":
                 self._tell_lost_record(message.text)
+            elif message.fatal and message.text != self._stopped:  # else it is our own word, come back
+                self._lost = self._lost or message.text
             elif not message.fatal:
                 self.display.say(message.text)
         elif isinstance(message, Gone):  # from an agent on another host
-            self._obey(self._supervisor.exited(message.worker, message.reason, message.cause))
+            self._worker_ended(message.worker, message.reason, message.cause)
         elif isinstance(message, Finished):
             self.summary = message.summary
             last = message.summary.get("progress")
             self._take_progress(Progress(**last) if last else None)
-            self._checkpoint = message.checkpoint or self._checkpoint
+            self._unsaved = message.cause
             self._finished = True
 
     def _take_progress(self, progress: Progress | None) -> None:
@@ -364,28 +337,47 @@ class LocalJob:
 
     # Ending.
 
-    def _status(self) -> int:
-        if self._interrupted:
-            return INTERRUPTED
-        return 1 if self._cause is not None else 0
-
-    def _finish(self, status: int) -> None:
-        """End all processes in order: workers, then servers, which write what is left."""
-        self._supervisor.ending = True  # ends from now on are asked for, and no news
+    def _finish(self) -> int:
+        """End all processes in order: workers, then servers, which write what is left. The job's exit status."""
+        saves = self._interrupted and self._saves.directory is not None and not self._hurried()
+        if saves:
+            limit = f"at most {self.request.grace:g} s; again to end at once"
+            self.display.say(f"interrupted: saving a checkpoint to {self._saves.directory} ({limit})")
         cause = self._cause.cause if self._cause else ("interrupted" if self._interrupted else "")
         if cause:
+            self._stopped = cause
             self._send(Stop(cause=cause))
-        self._deal(self._crew.end(self._workers, patience=1.0 if cause else LAST_WORDS))
-        self._send(Finish(exit_status=status, cause=cause))
-        deadline = time.monotonic() + LAST_WORDS
-        while not self._finished and self._control is not None and time.monotonic() < deadline:
+        self._deal(self._crew.end(self._workers, 1.0 if cause else LAST_WORDS, self._hurried))
+        status = INTERRUPTED if self._interrupted else int(bool(cause))
+        self._send(Finish(exit_status=status, cause=cause, save=saves))
+        patience = self.request.grace if saves else LAST_WORDS
+        deadline = time.monotonic() + patience
+        while not (self._finished or self._lost or self._hurried()) and self._control and time.monotonic() < deadline:
             self._deal(self._crew.turn(0.1))
-        self._deal(self._crew.end(self._servers, patience=1.0))
+        if not (self._finished or self._lost or self._hurried()) and self._control is not None:
+            self._lost = f"the servers were waited for longer than {patience:g} s"
+        self._deal(self._crew.end(self._servers, 1.0, self._hurried))
+        self._saves.clear()
         self.display.close()
-        if self._interrupted:
-            self.display.say("interrupted; all processes have ended")
-        elif self._cause is not None:
+        if self._interrupted or (self._hurried() and not self._finished):
+            trouble = "" if self._hurried() else self._unsaved or self._lost
+            self.display.say(f"interrupted; all processes have ended{self._saves.after(trouble)}")
+            return INTERRUPTED
+        if self._cause is None:
+            self._cause = self._unfinished()
+        if self._cause is not None:
             self._tell_cause(self._cause)
+        return int(self._cause is not None)
+
+    def _unfinished(self) -> EndJob | None:
+        """All workers have ended well; whether the servers have is not taken for granted."""
+        if self._finished:
+            stops = self._unsaved and self.request.checkpoint_errors == "stop"
+            return EndJob(self._unsaved) if stops else None
+        newest = self._saves.newest()
+        resume = f"; go on with --resume {newest}" if newest else ""
+        what = self._lost or "the servers ended"
+        return EndJob(f"{what} after the workers had finished: what was still to be written is missing{resume}")
 
     def _tell_cause(self, cause: EndJob) -> None:
         """Last; with the worker's error above it, unless that stands there already."""
@@ -393,12 +385,6 @@ class LocalJob:
         if child is not None and child.tail and self.display.latest != (str(cause.worker), True):
             self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))
         self.display.say(cause.cause)
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def keep_memory() -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.errors import UsageError, counted, nearest
-from polytempo.parameter_server.manifest import find_checkpoint
+from polytempo.parameter_server.manifest import find_checkpoint, written_later
 from polytempo.sync.spec import parse_spec
 
 
@@ -38,6 +39,8 @@ class RunRequest:
     timeout: float | None = None
     host_timeout: float = 5.0
     insecure: bool = False
+    checkpoint_errors: str = "stop"
+    grace: float = 20.0
 
     @property
     def size(self) -> int:
@@ -121,10 +124,27 @@ class RunRequest:
         if self.listen is not None:
             check_free(self.listen)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
-        if self.checkpoint_every and self.checkpoint is None:
-            raise UsageError("--checkpoint-every needs --checkpoint DIR")
+        self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)
+
+    def _check_checkpoint(self) -> None:
+        known = ("stop", "continue")
+        if self.checkpoint_errors not in known:
+            hint = nearest(self.checkpoint_errors, known)
+            raise UsageError(f"expected --checkpoint-errors {' or '.join(known)}, got {self.checkpoint_errors!r}{hint}")
+        if not self.grace > 0:
+            raise UsageError(f"expected --grace above 0 seconds, got {self.grace:g}")
+        if self.checkpoint is None:
+            if self.checkpoint_every:
+                raise UsageError("--checkpoint-every needs --checkpoint DIR")
+            return
+        try:
+            self.checkpoint.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.checkpoint):
+                pass
+        except OSError as error:
+            raise UsageError(f"cannot write to --checkpoint {self.checkpoint}: {error.strerror}; choose another") from None
 
     def _check_counts(self) -> None:
         if self.workers < (0 if self.expect else 1):
@@ -151,6 +171,13 @@ class CheckedRequest:
     request: RunRequest
     plan: JobPlan
     resume: Path | None
+
+    def note(self) -> str:
+        """What to say of the checkpoint that was chosen; empty where there is no doubt."""
+        if self.resume is None or self.request.resume is None or self.resume == self.request.resume:
+            return ""
+        later = written_later(self.request.resume, self.resume)
+        return f"going on from {self.resume}; {later} was written later: name it to go on from there" if later else ""
 
     def options(self) -> dict[str, Any]:
         """For meta.json."""

@@ -63,7 +63,8 @@ def serve(config: dict[str, Any]) -> None:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record, lost = _opened(config["record"])
-        first, to_first = First(Sequencer(plan), record, checkpoints, config["facts"], config["host_timeout"]), None
+        facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
+        first, to_first = First(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on), None
         first.record_lost = lost
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving

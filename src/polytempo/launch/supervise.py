@@ -41,17 +41,29 @@ class Supervisor:
 
     size: int
     least: int
+    tolerant: bool = False  #: was `least` said by the user?
+    trains: bool = False  #: has any worker made an optimizer?
     finished: set[int] = field(default_factory=set)
     dead: dict[int, str] = field(default_factory=dict)
     ending: bool = False
+    _early: dict[int, str] = field(default_factory=dict)  # failed before a push, in a job that may make none
 
-    def exited(self, worker: int, reason: str, cause: str) -> list[Order]:
-        """A worker's process has ended: "finished", "failed" or "lost"."""
+    def exited(self, worker: int, reason: str, cause: str, accepted: bool = True) -> list[Order]:
+        """A worker's process has ended: "finished", "failed" or "lost". `accepted`: was any push of it counted?
+
+        A script that fails before its first push has a mistake in it, or does not fit the others: the job ends, in every
+        mode. Later failures, and deaths by a signal at any time, are what `--min-workers` is about. What makes no optimizer
+        (a pipeline, torch.distributed) never pushes: there `--min-workers`, if it was given, holds from the start.
+        """
         if worker in self.finished or worker in self.dead or self.ending:
             return []
         if reason == "finished":
             self.finished.add(worker)
             return [Report(worker, reason, cause), *self._whether_done()]
+        if reason == "failed" and not accepted:
+            if self.trains or not self.tolerant:
+                return self._mistaken(worker, cause)
+            self._early[worker] = cause
         self.dead[worker] = cause
         left = self.size - len(self.dead)
         if left < self.least:
@@ -60,6 +72,17 @@ class Supervisor:
             return [EndJob(f"worker {worker} {cause}{needs}", worker)]
         warning = f"worker {worker} {cause}; going on with {left} of {self.size}"
         return [Report(worker, reason, cause, warning), *self._whether_done()]
+
+    def training(self) -> list[Order]:
+        """A worker has made an optimizer: who failed before a push has failed too early after all."""
+        self.trains = True
+        for worker, cause in self._early.items():
+            return [] if self.ending else self._mistaken(worker, cause)
+        return []
+
+    def _mistaken(self, worker: int, cause: str) -> list[Order]:
+        self.ending = True
+        return [EndJob(f"worker {worker} {cause} before its first push", worker)]
 
     def _whether_done(self) -> list[Order]:
         if len(self.finished) + len(self.dead) < self.size:

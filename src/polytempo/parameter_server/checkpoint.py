@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.manifest import MANIFEST, whole_checkpoints
+from polytempo.parameter_server.manifest import MANIFEST, PARTIAL, remove_checkpoint, step_of, whole_checkpoints
 from polytempo.parameter_server.state import RunState, as_bytes
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import first_difference, lay_out, table_difference
@@ -66,7 +67,7 @@ def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Sto
             "rows": list(rows),
             "clocks": store.rows.saved_clocks(),
         }
-    partial = directory / f"{name}.partial"
+    partial = directory / f"{name}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
     save_file({key: tensor.contiguous() for key, tensor in _apart(tensors).items()}, partial / file)
@@ -90,16 +91,19 @@ def _digest(path: Path) -> str:
 
 def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> Path:
     """All shards are written: make it a checkpoint."""
-    partial, final = directory / f"{name}.partial", directory / name
+    partial, final = directory / f"{name}{PARTIAL}", directory / name
     text = json.dumps({"format": 1, **manifest, "files": list(files)}, indent=1)
     _write_synced(partial / MANIFEST, text.encode())
     _sync_directory(partial)
-    if final.exists():
-        shutil.rmtree(final)
+    replaced = directory / f"{name}.replaced{PARTIAL}"
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(FileNotFoundError):  # there seldom is one
+        final.rename(replaced)
     partial.rename(final)
     _sync_directory(directory)
-    for old in whole_checkpoints(directory)[:-KEPT]:
-        shutil.rmtree(old)
+    earlier = [old for old in whole_checkpoints(directory) if step_of(old) <= manifest["step"]]
+    for old in [replaced, *earlier[:-KEPT]]:
+        remove_checkpoint(old)
     return final
 
 
@@ -144,12 +148,16 @@ def load_values(shards: Sequence[SavedShard], store: Store) -> list[Bytes]:
 def write_held(directory: Path, name: str, track: str, worker: int, held: Sequence[RunState]) -> None:
     """Keep what a worker's filters hold back, beside the shards of a checkpoint that is made or being made."""
     data = save({run.dtype: run.state["residual"] for run in held})
-    for place in (directory / f"{name}.partial", directory / name):
+    for place in (directory / f"{name}{PARTIAL}", directory / name):
+        file = place / _held_file(track, worker)
         try:
-            (place / _held_file(track, worker)).write_bytes(data)
+            file.write_bytes(data)
             return
         except FileNotFoundError:  # it has just become whole, or is gone already
             continue
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
 
 
 def read_held(directory: Path, track: str, worker: int) -> list[RunState]:
@@ -176,3 +184,9 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def in_words(error: Exception) -> str:
+    """Why something could not be written, in one line."""
+    said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+    return " ".join(said.split())

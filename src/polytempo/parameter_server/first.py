@@ -14,10 +14,10 @@ from msgspec.structs import asdict
 from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
 from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError, counted
-from polytempo.parameter_server.checkpoint import finish_checkpoint
+from polytempo.parameter_server.checkpoint import finish_checkpoint, in_words
 from polytempo.parameter_server.checks import check_end, check_expecting, check_proposal, check_read
 from polytempo.parameter_server.hosts import Hosts
-from polytempo.parameter_server.manifest import manifest_of
+from polytempo.parameter_server.manifest import PARTIAL, manifest_of, remove_checkpoint
 from polytempo.parameter_server.notices import Notices
 from polytempo.protocol.likeness import Likeness
 from polytempo.protocol.log import Entry, Save
@@ -45,7 +45,7 @@ from polytempo.protocol.messages import (
     Stopped,
     encode,
 )
-from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
+from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, NotSaved, Saved
 from polytempo.protocol.values import Progress, PushId
 from polytempo.records.lines import MAIN
 from polytempo.records.writer import RecordWriter, record_lost
@@ -73,8 +73,11 @@ class First:
         checkpoints: Path | None = None,
         facts: dict[str, Any] | None = None,
         host_timeout: float = HOST_TIMEOUT,
+        go_on_unsaved: bool = False,
     ) -> None:
+        """`go_on_unsaved`: a checkpoint that cannot be written is no reason to end the job."""
         self.sequencer = sequencer
+        self._go_on_unsaved = go_on_unsaved
         self.desk: Server
         self._record = record
         self._checkpoints = checkpoints
@@ -88,7 +91,9 @@ class First:
         self._free_ranks: deque[int] = deque()
         self._wakes: list[float] = []
         self._norms: dict[tuple[str, int], list[float]] = {}
-        self._saving: dict[str, tuple[dict[str, Any], list[Saved]]] = {}
+        self._saving: dict[str, tuple[dict[str, Any], list[Saved | NotSaved]]] = {}
+        self._saved_manifest: dict[str, Any] = {}  # of the last that is whole
+        self._unsaved = ""  # why the last checkpoint could not be written
         self._finish: Finish | None = None
         self._notices = Notices()
         self._likeness = Likeness()
@@ -154,7 +159,7 @@ class First:
             if role != "worker":
                 raise PeerError(f"{type(message).__name__} is a worker's")
             self._hear_worker(rank, peer.who.incarnation, message, now)
-        elif isinstance(message, Arrived | Norm | Saved) and role == "server":
+        elif isinstance(message, Arrived | Norm | Saved | NotSaved) and role == "server":
             if message.shard != rank:
                 raise PeerError(f"server {rank} speaks for server {message.shard}")
             if isinstance(message, Arrived):
@@ -285,7 +290,9 @@ class First:
                 total = NormTotal(track=item.track, version=item.version, square=in_order(squares))
                 self.desk.keeper.norm_total(total.square)
                 self._to_servers(total)
-        elif isinstance(item, Saved):
+        elif isinstance(item, NotSaved) and item.worker >= 0:
+            self._not_saved(item.name, f"what worker {item.worker} holds back: {item.reason}")
+        elif isinstance(item, Saved | NotSaved):
             self._saved(item)
         elif isinstance(item, Failed):
             self.stop(item.cause)
@@ -328,7 +335,8 @@ class First:
     def stop(self, cause: str, over: bool = True) -> None:
         """The job ends early: everybody is told why."""
         self._say(cause, fatal=True)
-        self._to_servers(Stopped(cause=cause))
+        if over or self._launcher is None:  # else they may still have to save, and are told at the end
+            self._to_servers(Stopped(cause=cause))
         for peer in self._hosts.peers():
             peer.send(encode(Stopped(cause=cause)))
         self.desk.stop(cause)
@@ -374,7 +382,7 @@ class First:
 
     # Checkpoints and the end.
 
-    def _saved(self, item: Saved) -> None:
+    def _saved(self, item: Saved | NotSaved) -> None:
         if item.name not in self._saving:
             raise PeerError(f"server {item.shard} has saved {item.name[:40]!r}, which is not being made")
         manifest, parts = self._saving[item.name]
@@ -382,21 +390,45 @@ class First:
         if len(parts) < self._shards or self._checkpoints is None:
             return
         del self._saving[item.name]
-        ordered = sorted(parts, key=lambda part: part.shard)
+        ordered = sorted((part for part in parts if isinstance(part, Saved)), key=lambda part: part.shard)
         files = [{"file": part.file, "digest": part.digest, "tensors": part.tensors} for part in ordered]
-        path = finish_checkpoint(self._checkpoints, item.name, manifest, files)
-        self.checkpoint = str(path)
+        reason = next((part.reason for part in parts if isinstance(part, NotSaved)), "")
+        try:
+            if not reason:
+                self.checkpoint = str(finish_checkpoint(self._checkpoints, item.name, manifest, files))
+                self._saved_manifest = manifest
+        except OSError as error:
+            reason = in_words(error)
+        if reason:
+            remove_checkpoint(self._checkpoints / f"{item.name}{PARTIAL}")
+            self._not_saved(item.name, reason)
+
+    def _not_saved(self, name: str, reason: str) -> None:
+        """A checkpoint could not be written: go on without it, or end the job, as was asked for."""
+        cause = f"the checkpoint {name} could not be written to {self._checkpoints}: {reason}"
+        if self._go_on_unsaved:
+            self._say(f"warning: {cause}; going on without it")
+        elif self._finish is None:
+            self.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
+        self._unsaved = cause
 
     def _last_checkpoint(self) -> None:
-        """The values at the end are worth keeping too, when the job ended well."""
-        if self._checkpoints is None or self._finish is None or self._finish.exit_status or not self.sequencer.tracks:
+        """The values at the end are worth keeping too, when the job ended well or was interrupted."""
+        self._unsaved = ""
+        if self._checkpoints is None or self._finish is None or not self.sequencer.tracks:
             return
-        order = self.sequencer.last_checkpoint()
-        if Path(self.checkpoint).name != order.name and order.name not in self._saving:
+        if self._finish.exit_status and not self._finish.save:
+            return
+        order = self.sequencer.checkpoint_now() if self._finish.save else self.sequencer.last_checkpoint()
+        if order is None or order.name in self._saving:
+            return
+        if not _same_state(self._saved_manifest, order.manifest):
             self._do([ToShards(Save(name=order.name)), order])
 
     def _end(self, finish: Finish, now: float) -> None:
         self._watch_budget(0)
+        if self._unsaved and not self._go_on_unsaved:
+            finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or self._unsaved)
         progress = asdict(self._progress) if self._progress is not None else None
         summary = self.sequencer.summary(now) | {"spread": self._apart(), "progress": progress}
         if self._record is not None:
@@ -416,7 +448,7 @@ class First:
             self._keep_record(RecordWriter.close, meta)
         self._to_servers(Stopped(cause="the job has ended"))
         if self._launcher is not None:
-            self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint)))
+            self._launcher.send(encode(Finished(summary=summary, checkpoint=self.checkpoint, cause=self._unsaved)))
         self.desk.over = True
 
     def _apart(self) -> float:
@@ -441,3 +473,8 @@ def named(peer: Peer) -> str:
 def told_late(cause: str) -> str:
     """What those are told who come back after they were given up."""
     return f"the job goes on without it: {cause}"
+
+
+def _same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Do two manifests describe the same values? Clocks are of workers, which may have left in between."""
+    return {**one, "clocks": None} == {**other, "clocks": None}

@@ -18,15 +18,16 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from safetensors import SafetensorError
 
-from polytempo.parameter_server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
+from polytempo.parameter_server.checkpoint import in_words, load_values, read_held, read_shards, write_held, write_shard
 from polytempo.parameter_server.rows import row_buffers
 from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Keep, Push, ReadAnswer, Refused
 from polytempo.protocol.rows import Pull, Rows
-from polytempo.protocol.servers import Failed, Norm, Saved
+from polytempo.protocol.servers import Failed, Norm, NotSaved, Saved
 from polytempo.protocol.values import PushId, Share
 from polytempo.transport.channel import Bytes, Done
 from polytempo.transport.memory import Bell
@@ -157,9 +158,7 @@ class Keeper:
         elif isinstance(entry, PullHere):
             self._pull(entry)
         elif isinstance(entry, KeepHere):
-            if self._checkpoints is not None:
-                held = unpack(entry.keep.state, entry.buffers)
-                write_held(self._checkpoints, entry.keep.checkpoint, entry.keep.track, entry.worker, held)
+            self._keep(entry.worker, entry.keep, entry.buffers)
         elif isinstance(entry, ForgetWorker):
             for store in self.stores.values():
                 store.forget(entry.worker)
@@ -332,5 +331,17 @@ class Keeper:
     def _save(self, name: str) -> None:
         if self._checkpoints is None:
             return
-        file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+        try:
+            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+        except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
+            self._report(NotSaved(shard=self.shard, name=name, reason=in_words(error)))
+            return
         self._report(Saved(shard=self.shard, name=name, file=file, digest=digest, tensors=tensors))
+
+    def _keep(self, worker: int, keep: Keep, buffers: Sequence[Bytes]) -> None:
+        if self._checkpoints is None:
+            return
+        try:
+            write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
+        except OSError as error:
+            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=in_words(error), worker=worker))

@@ -5,7 +5,7 @@ one of these is refused. Buffers are checked against the layout by whoever uses 
 
     worker   -> first server   Hello, Register, Read, Repeat, Leave, Metric, Post, Look, Keep (with buffers)
     worker   -> every server   Hello, Ask, Push, Staged and Pull (with buffers)
-    server   -> first server   Hello, Arrived, Norm, Saved, Failed
+    server   -> first server   Hello, Arrived, Norm, Saved, NotSaved, Failed
     first server -> servers    Entries (of the log), NormTotal
     server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Told, Resend,
                                UnknownKeys, Refused, Departed, Post (what was looked for), Stopped
@@ -22,7 +22,7 @@ import msgspec
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Entry
 from polytempo.protocol.rows import Pull, RowAnswer, RowPart, Rows, UnknownKeys, Want
-from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
+from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, NotSaved, Saved
 from polytempo.protocol.values import Message, Piece, Position, Progress, Proposal, PushId, Share, StagedBucket
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
@@ -296,6 +296,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
     held_s: float  #: of that, in the wait that goes on now
     present_s: float
     waiting_for: tuple[int, ...]
+    accepted: bool = False  #: was any push of it counted?
 
 
 class Status(Message):
@@ -306,6 +307,7 @@ class Status(Message):
     workers: tuple[WorkerStatus, ...]
     checkpoint: str = ""
     progress: Progress | None = None  #: of what trains without pushes
+    trains: bool = False  #: has any worker made an optimizer?
 
 
 class Notice(Message):
@@ -321,6 +323,7 @@ class Finish(Message):
 
     exit_status: int
     cause: str = ""
+    save: bool = False  #: a checkpoint is wanted although the job has ended early
 
 
 class Finished(Message):
@@ -328,6 +331,7 @@ class Finished(Message):
 
     summary: dict[str, Any]
     checkpoint: str = ""
+    cause: str = ""  #: why the last checkpoint could not be written
 
 
 class Expecting(Message):
@@ -368,6 +372,7 @@ AnyMessage = (
     | Norm
     | NormTotal
     | Saved
+    | NotSaved
     | Failed
     | Entries
     | Welcome

@@ -41,6 +41,15 @@ class Saved(Message):
     tensors: dict[str, Any]
 
 
+class NotSaved(Message):
+    """This shard's part of a checkpoint could not be written; or, of a worker, what its filters hold back."""
+
+    shard: int
+    name: str
+    reason: str
+    worker: int = -1
+
+
 class Failed(Message):
     """A server cannot go on."""
 

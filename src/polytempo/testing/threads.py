@@ -63,6 +63,7 @@ class ThreadJob:
         seed: int = 0,
         retry: float = 5.0,
         via: str = "ps",
+        go_on_unsaved: bool = False,
     ) -> None:
         checkpoints = Path(checkpoint) if checkpoint else None
         path, manifest = find_checkpoint(Path(resume)) if resume else (None, {})
@@ -88,7 +89,7 @@ class ThreadJob:
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
-        first = First(self.sequencer, writer, checkpoints, facts)
+        first = First(self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved)
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
             keeper = Keeper(index, servers, pools[index], checkpoints, path, workers)
@@ -158,11 +159,11 @@ class ThreadJob:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(1 if error else 0)
 
-    def close(self, exit_status: int = 0) -> None:
-        """End the job."""
+    def close(self, exit_status: int = 0, save: bool = False) -> None:
+        """End the job. `save`: with a checkpoint, although it is not over."""
         finished = False
         try:
-            self._launcher.send(encode(Finish(exit_status=exit_status)))
+            self._launcher.send(encode(Finish(exit_status=exit_status, save=save)))
             deadline = time.monotonic() + 30
             while not finished and time.monotonic() < deadline:
                 finished = self._hear()

@@ -1,6 +1,9 @@
 """A worker whose steps take a given time, and which writes its own clocks: what it sent, what it started, and when.
 
 Usage: paced.py FOLDER [steps=N] [until=FILE] [pace=SECONDS] [die=RANK:STEP:HOW] [lr=RANK:RATE] [model=RANK:WIDTH]
+                [stop=SERVER]
+
+stop=: when it is done, and has said so, it stops a server of its launcher with SIGSTOP.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 import polytempo as pt
@@ -64,3 +68,8 @@ while not is_done() and not pt.should_stop():
     optimizer.step(samples=8)
     taken += 1
 print(f"worker {rank} took {taken} steps")
+if "stop" in options:
+    pt.shutdown()
+    siblings = psutil.Process(os.getppid()).children()
+    servers = [p for p in siblings if "polytempo.launch.server_process" in p.cmdline()]
+    servers[int(options["stop"])].suspend()
