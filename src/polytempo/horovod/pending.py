@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from polytempo.errors import UsageError
+from polytempo.errors import WrongType
 
 Result = TypeVar("Result")
 
@@ -37,11 +37,18 @@ class Pending(Generic[Result]):
             self._parts = ()
         return self._result  # type: ignore[return-value]
 
+    __call__ = wait  # the handle of a sparse reduction is a function in Horovod
+
 
 def together(handles: Sequence[Pending[Result]]) -> Pending[list[Result]]:
     """Several as one."""
     parts = [part for handle in handles for part in handle._parts]
     return Pending(lambda: [handle.wait() for handle in handles], parts)
+
+
+def numbered(name: str | None, index: int) -> str | None:
+    """The name of one of several calls that have a name together."""
+    return None if name is None else f"{name}.{index}"
 
 
 def poll(handle: Pending[Any]) -> bool:
@@ -56,5 +63,5 @@ def synchronize(handle: Pending[Any]) -> Any:
 
 def _checked(handle: Pending[Any]) -> Pending[Any]:
     if not isinstance(handle, Pending):
-        raise UsageError(f"expected a handle that an _async call returned, got {handle!r}")
+        raise WrongType(f"expected a handle that an _async call returned, got {handle!r}")
     return handle
