@@ -141,9 +141,11 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Make `.grad` the mean over all ranks, now: to be clipped, say, before `step()` in `skip_synchronize()`."""
+        if self._takes_part:
+            self._reduce()
         self._synchronized = True
-        if not self._takes_part:
-            return
+
+    def _reduce(self) -> None:
         outdated = any(bucket.is_outdated() for bucket in self._buckets[: self._launched])
         announced = negotiator_of(self._members).start(replace(self._call, own=int(outdated)), nothing)
         try:

@@ -24,16 +24,23 @@ class Pending(Generic[Result]):
         self._finish: Callable[[], Result] | None = finish
         self._parts: Sequence[Part] = parts
         self._result: Result | None = None
+        self._error: Exception | None = None
 
     def poll(self) -> bool:
         """Would `wait` return at once?"""
         return all(part.is_completed() for part in self._parts)
 
     def wait(self) -> Result:
-        """The result."""
+        """The result; the error, each time, if it went wrong."""
+        if self._error is not None:
+            raise self._error
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+                raise
             self._parts = ()
         return self._result  # type: ignore[return-value]
 
