@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError, WrongType
+from polytempo.errors import WrongType
 from polytempo.horovod.broadcasting import check_root
 from polytempo.horovod.gathering import gather_pieces
 from polytempo.horovod.negotiating import Steps, negotiator_of
@@ -49,7 +49,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
-            raise UsageError(f"broadcast_parameters needs tensors, got {kind} for {name}; use broadcast_object for it")
+            raise WrongType(f"broadcast_parameters needs tensors, got {kind} for {name}; use broadcast_object for it")
     return named
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, UsageError, WrongType
 
 Tensors = list[torch.Tensor]
 
@@ -57,7 +57,7 @@ def is_refusal(data: bytes) -> bool:
 def decode_from(rank: int, data: bytes, aside: Tensors | None = None) -> Any:
     """What `encode_for_all` of this rank made: the thing, or its refusal raised here as well."""
     if is_refusal(data):
-        raise UsageError(f"rank {rank} has nothing to send: {data[1:].decode(errors='replace')}")
+        raise WrongType(f"rank {rank} has nothing to send: {data[1:].decode(errors='replace')}")
     return decode(data[1:], aside)
 
 
@@ -77,7 +77,7 @@ def _down(thing: Any, aside: Tensors | None) -> Any:
         return ["n" if isinstance(thing, np.ndarray) else "g", thing.dtype.str, list(thing.shape), thing.tobytes()]
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _tensor_down(thing.detach(), aside)
-    raise UsageError(
+    raise WrongType(
         f"expected plain data (None, numbers, str, bytes, list, tuple, dict, arrays, tensors), got {kind.__name__}; "
         "other objects would need pickles, which are not used: send what it is made of"
     )
