@@ -1,16 +1,22 @@
-"""Every error Polytempo raises, as one tree.
+"""Every error Polytempo raises, as one tree. Each is also the built-in error that Python, PyTorch and Horovod raise there.
 
 PolytempoError
-├── UsageError        the caller's mistake: said in one line, with the fix, before anything starts
-│   ├── SpecError     a synchronisation spec that cannot be read, or does not fit the job
-│   └── ClusterError  a cluster or experiment description that cannot be read
-├── OrderError        a policy was fed an event that cannot happen (a push of a step nobody released)
-├── StuckError        nothing can happen any more and somebody still waits; says who waits for whom
-├── PeerError         another process sent what cannot be right, or cannot be reached
-│   └── RankLost      a rank that others need has ended; says which
-├── JobEnded          the job has ended early; the text is the first cause
-├── RecordError       a record that cannot be read: file and line are named
-└── BrokenInvariant   a record that can be read and breaks a promise: line and promise are named
+├── UsageError (ValueError)          the caller's mistake: said in one line, with the fix, before anything starts
+│   ├── WrongType (TypeError too)    an argument of another type than the call can take
+│   ├── SpecError                    a synchronisation spec that cannot be read, or does not fit the job
+│   └── ClusterError                 a cluster or experiment description that cannot be read
+├── OrderError (RuntimeError)        a policy was fed an event that cannot happen (a push of a step that was not released)
+├── StuckError (RuntimeError)        nothing can happen any more and a rank still waits; says which waits for which
+├── PeerError (RuntimeError)         another process sent what cannot be right, or cannot be reached
+│   └── RankLost                     a rank that others need has ended; says which
+├── JobEnded (RuntimeError)          the job has ended early; the text is the first cause
+├── RecordError (ValueError)         a record that cannot be read: file and line are named
+└── BrokenInvariant (ValueError)     a record that can be read and breaks a promise: line and promise are named
+
+Two rooms add what their users know by name: `horovod/errors.py` and `torch_backend/errors.py`.
+
+An `except ValueError` or `except RuntimeError` around our own calls catches these too: where that is not meant, an
+`except PolytempoError: raise` stands before it.
 
 The text of an error says what was expected, what came, and what to do.
 """
@@ -25,8 +31,12 @@ class PolytempoError(Exception):
     """The root: `except PolytempoError` catches all that this library raises on purpose."""
 
 
-class UsageError(PolytempoError):
+class UsageError(PolytempoError, ValueError):
     """The caller's mistake."""
+
+
+class WrongType(UsageError, TypeError):
+    """An argument of another type than the call can take."""
 
 
 class SpecError(UsageError):
@@ -37,15 +47,15 @@ class ClusterError(UsageError):
     """A description of a cluster or an experiment that is malformed."""
 
 
-class OrderError(PolytempoError):
+class OrderError(PolytempoError, RuntimeError):
     """An event that contradicts the events before it."""
 
 
-class StuckError(PolytempoError):
+class StuckError(PolytempoError, RuntimeError):
     """Nothing is left that could happen, and somebody still waits."""
 
 
-class PeerError(PolytempoError):
+class PeerError(PolytempoError, RuntimeError):
     """Another process of the job broke the protocol, is not allowed in, or does not answer."""
 
 
@@ -57,15 +67,15 @@ class RankLost(PeerError):
         self.ranks = ranks
 
 
-class JobEnded(PolytempoError):
+class JobEnded(PolytempoError, RuntimeError):
     """The job has ended early, for a cause that need not lie in this process."""
 
 
-class RecordError(PolytempoError):
+class RecordError(PolytempoError, ValueError):
     """A record that cannot be read."""
 
 
-class BrokenInvariant(PolytempoError):
+class BrokenInvariant(PolytempoError, ValueError):
     """A record that breaks a promise of the contract."""
 
 

@@ -12,12 +12,16 @@ import torch
 from live import SCRIPTS, Bench
 from torch.nn import functional
 
-CALLS, OPTIMIZER, CLASSIC = (str(SCRIPTS / f"horovod_{name}.py") for name in ("calls", "optimizer", "classic"))
+CALLS, OPTIMIZER, MISTAKES, CLASSIC = (
+    str(SCRIPTS / f"horovod_{name}.py") for name in ("calls", "optimizer", "mistakes", "classic")
+)
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "horovod_style.py")
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks"), [(CALLS, 2), (CALLS, 3), (OPTIMIZER, 3)], ids=["calls-2", "calls-3", "optimizer-3"]
+    ("script", "ranks"),
+    [(CALLS, 2), (CALLS, 3), (OPTIMIZER, 3), (MISTAKES, 2)],
+    ids=["calls-2", "calls-3", "optimizer-3", "mistakes-2"],
 )
 def test_every_way_of_use(bench: Bench, script: str, ranks: int) -> None:
     done = bench.run("run", "-n", str(ranks), "-q", script)
@@ -85,43 +89,6 @@ def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
         [sys.executable, CLASSIC, str(bench.folder)], capture_output=True, text=True, check=False, env=bench.environment
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (
-            "hvd.allreduce(x)",
-            "hvd.broadcast(x, 0)",
-            "rank 0 calls allreduce(4 float32, Average) where rank 1 calls broadcast",
-        ),
-        (
-            "hvd.allreduce(x, name='a')",
-            "hvd.allreduce(x, name='b')",
-            "with another name; all ranks must make the same calls",
-        ),
-        ("hvd.allgather(x)", "hvd.allgather(x.double())", "allgather(float32) where rank 1 calls allgather(float64)"),
-        (
-            "hvd.broadcast(x, 0)",
-            "hvd.join()",
-            "rank 0 calls broadcast(4 float32, root_rank=0), but rank 1 has called join()",
-        ),
-        ("optimizer.step()", "hvd.barrier()", "rank 0 calls step() where rank 1 calls barrier"),
-    ],
-)
-def test_ranks_that_call_different_things_all_say_so(bench: Bench, first: str, second: str, words: str) -> None:
-    script = bench.folder / "differ.py"
-    script.write_text(
-        "import torch\nimport polytempo\nimport polytempo.horovod as hvd\nhvd.init()\nx = torch.ones(4)\n"
-        "layer = torch.nn.Linear(2, 2)\noptimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 0.1))\n"
-        f"try:\n    {first} if hvd.rank() == 0 else {second}\n"
-        "except polytempo.UsageError as error:\n    print('said:', error)\n"
-    )
-    done = bench.run("run", "-n", "2", "-q", str(script))
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "said:" in line]
-    assert len(lines) == 2, done.stdout
-    assert all(words in line for line in lines), done.stdout
 
 
 def test_another_mode_is_refused(bench: Bench) -> None:

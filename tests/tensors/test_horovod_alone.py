@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 import polytempo.horovod as hvd
 from polytempo.errors import PeerError, UsageError
 from polytempo.horovod.buckets import Bucket, Travel, buckets_of
-from polytempo.horovod.records import Call, Kind, check_calls, digest
+from polytempo.horovod.matching import Matching
+from polytempo.horovod.records import Call, Kind, call_of, digest, read_row, row_of
 from polytempo.train.plain import decode, encode
 
 ARGUMENTS: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
@@ -116,13 +118,25 @@ def test_gradients_of_one() -> None:
     ("call", "words"),
     [
         (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not offered"),
-        (lambda: hvd.allreduce(torch.ones(1), op=1), "expected op to be one of Average, Sum, Min, Max, Product"),
+        (lambda: hvd.allreduce(torch.ones(1), op=7), "expected op to be one of Average, Sum, Min, Max, Product .* got 7"),
+        (lambda: hvd.allreduce(torch.ones(1), op=2), "op=Adasum is not offered"),
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "twice"),
         (lambda: hvd.allreduce(3), "needs tensors, got int"),
         (lambda: hvd.allreduce(torch.ones(2, 2).to_sparse()), r"use \.to_dense\(\)"),
         (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "got a single number"),
         (lambda: hvd.alltoall(torch.ones(3), splits=[2]), r"with the sum 3, got \[2\]"),
+        (
+            lambda: hvd.alltoall(torch.ones(3), splits=3),
+            "expected splits to be a tensor or a list of 1 whole numbers, got 3",
+        ),
+        (
+            lambda: hvd.alltoall(torch.ones(3), splits=torch.tensor([3.0])),
+            r"whole numbers, got torch\.float32; use splits\.int",
+        ),
+        (lambda: hvd.alltoall(torch.ones(3), splits=[3.0]), r"1 whole numbers, got \[3\.0\]"),
+        (lambda: hvd.sparse_allreduce_async(torch.ones(3)), r"needs a sparse tensor .* got layout torch\.strided"),
+        (lambda: hvd.sparse_allreduce_async(torch.ones(3).to_sparse(), op=hvd.Max), "op=Average or op=Sum for a sparse"),
         (lambda: hvd.broadcast(torch.ones(1), 1), r"root_rank to be one of \[0\], got 1"),
         (lambda: hvd.synchronize(7), "expected a handle"),
         (lambda: hvd.add_process_set([0, 1]), "ranks from 0 to 0"),
@@ -233,33 +247,101 @@ def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
     bucket.hand_out()
     assert torch.equal(params[0].grad, torch.arange(4.0).view(2, 2))
     assert params[1].grad is None
-    params[1].grad = torch.ones(3).to_sparse()
-    with pytest.raises(UsageError, match="sparse_as_dense=True"):
+
+
+def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, 2))
+    param.grad = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]).to_sparse(1)
+    apart, dense = (Bucket([param], Travel(hvd.Average, hvd.Compression.none, sparse_as_dense=it)) for it in (False, True))
+    for bucket in (apart, dense):
         bucket.fill()
+    assert apart.sparse_params() == [param]
+    assert not apart.had_dense(param)
+    assert dense.sparse_params() == []
+    param.grad = None  # as on a rank that had none
+    dense.hand_out()
+    assert param.grad.is_sparse
+    assert param.grad.to_dense().tolist() == [[0, 0], [1, 2], [0, 0]]
 
 
-# Records.
+# Which calls belong together.
+
+REDUCE = Call(Kind.ALLREDUCE, op=1, count=10)
+WAIT, JOIN, BARRIER = Call(Kind.WAIT), Call(Kind.JOIN), Call(Kind.BARRIER)
 
 
-def test_records_that_differ_are_named() -> None:
-    reduce = Call(Kind.ALLREDUCE, op=1, count=10)
-    check_calls([reduce, reduce], [0, 1])
-    with pytest.raises(UsageError, match=r"rank 0 calls allreduce\(10 float32, Sum\) where rank 2 calls barrier;"):
-        check_calls([reduce, reduce, Call(Kind.BARRIER)], [0, 1, 2])
-    with pytest.raises(UsageError, match=r"allreduce\(10 float32, Sum\) with another name; all ranks must"):
-        check_calls([reduce, Call(Kind.ALLREDUCE, op=1, count=10, name=digest("x"))], [0, 1])
-    with pytest.raises(UsageError, match=r"step\(\) with another size"):
-        check_calls([Call(Kind.STEP, count=1), Call(Kind.STEP, count=2)], [0, 1])
+def named(name: str) -> Call:
+    return call_of(Kind.ALLREDUCE, name, op=1, count=10)
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    for call in (
+        REDUCE,
+        JOIN,
+        named("x"),
+        call_of(Kind.BROADCAST, "layer.weight", dtype=3, root=1, scale=digest(2.0), own=-1),
+    ):
+        assert read_row(row_of(call)) == call
+    long = call_of(Kind.ALLGATHER, "ä" * 60)
+    assert (read_row(row_of(long)).key, read_row(row_of(long)).name) == (long.key, "ä" * 28)
+
+
+def test_calls_that_differ_are_named() -> None:
+    assert [match.error for match in Matching([0, 1]).hear([REDUCE, REDUCE]).matches] == [""]
+    for calls, words in (
+        ([REDUCE, REDUCE, BARRIER], "rank 0 calls allreduce(10 float32, Sum) where rank 2 calls barrier;"),
+        ([REDUCE, replace(REDUCE, shape=7)], "allreduce(10 float32, Sum) with another shape; all ranks must"),
+        ([REDUCE, replace(REDUCE, scale=7)], "allreduce(10 float32, Sum) with another factor; all ranks must"),
+        ([Call(Kind.STEP, count=1), Call(Kind.STEP, count=2)], "step() with another size"),
+    ):
+        table = Matching(range(len(calls)))
+        (match,) = table.hear(calls).matches
+        assert words in match.error
+        assert set(match.calls) == set(range(len(calls)))
+        assert [match.error for match in table.hear([REDUCE] * len(calls)).matches] == [""], "later calls go on"
+
+
+def test_named_calls_come_in_any_order() -> None:
+    """Each rank calls three in its own order; a rank that waits adds nothing."""
+    table, a, b, c = Matching([0, 1, 2]), named("a"), named("b"), named("c")
+    assert table.hear([a, b, c]).matches == []
+    assert [match.key[0] for match in table.hear([b, c, b]).matches] == [b.key]
+    heard = table.hear([c, a, a])
+    assert [match.key[0] for match in heard.matches] == [a.key, c.key], "in the order in which they were first called"
+    assert all(not match.error and len(match.calls) == 3 for match in heard.matches)
+    assert table.hear([a, WAIT, a]).matches == []
+    assert [match.key[0] for match in table.hear([WAIT, a, b]).matches] == [a.key]
+
+
+def test_when_all_wait_all_are_told() -> None:
+    table = Matching([0, 1])
+    assert table.hear([named("a"), named("b")]).matches == []
+    texts = [match.error for match in table.hear([WAIT, WAIT]).matches]
+    assert len(texts) == 2
+    assert (
+        "rank 0 calls allreduce(10 float32, Sum, name='a') where rank 1 calls allreduce(10 float32, Sum, name='b')"
+        in texts[0]
+    )
+    assert "and all ranks wait; all ranks must make the same calls, by name" in texts[1]
+    assert [match.error for match in table.hear([named("a"), named("a")]).matches] == [""], "later calls go on"
+    assert table.hear([named("c"), WAIT]).matches == []
+    (match,) = table.hear([WAIT, WAIT]).matches
+    assert "rank 0 calls allreduce(10 float32, Sum, name='c') where rank 1 calls nothing" in match.error
 
 
 def test_what_goes_on_after_a_join() -> None:
-    joined = Call(Kind.JOIN, own=3)
-    for kind in (Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER, Kind.JOIN):
-        check_calls([Call(kind), joined], [0, 1])
-    with pytest.raises(
-        UsageError, match=r"rank 0 calls broadcast\(3 float32, root_rank=0\), but rank 1 has called join\(\)"
-    ):
-        check_calls([Call(Kind.BROADCAST, count=3), joined], [0, 1])
+    table = Matching([0, 1])
+    for kind in (Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER):
+        (match,) = table.hear([Call(kind), JOIN]).matches
+        assert (match.error, set(match.calls)) == ("", {0})
+    (match,) = table.hear([Call(Kind.BROADCAST, count=3), JOIN]).matches
+    assert "rank 0 calls broadcast(3 float32, root_rank=0), but rank 1 has called join()" in match.error
+    assert table.hear([JOIN, JOIN]).last == 0, "the last one to come"
+    assert [match.error for match in table.hear([REDUCE, REDUCE]).matches] == [""], "calls are counted anew"
+    assert table.hear([named("a"), named("b")]).matches == []
+    assert [set(match.calls) for match in table.hear([JOIN, WAIT]).matches] == [{1}]
+    heard = table.hear([JOIN, JOIN])
+    assert ([set(match.calls) for match in heard.matches], heard.last) == ([{0}], 1), "called before it joined"
 
 
 # Plain data.

@@ -29,11 +29,11 @@ class SharedBoard:
     def __init__(self, engine: Engine, lane: Lane, members: Sequence[int], capacity: int) -> None:
         self._engine, self._lane, self.members, self.capacity = engine, lane, tuple(members), capacity
         self._segment: Segment | None = None
-        self._turn = 0
+        self.turn = 0  #: which half is used
 
     def open(self) -> Steps:
         """Make it or wait for it, once; and use the other half from now on."""
-        self._turn ^= 1
+        self.turn ^= 1
         if self._segment is not None:
             return
         first, key = self.members[0], (self.members[0], self._lane.context, self.capacity)
@@ -59,7 +59,7 @@ class SharedBoard:
     def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
         """As much of a member's slot as a tensor has, from so many bytes on."""
         assert self._segment is not None
-        start = (2 * self.members.index(member) + self._turn) * self.capacity + offset
+        start = (2 * self.members.index(member) + self.turn) * self.capacity + offset
         if not like.numel():
             return torch.empty_like(like)
         return torch.frombuffer(self._segment.map, dtype=like.dtype, count=like.numel(), offset=start)
@@ -78,3 +78,8 @@ class Boards:
         if capacity not in self._boards:
             self._boards[capacity] = SharedBoard(self._engine, self._lane, self._members, capacity)
         return self._boards[capacity]
+
+    def start_over(self) -> None:
+        """After a failure all ranks begin with the same half again; none still reads what was there."""
+        for board in self._boards.values():
+            board.turn = 0

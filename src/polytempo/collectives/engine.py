@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from polytempo.collectives.endings import Links, abruptly_closed, let_go_after_fork, politely_closed
+from polytempo.collectives.failures import LAST_CALL, failure, read_failure
 from polytempo.collectives.post import Post, Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost
@@ -121,19 +122,34 @@ class Engine:
             where = f"call {number} of group {_listed(lane.ranks)}"
             self.fail(lane, PeerError(f"{both} ({where}); all ranks must make the same calls in the same order"))
 
-    def fail(self, lane: Lane, error: Exception, tell: bool = True) -> None:
-        """Nothing of this lane can go on."""
+    def fail(self, lane: Lane, error: Exception, tell: bool = True, final: bool = False) -> None:
+        """Nothing of this lane can go on: for good, where it is final, or until it is opened again (`recovery.py`)."""
+        final |= isinstance(error, RankLost)
         if lane.failed is not None:
+            lane.final |= final
             return
-        lane.failed = error
+        message = failure(lane, error, final)
+        lane.told = any(not task.done for task in lane.queue)
+        lane.final = final
+        lane.failed = error  # last: a caller who sees it may open the lane again at once
         if tell:
-            text, lost = str(error).encode()[:60_000], error.ranks[0] + 1 if isinstance(error, RankLost) else 0
-            for rank in lane.ranks:
-                if rank != self.rank and rank not in self.left:
-                    self.links[rank].send(Message(FAILED, lane.context, lost, text))
-        self.post.drop(lane.context)
+            self.spread(lane, message)
+        self.post.drop(lane.context, LAST_CALL)
         while lane.queue:
             lane.queue.popleft().finish(None, error)
+
+    def spread(self, lane: Lane, message: Message) -> None:
+        """To all others of a lane."""
+        for rank in lane.ranks:
+            if rank != self.rank and rank not in self.left:
+                self.links[rank].send(message)
+
+    def forget(self, context: int, number: int) -> None:
+        """What is left of calls up to this one: all ranks have given them up."""
+        self.post.drop(context, number)
+        others = self._others.get(context, {})
+        for old in [count for count in others if count <= number]:
+            del others[old]
 
     # What callers use.
 
@@ -238,8 +254,8 @@ class Engine:
                 last.callback(self._closes, link)
 
     def _end_all(self, error: Exception) -> None:
-        for lane in list(self._lanes.values()):
-            self.fail(lane, error, tell=False)
+        for lane in list(self._lanes.values()):  # another thread may open one meanwhile
+            self.fail(lane, error, tell=False, final=True)
         for task in [*self._free, *self._submitted]:
             task.finish(None, error)
         self._free.clear()
@@ -302,12 +318,14 @@ class Engine:
     def _retire(self, lane: Lane) -> None:
         """A call that went wrong after it had begun has left ranks at different places: nothing can follow it."""
         task = lane.queue.popleft()
-        if task.error is not None and task.began:
+        if task.error is not None and task.began and not task.settled:
             said = PeerError(f"rank {self.rank} failed in {task.name}: {task.error}")
-            self.fail(lane, task.error if isinstance(task.error, PeerError) else said)
+            self.fail(lane, task.error if isinstance(task.error, PeerError) else said, final=task.final)
+            lane.told = True
 
     def _move(self, task: Task) -> bool:
         if task.lane.failed is not None and not task.done:
+            task.lane.told = True
             task.finish(None, task.lane.failed)
             return True
         moved = task.advance()
@@ -335,6 +353,7 @@ class Engine:
             waited = now - task.began
             line = f"rank {self.rank} has waited {waited:.0f} s in {task.name}{self._for_whom(task)}"
             if task.timeout is not None and waited > task.timeout:
+                task.final = True  # as with torch's other back ends: a rank that hangs would be waited for again and again
                 task.finish(None, PeerError(line))
             elif now - task.said >= SAY_AFTER and waited >= 2 * (task.said - task.began):
                 task.said = now
@@ -369,11 +388,16 @@ class Engine:
         elif kind == SEGMENT and message.segment is not None:
             self.segments[source, context, tag] = message.segment
         elif kind == FAILED:
-            lane = self._lanes.setdefault(context, Lane(context, ()))
-            text = message.meta.decode(errors="replace")
-            self.fail(lane, RankLost(text, (tag - 1,)) if tag else PeerError(text), tell=False)
+            self._hear_failure(self._lanes.setdefault(context, Lane(context, ())), message)
         elif kind == BYE:
             self._polite.add(source)
+
+    def _hear_failure(self, lane: Lane, message: Message) -> None:
+        error, generation, final = read_failure(message)
+        if final or generation == lane.generation:
+            self.fail(lane, error, tell=False, final=final)
+        elif generation > lane.generation:
+            lane.early.setdefault(generation, (error, final))
 
     def _hear_call(self, source: int, message: Message) -> None:
         """Meta: the number of a call, and the call."""
@@ -381,6 +405,8 @@ class Engine:
         if not (number.isascii() and number.isdigit() and len(number) < 20):
             raise PeerError("it sent something that is no message")
         lane, count = self._lanes.get(message.context), int(number)
+        if lane is not None and count <= lane.void:
+            return
         if lane is not None and count in self._calls.get(message.context, {}):
             self._compare(lane, count, source, call)
         elif lane is None or count > max(self._calls.get(message.context, {}), default=-1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import accumulate
 from math import sqrt
 
 import torch
@@ -22,6 +22,7 @@ from polytempo.collectives.measure import measure
 from polytempo.collectives.operations import before_mean, check_dtype, divide, operation
 from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
+from polytempo.collectives.recovery import Recovery
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, shapes_of, split
@@ -61,7 +62,7 @@ class Group:
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
         self._lock = threading.Lock()
-        self._meetings = count(1)
+        self._recovery = Recovery(engine, self.lane, self._start_over)
 
     # The collectives.
 
@@ -248,16 +249,29 @@ class Group:
         by = f", by {algorithm}" if algorithm != "auto" else ""
         call = f"{collective}({about}{by})"
         with self._lock:
+            self._recovery.open_again(self._calls)
             self._calls += 1
             number = self._calls
             return self.engine.start(self.lane, call, self._run(number, call, op, steps), background, self.timeout)
 
+    def before_next(self, name: str, steps: Steps) -> Task:
+        """Start something that this rank has to do before its next call begins."""
+        with self._lock:
+            self._recovery.open_again(self._calls)
+            return self.engine.start(self.lane, name, steps, True)
+
     def _run(self, number: int, call: str, op: str, steps: Callable[[Stage], Steps]) -> Steps:
+        yield from self._recovery.clear(number)
         self.engine.declare(self.lane, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
             self.speeds = yield from measure(self.engine, self.context, number, self.ranks, self.place.hosts)
         meta = f"{number} {call}".encode()
-        yield from steps(Stage(self.engine, self.context, number, self.ranks, meta, op, meetings=self._meetings))
+        meetings = self._recovery.meetings
+        return (yield from steps(Stage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
+
+    def _start_over(self) -> None:
+        self.speeds = None  # some ranks may have measured them, and others not
+        self.boards.start_over()
 
     def _resolve(self, collective: str, size: int, algorithm: str) -> str:
         if algorithm != "auto":

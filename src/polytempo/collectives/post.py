@@ -133,8 +133,9 @@ class Post:
         if where.receipt is not None:
             self._settle(where, (context, tag))
 
-    def drop(self, context: int) -> None:
-        """Nobody will ask for anything of this context any more. (What is just arriving is dropped when it is there.)"""
+    def drop(self, context: int, largest: int) -> None:
+        """Nothing of this context will be asked for under tags up to this size. (What is just arriving is dropped when it
+        is there.)"""
         for table in (self._posted, self._waiting):
-            for key in [key for key in table if key[0] == context]:
+            for key in [key for key in table if key[0] == context and abs(key[1]) <= largest]:
                 del table[key]

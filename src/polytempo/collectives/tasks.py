@@ -30,14 +30,33 @@ class Wait:
 Steps = Generator[Wait, None, Any]
 
 
+class Settled(Exception):
+    """Raised in a task for an error that all ranks raise in the same call: the calls after it go on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Lane:
-    """Calls in their order. `failed`: why nothing of it can go on, and what to raise."""
+    """Calls in their order. `failed`: why nothing of it can go on, and what to raise, until the lane is opened again."""
 
     def __init__(self, context: int, ranks: tuple[int, ...]) -> None:
         self.context = context
         self.ranks = ranks  #: who takes part
         self.failed: Exception | None = None
+        self.final = False  #: it stays failed
+        self.told = False  #: a call of this rank has ended with the failure
+        self.generation = 0  #: how often it was opened again
+        self.void = 0  #: calls up to this number have failed, here or elsewhere
+        self.early: dict[int, tuple[Exception, bool]] = {}  #: failures of generations that this rank has not reached
         self.queue: deque[Task] = deque()
+
+    def open_again(self) -> None:
+        """A new generation, in which others may have failed already."""
+        self.generation += 1
+        error, self.final = self.early.pop(self.generation, (None, False))
+        self.told, self.failed = False, error
 
 
 class Task:
@@ -51,6 +70,8 @@ class Task:
         self.waits: Wait | None = None
         self.result: Any = None
         self.error: Exception | None = None
+        self.settled = False  #: all ranks have the same error
+        self.final = False  #: if it fails, its lane fails for good
         self._done = threading.Event()
         self._callbacks: list[Callable[[Task], object]] = []
         self._lock = threading.Lock()
@@ -101,6 +122,9 @@ class Task:
                 self.waits = next(self._steps)
             except StopIteration as end:
                 self.finish(end.value, None)
+            except Settled as end:
+                self.settled = True
+                self.finish(None, end.error)
             except Exception as error:  # noqa: BLE001  whatever it is belongs to who waits
                 self.finish(None, error)
             if self.done:

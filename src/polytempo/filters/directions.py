@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError, WrongType, nearest
 from polytempo.filters.chain import ChainSpec, parse_chain
 
 DIRECTIONS = ("push", "pull")
@@ -40,7 +40,7 @@ def parse_compression(given: str | Mapping[str, str] | None) -> Compression:
         return Compression(chain, parse_chain("none") if chain.selects else chain)
     if not isinstance(given, Mapping):
         expected = 'expected a text such as "bf16" or {"push": "topk:0.01", "pull": "bf16"}'
-        raise UsageError(f"{expected} as compression, got {type(given).__name__}")
+        raise WrongType(f"{expected} as compression, got {type(given).__name__}")
     for direction in given:
         if direction not in DIRECTIONS:
             near = nearest(str(direction).lower(), DIRECTIONS)
@@ -51,5 +51,5 @@ def parse_compression(given: str | Mapping[str, str] | None) -> Compression:
 def _of(given: Mapping[str, str], direction: str) -> ChainSpec:
     text = given.get(direction, "none")
     if not isinstance(text, str):
-        raise UsageError(f'expected a text such as "bf16" as compression of {direction}, got {type(text).__name__}')
+        raise WrongType(f'expected a text such as "bf16" as compression of {direction}, got {type(text).__name__}')
     return parse_chain(text)

@@ -29,6 +29,7 @@ from polytempo.horovod.basics import (
 )
 from polytempo.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from polytempo.horovod.compression import Compression
+from polytempo.horovod.errors import DuplicateNameError, HorovodInternalError, MismatchError
 from polytempo.horovod.exchanging import alltoall, alltoall_async
 from polytempo.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from polytempo.horovod.joining import barrier, join
@@ -53,6 +54,7 @@ from polytempo.horovod.scattering import (
     reducescatter_async,
 )
 from polytempo.horovod.sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from polytempo.horovod.sparse import sparse_allreduce_async
 from polytempo.horovod.states import (
     allgather_object,
     broadcast_object,
@@ -62,12 +64,10 @@ from polytempo.horovod.states import (
 
 #: Names of Horovod that are not here, and what to do instead.
 NOT_OFFERED = {
-    "elastic": "a rank that is lost ends the job; polytempo.DistributedOptimizer can go on without it",
+    "elastic": "it comes later; until then a rank that is lost ends the job",
     "run": "start the script with polytempo run, torchrun or mpirun",
     "start_timeline": "use torch.profiler",
     "stop_timeline": "use torch.profiler",
-    "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True), or allreduce(tensor.to_dense())",
-    "HorovodInternalError": "catch polytempo.PolytempoError",
     "HostsUpdatedInterrupt": "hosts do not change during a job",
     "check_extension": "there is no extension to look for",
     "check_installed_version": "there is no extension to look for",
@@ -78,8 +78,11 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "DuplicateNameError",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "MismatchError",
     "ProcessSet",
     "Product",
     "Sum",
@@ -136,6 +139,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 

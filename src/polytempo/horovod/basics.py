@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.horovod.sets import ProcessSet, add_process_set
+from polytempo.horovod.sets import ProcessSet, add_process_set, check_sets, global_process_set, group_of
 from polytempo.horovod.state import state
 from polytempo.train import communicate, session
 
@@ -16,15 +16,23 @@ def init(comm: object = None, process_sets: Iterable[ProcessSet | list[int]] | s
     """Join the job of the launcher; without one, be a job of one. Calling it again does nothing."""
     if comm is not None:
         raise UsageError("init(comm=...) is not offered; start the ranks you want, or use process_sets=")
-    if not session.is_initialized():
+    begun = not session.is_initialized()
+    if begun:
         session.init()
-    mode = session.current().job.sync
-    if mode != "bsp":
-        raise UsageError(f"Horovod scripts train in step, in no other mode: start with --sync bsp, got {mode}")
-    _learn_places()
-    if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
-            add_process_set(process_set)
+    try:
+        mode = session.current().job.sync
+        if mode != "bsp":
+            raise UsageError(f"Horovod scripts train in step, in no other mode: start with --sync bsp, got {mode}")
+        sets = check_sets(process_sets) if process_sets is not None and not isinstance(process_sets, str) else []
+        _learn_places()
+    except UsageError:
+        if begun:
+            shutdown()
+        raise
+    if session.size() > 1:
+        group_of(global_process_set)
+    for process_set in sets:
+        add_process_set(process_set)
 
 
 def _learn_places() -> None:
@@ -41,7 +49,10 @@ def _learn_places() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: done."""
+    """Leave the job: done. Process sets are known no more."""
+    if session.is_initialized():
+        for process_set in state().sets:
+            process_set.forget()
     session.shutdown()
 
 

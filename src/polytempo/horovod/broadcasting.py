@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.horovod.negotiating import Steps, negotiator_of
 from polytempo.horovod.ops import Average
 from polytempo.horovod.pending import Pending
-from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
 from polytempo.horovod.reduction import Reduction, check_tensors, start
 from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
-from polytempo.train import communicate, session
+from polytempo.train import session
 
 
 def check_root(root_rank: int, members: ProcessSet, call: str) -> None:
@@ -29,14 +30,14 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, members: 
     if members.size() == 1:
         return Pending(lambda: tensor)
     shape, code = digest("shape", *tensor.shape), dtype_code(tensor.dtype)
-    exchange(Call(Kind.BROADCAST, 0, code, tensor.numel(), shape, root_rank, digest(name)), members)
-    handle = communicate.broadcast(tensor.detach(), src=root_rank, group=members.group, async_op=True)
+    call = call_of(Kind.BROADCAST, name, dtype=code, count=tensor.numel(), shape=shape, root=root_rank)
 
-    def finish() -> torch.Tensor:
-        handle.wait()
+    def act(calls: dict[int, Call], inside: Any) -> Steps:
+        yield from inside.broadcast([tensor.detach()], members.ranks.index(root_rank))
         return tensor
 
-    return Pending(finish, [handle])
+    flight = negotiator_of(members).start(call, act)
+    return Pending(flight.wait, [flight])
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
@@ -63,7 +64,7 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending[torch.Tensor]:
-    """The same, not waited for; only that everybody has called it is."""
+    """The same, not waited for."""
     check_tensors([tensor], "broadcast")
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _broadcast(copy, root_rank, name, process_set)
@@ -72,7 +73,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending[torch.Tensor]:
-    """In place, not waited for; only that everybody has called it is."""
+    """In place, not waited for."""
     return _broadcast(tensor, root_rank, name, process_set)
 
 

@@ -1,7 +1,8 @@
 """Gradients of some parameters, which travel as one.
 
-A bucket holds a copy of the gradients and, behind them, one number for each parameter: did this rank have a gradient of it?
-After the reduction that number is 0 where nobody had one; the gradient is then None as before.
+A bucket holds a copy of the gradients and, behind them, two numbers for each parameter: did this rank have a gradient of it,
+and a sparse one? After the reduction they are 0 where no rank had one; the gradient is then None as before. Sparse gradients
+travel here only with `sparse_as_dense`, and are handed out sparse again; else they travel by themselves (`sparse.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
 from polytempo.horovod.compression import Compressor
 from polytempo.horovod.ops import Op
 from polytempo.horovod.reduction import scale_
@@ -40,8 +40,8 @@ class Bucket:
         self.params, self._travel = params, travel
         self.missing = set(params)  #: whose gradients are not there yet
         sizes = [param.numel() for param in params]
-        self._buffer = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
-        *pieces, self._had = self._buffer.split([*sizes, len(params)])
+        self._buffer = torch.zeros(sum(sizes) + 2 * len(params), dtype=params[0].dtype, device=params[0].device)
+        *pieces, self._had, self._had_sparse = self._buffer.split([*sizes, len(params), len(params)])
         self._views = [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
         self._sent: tuple[torch.Tensor, Any, Any] | None = None
         self._seen: list[tuple[torch.Tensor | None, int]] = []
@@ -52,6 +52,7 @@ class Bucket:
         for view, grad in zip(self._views, grads, strict=True):
             _ = view.zero_() if grad is None else view.copy_(grad)
         self._had.copy_(torch.tensor([grad is not None for grad in grads]))
+        self._had_sparse.copy_(torch.tensor([is_sparse(param.grad) for param in self.params]))
         self._seen = [_state_of(param.grad) for param in self.params]
 
     def is_outdated(self) -> bool:
@@ -83,20 +84,37 @@ class Bucket:
 
     def hand_out(self) -> None:
         """Make everybody's gradients this rank's."""
-        for param, view, had in zip(self.params, self._views, self._had.tolist(), strict=True):
+        numbers = zip(self._had.tolist(), self._had_sparse.tolist(), strict=True)
+        for param, view, (had, sparse) in zip(self.params, self._views, numbers, strict=True):
             if had == 0:
+                continue
+            if sparse and self._travel.sparse_as_dense:
+                param.grad = view.to_sparse(param.grad.sparse_dim() if is_sparse(param.grad) else 1)
                 continue
             if param.grad is None or param.grad.is_sparse:
                 param.grad = torch.empty_like(param, requires_grad=False)
             param.grad.copy_(view)
         self.missing, self._seen = set(self.params), []
 
+    def sparse_params(self) -> list[torch.Tensor]:
+        """Those of which a rank has a sparse gradient, which is not in here."""
+        if self._travel.sparse_as_dense:
+            return []
+        return [param for param, sparse in zip(self.params, self._had_sparse.tolist(), strict=True) if sparse]
+
+    def had_dense(self, param: torch.Tensor) -> bool:
+        """Has a rank had a dense gradient of it?"""
+        return any(bool(had) for one, had in zip(self.params, self._had.tolist(), strict=True) if one is param)
+
     def _dense(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None or not grad.is_sparse:
             return grad
-        if not self._travel.sparse_as_dense:
-            raise UsageError("a gradient is sparse, and is only sent dense; use DistributedOptimizer(sparse_as_dense=True)")
-        return grad.to_dense()
+        return grad.to_dense() if self._travel.sparse_as_dense else None
+
+
+def is_sparse(grad: torch.Tensor | None) -> bool:
+    """Is it there, and sparse?"""
+    return grad is not None and grad.is_sparse
 
 
 def _state_of(grad: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

@@ -2,9 +2,9 @@
 
 Buckets of gradients (`buckets.py`) leave in one order on all ranks, whatever order backward takes: a bucket that is ready
 waits for those before it, and `step()` sends what has not left. They have a group of their own, so that a script may make
-other calls at any time; in a process set, where only some ranks could make such a group, all leave in `step()`. What it
-announces then (`records.py`) tells ranks that have joined to take part. Gradients that were changed after they left, by
-clipping them, say, leave again on all ranks: what counts is what they are in `step()`.
+other calls at any time; in a process set, whose optimizers share one, all leave in `step()`. What it announces then
+(`records.py`) tells ranks that have joined to take part. Gradients that were changed after they left, by clipping them, say,
+leave again on all ranks: what counts is what they are in `step()`.
 
 The result is an object of a class derived from the wrapped optimizer's, as Horovod's is; groups and state are the wrapped
 optimizer's own, so that schedulers made before see what happens to them.
@@ -15,18 +15,21 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
-from polytempo.horovod.buckets import Bucket, Travel, buckets_of
-from polytempo.horovod.ops import Op
-from polytempo.horovod.records import Announced, Call, Kind, digest
+from polytempo.errors import PolytempoError, UsageError
+from polytempo.horovod.buckets import Bucket, Travel, buckets_of, is_sparse
+from polytempo.horovod.joining import nothing
+from polytempo.horovod.negotiating import negotiator_of
+from polytempo.horovod.ops import Average, Op
+from polytempo.horovod.records import Call, Kind, digest
 from polytempo.horovod.sets import ProcessSet, global_process_set
+from polytempo.horovod.sparse import gather_sparse
 from polytempo.horovod.state import state
 from polytempo.train import communicate
 
@@ -42,18 +45,25 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
         self._passes: Counter[torch.Tensor] = Counter()
         self._buckets: list[Bucket] = []
         self._launched = 0
+        self._apart: list[torch.Tensor] = []  # parameters whose gradients are sparse, and travel by themselves
         self._synchronizes, self._synchronized = True, False
+        self._takes_part = False
         if members.size() == 1 or not members.included():
             return
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._buckets = buckets_of(params, travel)
-        self._where = {param: bucket for bucket in self._buckets for param in bucket.params}
+        self._params, self._travel, self._takes_part = params, travel, True
+        self._make_buckets()
         self._early = members is global_process_set
-        self._group = communicate.new_group(members.ranks) if self._early else members.group
+        self._group = communicate.new_group(members.ranks) if self._early else members.gradients
         self._call = _call_of(params, names, travel.op)
         state().optimizers.append(weakref.ref(self))
         own = weakref.ref(self)  # a parameter that is kept must not keep its optimizer
         self._hooks = [param.register_post_accumulate_grad_hook(lambda param: _count(own, param)) for param in params]
+
+    def _make_buckets(self) -> None:
+        apart = set(self._apart)
+        self._buckets = buckets_of([param for param in self._params if param not in apart], self._travel)
+        self._where = {param: bucket for bucket in self._buckets for param in bucket.params}
 
     # It shares everything with the optimizer it wraps.
 
@@ -97,7 +107,7 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
                 f"backward() came more than {self._wanted} times before step(); give DistributedOptimizer "
                 "backward_passes_per_step= the number of passes whose gradients are to be added up"
             )
-        if self._passes[param] == self._wanted:
+        if self._passes[param] == self._wanted and param in self._where:
             self._where[param].missing.discard(param)
             while self._early and self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
                 self._launch()
@@ -131,21 +141,33 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Make `.grad` the mean over all ranks, now: to be clipped, say, before `step()` in `skip_synchronize()`."""
+        if self._takes_part:
+            self._reduce()
         self._synchronized = True
-        if not self._buckets:
-            return
+
+    def _reduce(self) -> None:
         outdated = any(bucket.is_outdated() for bucket in self._buckets[: self._launched])
-        announced = Announced(replace(self._call, own=outdated), self._members)
-        self._launch_rest()
-        again = any(call.own for call in announced.calls() if call.kind == Kind.STEP)
-        self._wait()
-        if again:
-            self._launched = 0
+        announced = negotiator_of(self._members).start(replace(self._call, own=int(outdated)), nothing)
+        try:
             self._launch_rest()
+            calls = announced.wait()
             self._wait()
+            if any(call.own for call in calls.values()):
+                self._launched = 0
+                self._launch_rest()
+                self._wait()
+            sparse = self._gather_sparse()
+        except PolytempoError:
+            self._make_buckets()  # what is under way may still be written to
+            self._start_over()  # a script that catches it may go on with the next backward pass
+            raise
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.hand_out()
+            for param, grad in sparse.items():
+                mixed = param in self._where and self._where[param].had_dense(param)
+                param.grad = param.grad + grad if mixed else grad
+        self._set_apart(sparse)
         self._start_over()
 
     def _launch_rest(self) -> None:
@@ -157,6 +179,21 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
             for bucket in self._buckets:
                 bucket.wait()
 
+    def _gather_sparse(self, joined: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Everybody's sparse gradients, which no bucket holds; all ranks know of which parameters there are any."""
+        found = {param for bucket in self._buckets for param in bucket.sparse_params()}.union(self._apart)
+        params = [param for param in self._params if param in found]
+        own = [None if joined or (param in self._where and not is_sparse(param.grad)) else param.grad for param in params]
+        share = self._members.size() if self._travel.op is Average else 1
+        return gather_sparse(params, own, self._travel.before * self._travel.after / share, self._group)
+
+    def _set_apart(self, sparse: Iterable[torch.Tensor]) -> None:
+        """From now on these need no room in a bucket: on all ranks, since all have seen the same."""
+        more = [param for param in sparse if param in self._where]
+        if more:
+            self._apart += more
+            self._make_buckets()
+
     def take_part(self, times: int) -> None:
         """In a step of the others, with nothing: this rank has joined."""
         for _ in range(times):
@@ -165,6 +202,7 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
                     bucket.empty()
                     bucket.launch(self._group)
             self._wait()
+        self._set_apart(self._gather_sparse(joined=True))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -183,7 +221,8 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
                 loss = closure()
         if self._synchronizes:
             if self._synchronized:
-                warnings.warn("step() after synchronize() does it again; use skip_synchronize() around step()", stacklevel=2)
+                words = "optimizer.step() called without optimizer.skip_synchronize() after synchronize()"
+                warnings.warn(f"{words}: gradients travel twice", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there

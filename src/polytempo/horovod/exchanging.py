@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
+from polytempo.horovod.negotiating import Steps, negotiator_of
 from polytempo.horovod.pending import Pending
-from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
 from polytempo.horovod.reduction import check_tensors
 from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
-from polytempo.train import communicate
 
-Splits: TypeAlias = torch.Tensor | Sequence[int] | None
+Splits: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | None
 
 
 def _splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
@@ -22,11 +23,16 @@ def _splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
     if tensor.dim() == 0:
         raise UsageError("alltoall needs a tensor with a first dimension, got a single number; use tensor.reshape(1)")
     rows = len(tensor)
-    if splits is None or len(splits) == 0:
+    if splits is None or (hasattr(splits, "__len__") and len(splits) == 0):
         if rows % size:
             raise UsageError(f"alltoall without splits needs a first dimension that {size} divides, got {rows}; give splits")
         return [rows // size] * size
-    listed = [int(number) for number in splits]
+    if not isinstance(splits, torch.Tensor | np.ndarray | Sequence):
+        raise WrongType(f"expected splits to be a tensor or a list of {size} whole numbers, got {splits!r}")
+    listed = [number.item() if hasattr(number, "item") else number for number in splits]
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in listed):
+        kind = splits.dtype if isinstance(splits, torch.Tensor | np.ndarray) else listed
+        raise WrongType(f"expected splits to be {size} whole numbers, got {kind}; use splits.int()")
     if len(listed) != size or sum(listed) != rows or min(listed) < 0:
         raise UsageError(f"expected splits to be {size} numbers with the sum {rows}, got {listed}")
     return listed
@@ -38,20 +44,18 @@ def _exchange_rows(
     if members.size() == 1:
         return Pending(lambda: (tensor.detach().clone(), torch.tensor(splits, dtype=torch.int32)))
     rest, code = digest("rest", *tensor.shape[1:]), dtype_code(tensor.dtype)
-    exchange(Call(Kind.ALLTOALL, dtype=code, shape=rest, name=digest(name)), members)
-    table = [torch.empty(len(splits), dtype=torch.int64) for _ in splits]
-    communicate.all_gather(table, torch.tensor(splits, dtype=torch.int64), group=members.group)
-    received = [int(row[members.rank()]) for row in table]
     mine = tensor.detach().contiguous()
-    output = mine.new_empty((sum(received), *mine.shape[1:]))
-    outputs, inputs = list(output.split(received)), list(mine.split(splits))
-    handle = communicate.all_to_all(outputs, inputs, group=members.group, async_op=True)
 
-    def finish() -> tuple[torch.Tensor, torch.Tensor]:
-        handle.wait()
+    def act(calls: dict[int, Call], inside: Any) -> Steps:
+        table = [torch.empty(len(splits), dtype=torch.int64) for _ in splits]
+        yield from inside.all_gather(table, torch.tensor(splits, dtype=torch.int64))
+        received = [int(row[members.rank()]) for row in table]
+        output = mine.new_empty((sum(received), *mine.shape[1:]))
+        yield from inside.all_to_all(list(output.split(received)), list(mine.split(splits)))
         return output, torch.tensor(received, dtype=torch.int32)
 
-    return Pending(finish, [handle])
+    flight = negotiator_of(members).start(call_of(Kind.ALLTOALL, name, dtype=code, shape=rest), act)
+    return Pending(flight.wait, [flight])
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
@@ -70,6 +74,11 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
         return _exchange_rows(grad, ctx.received, None, ctx.members).wait()[0], None, None, None
 
 
+def _like(received: torch.Tensor, splits: Splits) -> torch.Tensor:
+    """As whole numbers of the kind that was given."""
+    return received.to(splits.dtype) if isinstance(splits, torch.Tensor) else received
+
+
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -78,14 +87,19 @@ def alltoall(
     check_member(process_set, "alltoall")
     listed = _splits(tensor, splits, process_set.size())
     output, received = _AllToAll.apply(tensor, listed, name, process_set)
-    return output if splits is None else (output, received)
+    return output if splits is None else (output, _like(received, splits))
 
 
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending[Any]:
-    """The same, not waited for; only that everybody has called it is."""
+    """The same, not waited for."""
     check_tensors([tensor], "alltoall")
     check_member(process_set, "alltoall")
     handle = _exchange_rows(tensor, _splits(tensor, splits, process_set.size()), name, process_set)
-    return Pending(lambda: handle.wait()[0] if splits is None else handle.wait(), handle._parts)
+
+    def finish() -> Any:
+        output, received = handle.wait()
+        return output if splits is None else (output, _like(received, splits))
+
+    return Pending(finish, handle._parts)

@@ -7,51 +7,49 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.horovod.negotiating import Steps, negotiator_of
 from polytempo.horovod.ops import Average
-from polytempo.horovod.pending import Pending, together
-from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.pending import Pending, numbered, together
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
 from polytempo.horovod.reduction import Reduction, Tensors, check_tensors, start
 from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
-from polytempo.train import communicate
+
+Gathered = tuple[torch.Tensor, list[int]]  # and how much of it is whose
 
 
-def _lengths(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> list[int]:
+def _gather(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> Pending[Gathered]:
     check_tensors([tensor], "allgather")
     check_member(members, "allgather")
     if tensor.dim() == 0:
         raise UsageError("allgather needs a tensor with a first dimension, got a single number; use tensor.reshape(1)")
-    if members.size() == 1:
-        return [len(tensor)]
-    rest = digest("rest", *tensor.shape[1:])
-    call = Call(Kind.ALLGATHER, dtype=dtype_code(tensor.dtype), shape=rest, name=digest(name), own=len(tensor))
-    return [call.own for call in exchange(call, members)]
-
-
-def _gather(tensor: torch.Tensor, lengths: list[int], members: ProcessSet) -> Pending[torch.Tensor]:
     mine = tensor.detach().contiguous()
-    output = mine.new_empty((sum(lengths), *mine.shape[1:]))
-    if members.size() == 1 or not output.numel():
-        return Pending(lambda: output.copy_(mine) if output.numel() else output)
-    handle = communicate.all_gather(list(output.split(lengths)), mine, group=members.group, async_op=True)
+    if members.size() == 1:
+        return Pending(lambda: (mine.clone(), [len(mine)]))
+    shape, code = digest("rest", *tensor.shape[1:]), dtype_code(tensor.dtype)
 
-    def finish() -> torch.Tensor:
-        handle.wait()
-        return output
+    def act(calls: dict[int, Call], inside: Any) -> Steps:
+        lengths = [calls[rank].own for rank in members.ranks]
+        output = mine.new_empty((sum(lengths), *mine.shape[1:]))
+        if output.numel():
+            yield from inside.all_gather(list(output.split(lengths)), mine)
+        return output, lengths
 
-    return Pending(finish, [handle])
+    flight = negotiator_of(members).start(call_of(Kind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), act)
+    return Pending(flight.wait, [flight])
 
 
 def gather_pieces(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> list[torch.Tensor]:
     """Everybody's tensors, apart."""
-    lengths = _lengths(tensor, name, members)
-    return list(_gather(tensor, lengths, members).wait().split(lengths))
+    gathered, lengths = _gather(tensor, name, members).wait()
+    return list(gathered.split(lengths))
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, members: ProcessSet) -> torch.Tensor:
-        ctx.lengths, ctx.members = _lengths(tensor, name, members), members
-        return _gather(tensor, ctx.lengths, members).wait()
+        gathered, ctx.lengths = _gather(tensor, name, members).wait()
+        ctx.members = members
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -69,19 +67,20 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending[torch.Tensor]:
-    """The same, not waited for; only that everybody has called it is."""
-    return _gather(tensor, _lengths(tensor, name, process_set), process_set)
+    """The same, not waited for."""
+    handle = _gather(tensor, name, process_set)
+    return Pending(lambda: handle.wait()[0], handle._parts)
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Several, one by one."""
-    return [allgather(tensor, name, process_set) for tensor in tensors]
+    return [allgather(tensor, numbered(name, index), process_set) for index, tensor in enumerate(tensors)]
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending[list[torch.Tensor]]:
     """Several, not waited for."""
-    return together([allgather_async(tensor, name, process_set) for tensor in tensors])
+    return together([allgather_async(tensor, numbered(name, index), process_set) for index, tensor in enumerate(tensors)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from polytempo.errors import UsageError
 
 
@@ -30,7 +32,7 @@ Product = Op("Product", 5, "prod", 1.0)
 OPS = (Average, Sum, Adasum, Min, Max, Product)
 
 
-def choose_op(op: Op | None, average: bool | None = None) -> Op:
+def choose_op(op: Op | int | None, average: bool | None = None) -> Op:
     """The operation that a call asks for, by either of Horovod's arguments for it."""
     if op is not None and average is not None:
         raise UsageError(f"op={op} and average={average} say the same thing twice; give op alone")
@@ -39,11 +41,25 @@ def choose_op(op: Op | None, average: bool | None = None) -> Op:
     return check_op(Average if op is None else op)
 
 
-def check_op(op: Op) -> Op:
-    """Refuse what is none of ours."""
+def check_op(given: Op | int) -> Op:
+    """Refuse what is none of ours; Horovod's own numbers are as good as the names."""
+    op: object = given
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(OPS):
+        op = OPS[given]
     if op is Adasum:
         raise UsageError("op=Adasum is not offered; use op=Average, or op=Sum with a learning rate for the sum")
-    if op not in OPS:
+    if not isinstance(op, Op):
         names = ", ".join(known.name for known in OPS if known is not Adasum)
-        raise UsageError(f"expected op to be one of {names} of polytempo.horovod, got {op!r}")
+        raise UsageError(f"expected op to be one of {names} of polytempo.horovod, or its number, got {given!r}")
     return op
+
+
+def word_for(op: Op, dtype: torch.dtype) -> str:
+    """Polytempo's operation. The mean of whole numbers is their sum, divided afterwards."""
+    return "sum" if op is Average and not (dtype.is_floating_point or dtype.is_complex) else op.word
+
+
+def divide_whole_(tensor: torch.Tensor, op: Op, size: int) -> None:
+    """What `word_for` left to do."""
+    if op is Average and word_for(op, tensor.dtype) == "sum":
+        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))

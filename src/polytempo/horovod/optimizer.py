@@ -35,8 +35,9 @@ def _names(named_parameters: Named | None, optimizer: torch.optim.Optimizer) -> 
     return names
 
 
-def _travel(op: Op, compression: type[Compressor], factor: float, sparse_as_dense: bool, size: int) -> Travel:
-    if check_op(op) not in (Average, Sum):
+def _travel(given: Op | int, compression: type[Compressor], factor: float, sparse_as_dense: bool, size: int) -> Travel:
+    op = check_op(given)
+    if op not in (Average, Sum):
         raise UsageError(f"expected op=Average or op=Sum for an optimizer, got {op}")
     if factor == 1.0:
         return Travel(op, compression, sparse_as_dense=sparse_as_dense)
@@ -50,7 +51,7 @@ def DistributedOptimizer(  # noqa: N802
     named_parameters: Named | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Average,
+    op: Op | int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from polytempo.errors import UsageError
+from polytempo.errors import WrongType
 
 Result = TypeVar("Result")
 
@@ -24,24 +24,38 @@ class Pending(Generic[Result]):
         self._finish: Callable[[], Result] | None = finish
         self._parts: Sequence[Part] = parts
         self._result: Result | None = None
+        self._error: Exception | None = None
 
     def poll(self) -> bool:
         """Would `wait` return at once?"""
         return all(part.is_completed() for part in self._parts)
 
     def wait(self) -> Result:
-        """The result."""
+        """The result; the error, each time, if it went wrong."""
+        if self._error is not None:
+            raise self._error
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+                raise
             self._parts = ()
         return self._result  # type: ignore[return-value]
+
+    __call__ = wait  # the handle of a sparse reduction is a function in Horovod
 
 
 def together(handles: Sequence[Pending[Result]]) -> Pending[list[Result]]:
     """Several as one."""
     parts = [part for handle in handles for part in handle._parts]
     return Pending(lambda: [handle.wait() for handle in handles], parts)
+
+
+def numbered(name: str | None, index: int) -> str | None:
+    """The name of one of several calls that have a name together."""
+    return None if name is None else f"{name}.{index}"
 
 
 def poll(handle: Pending[Any]) -> bool:
@@ -56,5 +70,5 @@ def synchronize(handle: Pending[Any]) -> Any:
 
 def _checked(handle: Pending[Any]) -> Pending[Any]:
     if not isinstance(handle, Pending):
-        raise UsageError(f"expected a handle that an _async call returned, got {handle!r}")
+        raise WrongType(f"expected a handle that an _async call returned, got {handle!r}")
     return handle

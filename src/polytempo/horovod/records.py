@@ -1,30 +1,24 @@
-"""The join protocol's wire: before each call every rank tells all others, in one small record, what it is about to call.
+"""What a rank is about to call, as one small record that it sends to all others before the call.
 
-A rank that has called `join()` has nothing more to call. It reads what the others call and takes part in it with values that
-change nothing (`joining.py`), until everybody has joined. Nobody can know beforehand that somebody has joined, so the record
-is always sent:
+    cost: one all-gather of 128 bytes for each call, or group of calls, or step of an optimizer
 
-    cost: one all-gather of 64 bytes for each call, or group of calls, or step of an optimizer
-
-A reduction does not wait for it: record and numbers are under way together, and who waits for the numbers looks at the
-record first. Other calls wait for it, since it also carries what they must know: how long everybody's tensor is.
-
-Records also tell when ranks call different things, by name too: all ranks then say so, and nobody waits for ever.
+Record and numbers are parts of one call of the group (`negotiating.py`): what was announced is compared first, so ranks that
+call different things all say so, none waits for ever, and later calls go on. A rank that has called `join()` reads what the
+others call and takes part with values that change nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+import struct
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 
 from polytempo.errors import UsageError
 from polytempo.horovod.ops import OPS
-from polytempo.horovod.sets import ProcessSet
-from polytempo.train import communicate
 
 DTYPES = (
     torch.float32,
@@ -40,6 +34,8 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+#: Nine numbers, and the beginning of the name.
+RECORD = struct.Struct("<9q56s")
 
 
 class Kind(IntEnum):
@@ -54,10 +50,11 @@ class Kind(IntEnum):
     REDUCESCATTER = 6
     OBJECT = 7
     BARRIER = 8
+    WAIT = 9  #: nothing: this rank waits for what it has called before
 
 
 #: What a rank that has joined can take part in.
-GOES_ON = (Kind.JOIN, Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER)
+GOES_ON = (Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER)
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,41 @@ class Call:
     count: int = 0
     shape: int = 0  #: a digest
     root: int = 0  #: a rank, or the number of an optimizer
-    name: int = 0  #: a digest
-    own: int = 0  #: what only this rank knows: its tensor's length, whether gradients changed, since when it has joined
+    scale: int = 0  #: a digest of the factors
+    own: int = 0  #: what only this rank knows: its tensor's length, whether gradients changed
+    key: int = 0  #: a digest of the whole name; 0 without one
+    name: str = ""
 
     def __str__(self) -> str:
-        word = {Kind.STEP: "step()", Kind.JOIN: "join()", Kind.OBJECT: "broadcast_object"}.get(self.kind)
-        if self.kind in (Kind.STEP, Kind.JOIN, Kind.BARRIER, Kind.OBJECT):
-            return word or "barrier"
+        named = f", name={self.name!r}" if self.key else ""
+        if self.kind in (Kind.STEP, Kind.JOIN):
+            return f"{self.kind.name.lower()}()"
+        if self.kind in (Kind.BARRIER, Kind.OBJECT):
+            return "barrier" if self.kind == Kind.BARRIER else f"broadcast_object({named[2:]})"
         numbers = f"{self.count} {str(DTYPES[self.dtype]).removeprefix('torch.')}"
         if self.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
-            return f"{self.kind.name.lower()}({numbers}, {OPS[self.op]})"
+            return f"{self.kind.name.lower()}({numbers}, {OPS[self.op]}{named})"
         if self.kind == Kind.BROADCAST:
-            return f"broadcast({numbers}, root_rank={self.root})"
-        return f"{self.kind.name.lower()}({numbers.split()[1]})"
+            return f"broadcast({numbers}, root_rank={self.root}{named})"
+        return f"{self.kind.name.lower()}({numbers.split()[1]}{named})"
+
+
+def call_of(kind: Kind, name: str | None = None, **about: Any) -> Call:
+    """A call, by its name if it has one. Names of different kinds of calls are different names, as in Horovod."""
+    return Call(kind, **about, key=digest(kind.name, name) if name else 0, name=name or "")
+
+
+def row_of(call: Call) -> torch.Tensor:
+    """The record, to be sent."""
+    numbers = (call.kind, call.op, call.dtype, call.count, call.shape, call.root, call.scale, call.own, call.key)
+    return torch.frombuffer(bytearray(RECORD.pack(*numbers, call.name.encode()[:56])), dtype=torch.int64)
+
+
+def read_row(row: torch.Tensor) -> Call:
+    """The record that was sent."""
+    *numbers, name = RECORD.unpack(row.numpy().tobytes())
+    kind, op, dtype, count, shape, root, scale, own, key = numbers
+    return Call(Kind(kind), op, dtype, count, shape, root, scale, own, key, name.rstrip(b"\0").decode(errors="ignore"))
 
 
 def digest(*about: object) -> int:
@@ -95,60 +114,3 @@ def dtype_code(dtype: torch.dtype) -> int:
     if dtype not in DTYPES:
         raise UsageError(f"tensors of {dtype} cannot be sent; convert to one of {', '.join(map(str, DTYPES))}")
     return DTYPES.index(dtype)
-
-
-class Announced:
-    """A record on its way."""
-
-    def __init__(self, call: Call, members: ProcessSet, wait: bool = False) -> None:
-        self._ranks = members.ranks
-        mine = torch.tensor(astuple(call), dtype=torch.int64)
-        self._rows = [torch.empty_like(mine) for _ in self._ranks]
-        self._handle = communicate.all_gather(self._rows, mine, group=members.group, async_op=not wait)
-
-    def is_completed(self) -> bool:
-        """Has everybody's record come?"""
-        return self._handle is None or self._handle.is_completed()
-
-    def calls(self) -> list[Call]:
-        """What everybody calls, once it is known and fits together."""
-        if self._handle is not None:
-            self._handle.wait()
-        rows = [row.tolist() for row in self._rows]
-        calls = [Call(Kind(kind), *rest) for kind, *rest in rows]
-        check_calls(calls, self._ranks)
-        return calls
-
-
-def exchange(call: Call, members: ProcessSet) -> list[Call]:
-    """Everybody's record, waited for."""
-    return Announced(call, members, wait=True).calls()
-
-
-def check_calls(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """All that have not joined call the same, and what can go on without those that have."""
-    active = [(rank, call) for rank, call in zip(ranks, calls, strict=True) if call.kind != Kind.JOIN]
-    if not active:
-        return
-    first, mine = active[0]
-    for rank, call in active[1:]:
-        if replace(call, own=0) != replace(mine, own=0):
-            raise UsageError(
-                f"rank {first} calls {mine} where rank {rank} calls {call}{_difference(mine, call)}; "
-                "all ranks must make the same calls in the same order"
-            )
-    if len(active) < len(calls) and mine.kind not in GOES_ON:
-        joined = next(rank for rank, call in zip(ranks, calls, strict=True) if call.kind == Kind.JOIN)
-        raise UsageError(
-            f"rank {first} calls {mine}, but rank {joined} has called join(): only allreduce, optimizer steps and "
-            "barrier go on until all ranks have joined"
-        )
-
-
-def _difference(one: Call, other: Call) -> str:
-    """Where two calls look alike in words."""
-    if str(one) != str(other):
-        return ""
-    different = [field for field in ("count", "shape", "root", "name") if getattr(one, field) != getattr(other, field)]
-    words = {"count": "size", "root": "optimizer" if one.kind == Kind.STEP else "root rank"}
-    return f" with another {words.get(different[0], different[0])}" if different else ""

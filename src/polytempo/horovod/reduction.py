@@ -6,18 +6,18 @@ What is not in place can be differentiated: the gradient is reduced as the tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.compression import Compressor
-from polytempo.horovod.ops import Average, Op, Sum
+from polytempo.horovod.negotiating import Flight, Steps, negotiator_of
+from polytempo.horovod.ops import Average, Op, Sum, divide_whole_, word_for
 from polytempo.horovod.pending import Pending
-from polytempo.horovod.records import Announced, Call, Kind, digest, dtype_code
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
 from polytempo.horovod.sets import ProcessSet, check_member
-from polytempo.train import communicate
 
 Tensors = Sequence[torch.Tensor]
 
@@ -31,6 +31,12 @@ class Reduction:
     name: str | None = None
     before: float = 1.0
     after: float = 1.0
+    background: bool = True  #: it goes on whether or not it is waited for
+
+
+def digest_of_factors(how: Reduction) -> int:
+    """What must be the same on all ranks, beside the tensors."""
+    return 0 if how.before == how.after == 1.0 else digest(float(how.before), float(how.after))
 
 
 def check_tensors(tensors: Tensors, call: str) -> None:
@@ -39,9 +45,9 @@ def check_tensors(tensors: Tensors, call: str) -> None:
         raise UsageError(f"{call} needs at least one tensor, got none")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"{call} needs tensors, got {type(tensor).__name__}")
+            raise WrongType(f"{call} needs tensors, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
-            raise UsageError(f"{call} needs dense tensors, got one with layout {tensor.layout}; use .to_dense()")
+            raise WrongType(f"{call} needs dense tensors, got one with layout {tensor.layout}; use .to_dense()")
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
@@ -67,21 +73,28 @@ class _Pack:
         self._in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         self.flat = tensors[0].view(-1) if self._in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
         scale_(self.flat, how.before)
-        self.handles: list[Any] = []
-        if how.members.size() > 1:
-            self._launch()
+        self.flight: Flight | None = self._launch() if how.members.size() > 1 else None
 
-    def _launch(self) -> None:
+    def _launch(self) -> Flight:
         how, flat, shapes = self._how, self.flat, [tuple(tensor.shape) for tensor in self._tensors]
-        call = Call(Kind.ALLREDUCE, how.op.code, dtype_code(flat.dtype), flat.numel(), digest(*shapes), 0, digest(how.name))
-        self.announced = Announced(call, how.members)
-        handle = communicate.all_reduce(flat, word_for(how.op, flat.dtype), group=how.members.group, async_op=True)
-        self.handles = [self.announced, handle]
+        call = call_of(
+            Kind.ALLREDUCE,
+            how.name,
+            op=how.op.code,
+            dtype=dtype_code(flat.dtype),
+            count=flat.numel(),
+            shape=digest(*shapes),
+            scale=digest_of_factors(how),
+        )
+
+        def act(calls: dict[int, Call], inside: Any) -> Steps:
+            yield from inside.all_reduce([flat], word_for(how.op, flat.dtype))
+
+        return negotiator_of(how.members).start(call, act, how.background)
 
     def finish(self) -> None:
-        if self.handles:
-            self.announced.calls()
-            self.handles[1].wait()
+        if self.flight is not None:
+            self.flight.wait()
             divide_whole_(self.flat, self._how.op, self._how.members.size())
         scale_(self.flat, self._how.after)
         if not self._in_place:
@@ -90,24 +103,14 @@ class _Pack:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def word_for(op: Op, dtype: torch.dtype) -> str:
-    """Polytempo's operation. The mean of whole numbers is their sum, divided afterwards."""
-    return "sum" if op is Average and not (dtype.is_floating_point or dtype.is_complex) else op.word
-
-
-def divide_whole_(tensor: torch.Tensor, op: Op, size: int) -> None:
-    """What `word_for` left to do."""
-    if op is Average and word_for(op, tensor.dtype) == "sum":
-        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
-
-
 def start(tensors: Tensors, how: Reduction, in_place: bool) -> Pending[list[torch.Tensor]]:
     """Reduce tensors: themselves, or copies of them."""
     check_tensors(tensors, "allreduce")
     check_member(how.members, "allreduce")
     with torch.no_grad():
         kept = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
-        packs = [_Pack(some, how) for some in pack(kept)]
+        alike = pack(kept)
+        packs = [_Pack(some, _named(how, index if len(alike) > 1 else None)) for index, some in enumerate(alike)]
 
     def finish() -> list[torch.Tensor]:
         with torch.no_grad():
@@ -115,20 +118,26 @@ def start(tensors: Tensors, how: Reduction, in_place: bool) -> Pending[list[torc
                 some.finish()
         return list(tensors) if in_place else kept
 
-    return Pending(finish, [handle for some in packs for handle in some.handles])
+    return Pending(finish, [some.flight for some in packs if some.flight is not None])
+
+
+def _named(how: Reduction, index: int | None) -> Reduction:
+    """Each of several packs has a name of its own."""
+    return how if how.name is None or index is None else replace(how, name=f"{how.name}.{index}")
 
 
 class _Reduce(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how = how
-        return tuple(start(tensors, how, in_place=False).wait())
+        return tuple(start(tensors, replace(how, background=False), in_place=False).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         if ctx.how.op not in (Average, Sum):
             raise UsageError(f"allreduce with op={ctx.how.op} has no gradient here; use Average or Sum, or detach()")
-        reduced = iter(start([grad for grad in grads if grad is not None], ctx.how, in_place=False).wait())
+        how = replace(ctx.how, name=None)
+        reduced = iter(start([grad for grad in grads if grad is not None], how, in_place=False).wait())
         return None, *(None if grad is None else next(reduced) for grad in grads)
 
 

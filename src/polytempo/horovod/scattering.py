@@ -9,12 +9,12 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.gathering import allgather
-from polytempo.horovod.ops import Average, Op, Sum, check_op
-from polytempo.horovod.pending import Pending, together
-from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
-from polytempo.horovod.reduction import Reduction, Tensors, check_tensors, divide_whole_, scale_, word_for
+from polytempo.horovod.negotiating import Steps, negotiator_of
+from polytempo.horovod.ops import Average, Op, Sum, check_op, divide_whole_, word_for
+from polytempo.horovod.pending import Pending, numbered, together
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
+from polytempo.horovod.reduction import Reduction, Tensors, check_tensors, digest_of_factors, scale_
 from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
-from polytempo.train import communicate
 
 
 def _rows(tensor: torch.Tensor, size: int) -> list[int]:
@@ -32,23 +32,31 @@ def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Pending[torch.Tensor]:
     rows = _rows(tensor, size)
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     scale_(whole, how.before)
-    output = torch.empty_like(whole[: rows[how.members.rank()]]) if size > 1 else whole
-    parts: list[Any] = []
-    if size > 1:
-        shape, code = digest("shape", *whole.shape), dtype_code(whole.dtype)
-        call = Call(Kind.REDUCESCATTER, how.op.code, code, whole.numel(), shape, 0, digest(how.name))
-        exchange(call, how.members)
-        pieces, word = list(whole.split(rows)), word_for(how.op, whole.dtype)
-        parts.append(communicate.reduce_scatter(output, pieces, word, group=how.members.group, async_op=True))
+    if size == 1:
+        return Pending(lambda: _scaled(whole, how))
+    output = torch.empty_like(whole[: rows[how.members.rank()]])
+    call = call_of(
+        Kind.REDUCESCATTER,
+        how.name,
+        op=how.op.code,
+        dtype=dtype_code(whole.dtype),
+        count=whole.numel(),
+        shape=digest("shape", *whole.shape),
+        scale=digest_of_factors(how),
+    )
 
-    def finish() -> torch.Tensor:
-        for part in parts:
-            part.wait()
-            divide_whole_(output, how.op, size)
-        scale_(output, how.after)
-        return output
+    def act(calls: dict[int, Call], inside: Any) -> Steps:
+        yield from inside.reduce_scatter(output, list(whole.split(rows)), word_for(how.op, whole.dtype))
+        divide_whole_(output, how.op, size)
+        return _scaled(output, how)
 
-    return Pending(finish, parts)
+    flight = negotiator_of(how.members).start(call, act)
+    return Pending(flight.wait, [flight])
+
+
+def _scaled(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
+    scale_(tensor, how.after)
+    return tensor
 
 
 class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
@@ -71,7 +79,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op = Average,
+    op: Op | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -86,12 +94,12 @@ def reducescatter(
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    op: Op = Average,
+    op: Op | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending[torch.Tensor]:
-    """The same, not waited for; only that everybody has called it is."""
+    """The same, not waited for."""
     return _reduce_rows(tensor, Reduction(check_op(op), process_set, name, prescale_factor, postscale_factor))
 
 
@@ -99,24 +107,32 @@ def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op = Average,
+    op: Op | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Several, one by one."""
     factors = (prescale_factor, postscale_factor)
-    return [reducescatter(tensor, name, compression, op, process_set, *factors) for tensor in tensors]
+    return [
+        reducescatter(tensor, numbered(name, index), compression, op, process_set, *factors)
+        for index, tensor in enumerate(tensors)
+    ]
 
 
 def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
-    op: Op = Average,
+    op: Op | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending[list[torch.Tensor]]:
     """Several, not waited for."""
     factors = (prescale_factor, postscale_factor)
-    return together([reducescatter_async(tensor, name, op, process_set, *factors) for tensor in tensors])
+    return together(
+        [
+            reducescatter_async(tensor, numbered(name, index), op, process_set, *factors)
+            for index, tensor in enumerate(tensors)
+        ]
+    )

@@ -21,7 +21,12 @@ class ProcessSet:
             raise UsageError(f"expected a process set to have at least one rank, and each once, got {listed}")
         self._ranks = tuple(sorted(listed))
         self.process_set_id: int | None = None
-        self.group: communicate.Group | None = None  #: what polytempo's own calls take; None means all ranks
+        self.group: communicate.Group | None = None  #: what calls go through; None for all ranks, and for one alone
+        self.gradients: communicate.Group | None = None  #: what optimizers use, beside those calls
+
+    def forget(self) -> None:
+        """It is known no more."""
+        self.process_set_id = self.group = self.gradients = None
 
     @property
     def ranks(self) -> list[int]:
@@ -80,23 +85,52 @@ global_process_set: ProcessSet = _Everybody()
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a set known: to be called by all ranks of the job, in the same order."""
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    known, size = state().sets, session.size()
+    known = state()
+    _check_new(found, known.sets)
+    if session.size() > 1:
+        found.group, found.gradients = communicate.new_group(found.ranks), communicate.new_group(found.ranks)
+    known.sets.append(found)
+    known.sets_made += 1
+    found.process_set_id = known.sets_made
+    return found
+
+
+def check_sets(process_sets: Iterable[ProcessSet | Iterable[int]]) -> list[ProcessSet]:
+    """Sets that could be added, all of them; refused before any is."""
+    listed = list(process_sets)
+    found = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in listed]
+    for index, process_set in enumerate(found):
+        _check_new(process_set, [*state().sets, *found[:index]])
+    return found
+
+
+def _check_new(found: ProcessSet, known: Iterable[ProcessSet]) -> None:
+    size = session.size()
+    if found is global_process_set:
+        raise UsageError("all ranks are a process set already: use global_process_set")
     if found.ranks[-1] >= size or found.ranks[0] < 0:
         raise UsageError(f"expected ranks from 0 to {size - 1} in a process set, got {found.ranks}")
-    if found is global_process_set or any(other.ranks == found.ranks for other in known if other.process_set_id is not None):
+    if any(other.ranks == found.ranks for other in known):
         raise UsageError(f"there is a process set of {found.ranks} already; use that one")
-    if size > 1:
-        found.group = communicate.new_group(found.ranks)
-    known.append(found)
-    found.process_set_id = len(known)
-    return found
+
+
+def group_of(process_set: ProcessSet) -> communicate.Group:
+    """What calls of a process set go through: a group of its own, so that polytempo's own calls may come at any time."""
+    if process_set is not global_process_set:
+        assert process_set.group is not None
+        return process_set.group
+    known = state()
+    if known.group is None:
+        known.group = communicate.new_group()
+    return known.group
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a set; False when it is none that was added."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    process_set.process_set_id = process_set.group = None
+    state().sets = [other for other in state().sets if other is not process_set]
+    process_set.forget()
     return True
 
 

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.train import session
+from polytempo.train import communicate, session
 
 
 @dataclass
@@ -16,7 +16,10 @@ class State:
     session: session.Session
     local_ranks: tuple[int, ...] = ()  #: of all ranks; empty until `init` has asked them
     local_sizes: tuple[int, ...] = ()
+    group: communicate.Group | None = None  #: of all ranks, for these calls alone
     sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
+    sets_made: int = 0  #: with those that were removed
+    negotiators: dict[int, Any] = field(default_factory=dict)  #: by the number of the process set
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)  #: in the order in which all ranks made them
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import WrongType
 from polytempo.horovod.broadcasting import check_root
 from polytempo.horovod.gathering import gather_pieces
-from polytempo.horovod.records import Call, Kind, digest, dtype_code, exchange
+from polytempo.horovod.negotiating import Steps, negotiator_of
+from polytempo.horovod.records import Call, Kind, call_of, digest, dtype_code
 from polytempo.horovod.reduction import pack
 from polytempo.horovod.sets import ProcessSet, global_process_set
-from polytempo.train import communicate, session
-from polytempo.train.plain import decode, encode
+from polytempo.train import session
+from polytempo.train.plain import decode_from, encode, encode_for_all, is_refusal
 from polytempo.train.states import load_in_place
 
 #: Small tensors travel together, up to so many bytes.
@@ -35,17 +36,10 @@ def _parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield parcel
 
 
-def _send(tensors: list[torch.Tensor], root_rank: int, members: ProcessSet) -> None:
+def _send(tensors: list[torch.Tensor], root: int, inside: Any) -> Steps:
     """In place; all ranks have tensors of the same sizes, in the same order."""
     for parcel in _parcels(tensors):
-        if len(parcel) == 1:
-            communicate.broadcast(parcel[0], src=root_rank, group=members.group)
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in parcel])
-        communicate.broadcast(flat, src=root_rank, group=members.group)
-        if session.rank() != root_rank:
-            for tensor, piece in zip(parcel, flat.split([tensor.numel() for tensor in parcel]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+        yield from inside.broadcast(parcel, root)
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -55,7 +49,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
-            raise UsageError(f"broadcast_parameters needs tensors, got {kind} for {name}; use broadcast_object for it")
+            raise WrongType(f"broadcast_parameters needs tensors, got {kind} for {name}; use broadcast_object for it")
     return named
 
 
@@ -68,60 +62,90 @@ def broadcast_parameters(
     if process_set.size() == 1 or not named:
         return
     about = [(name, tuple(tensor.shape), dtype_code(tensor.dtype)) for name, tensor in named]
-    total = sum(tensor.numel() for _, tensor in named)
-    exchange(Call(Kind.BROADCAST, 0, about[0][2], total, digest(*about), root_rank, digest(prefix)), process_set)
-    with torch.no_grad():
-        _send([tensor.detach() for _, tensor in named], root_rank, process_set)
+    total, code = sum(tensor.numel() for _, tensor in named), about[0][2]
+    call = call_of(Kind.BROADCAST, prefix, dtype=code, count=total, shape=digest(*about), root=root_rank)
+    root, tensors = process_set.ranks.index(root_rank), [tensor.detach() for _, tensor in named]
+    negotiator_of(process_set).start(call, lambda calls, inside: _send(tensors, root, inside), False).wait()
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
+    model: torch.nn.Module | None = None,
     prefix: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make everybody's optimizer the root's: options and state, whatever this rank's has or lacks."""
+    """Make everybody's optimizer the root's: options and state, whatever this rank's has or lacks.
+
+    Args:
+        optimizer: plain, or wrapped by `DistributedOptimizer`.
+        root_rank: whose state it is.
+        model: taken, as Horovod takes it to know sparse parameters; nothing need be known of them here.
+        prefix: a name for the call.
+        process_set: who takes part.
+
+    Raises:
+        UsageError: on all ranks, if the root's state is not plain data.
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise WrongType(f"expected model to be a torch.nn.Module, got {type(model).__name__}; a name goes into prefix=")
     check_root(root_rank, process_set, "broadcast_optimizer_state")
     if process_set.size() == 1:
         return
     aside: list[torch.Tensor] = []
-    root = session.rank() == root_rank
-    data = encode(optimizer.state_dict(), aside) if root else b""
-    received = _send_bytes(data, root_rank, prefix, process_set)
-    state = None if root else decode(received, aside)
-    with torch.no_grad():
-        _send([tensor.cpu() for tensor in aside], root_rank, process_set)  # all on one device, as where they are made
-    if state is not None:
-        load_in_place(optimizer, state)
+    own = optimizer.state_dict() if session.rank() == root_rank else None
+    received = _from_root(own, root_rank, prefix, process_set, aside)
+    if session.rank() != root_rank:
+        load_in_place(optimizer, received)
 
 
-def _send_bytes(data: bytes, root_rank: int, name: str | None, members: ProcessSet) -> bytes:
-    """The root's bytes. Its record says how many they are."""
-    calls = exchange(Call(Kind.OBJECT, root=root_rank, name=digest(name), own=len(data)), members)
-    buffer = torch.empty(calls[members.ranks.index(root_rank)].own, dtype=torch.uint8)
-    if session.rank() == root_rank:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    communicate.broadcast(buffer, src=root_rank, group=members.group)
-    received: bytes = buffer.numpy().tobytes()
-    return received
+def _from_root(
+    thing: Any, root_rank: int, name: str | None, members: ProcessSet, aside: list[torch.Tensor] | None = None
+) -> Any:
+    """The root's plain data on all other ranks; where it is refused, on all. Its record says how long it is."""
+    mine, root = session.rank() == root_rank, members.ranks.index(root_rank)
+    data, refusal = encode_for_all(thing, aside) if mine else (b"", None)
+
+    def act(calls: dict[int, Call], inside: Any) -> Steps:
+        buffer = torch.empty(calls[root_rank].own, dtype=torch.uint8)
+        if mine:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        yield from inside.broadcast([buffer], root)
+        received = buffer.numpy().tobytes()
+        if is_refusal(received):
+            return received, None
+        found = None if mine else decode_from(root_rank, received, aside)
+        if aside is not None:
+            yield from _send([tensor.cpu() for tensor in aside], root, inside)  # all on one device, as where they are made
+        return b"", found
+
+    call = call_of(Kind.OBJECT, name, root=root_rank, own=len(data))
+    refused, found = negotiator_of(members).start(call, act, background=False).wait()
+    if refusal is not None:
+        raise refusal
+    if refused:
+        decode_from(root_rank, refused)  # raises it
+    return thing if mine else found
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's plain data (see `plain.py`), on all ranks."""
+    """The root's plain data (see `plain.py`), on all ranks; what is none is refused on all."""
     check_root(root_rank, process_set, "broadcast_object")
-    root = session.rank() == root_rank
-    data = encode(obj) if root else b""
     if process_set.size() == 1:
+        encode(obj)
         return obj
-    received = _send_bytes(data, root_rank, name, process_set)
-    return obj if root else decode(received)
+    return _from_root(obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Everybody's plain data, as a list."""
-    data = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8)
+    """Everybody's plain data, as a list; what is none is refused on all ranks."""
     if process_set.size() == 1:
+        encode(obj)
         return [obj]
-    return [decode(piece.numpy().tobytes()) for piece in gather_pieces(data, name, process_set)]
+    data, refusal = encode_for_all(obj)
+    pieces = gather_pieces(torch.frombuffer(bytearray(data), dtype=torch.uint8), name, process_set)
+    if refusal is not None:
+        raise refusal
+    return [decode_from(rank, piece.numpy().tobytes()) for rank, piece in zip(process_set.ranks, pieces, strict=True)]

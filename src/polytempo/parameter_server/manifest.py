@@ -106,6 +106,8 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
             digest = hashlib.sha256((directory / file["file"]).read_bytes()).hexdigest()
             if digest != file["digest"]:
                 raise UsageError(f"{directory / file['file']} is damaged: its digest is not the manifest's")
+    except UsageError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"the checkpoint {directory} cannot be read: {error}") from None
     return directory, manifest

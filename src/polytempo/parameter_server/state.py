@@ -110,6 +110,8 @@ def unpack(description: bytes, buffers: Sequence[Bytes]) -> list[RunState]:
             state = {name: _value(value, buffers) for name, value in described.items()}
             runs.append(RunState(dtype, start, stop, state))
         return runs
+    except PeerError:
+        raise
     except (msgspec.DecodeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise PeerError(f"an optimizer's state cannot be read: {error}") from None
 

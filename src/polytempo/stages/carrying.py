@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
+from polytempo.collectives.failures import failure
 from polytempo.collectives.group import Group
 from polytempo.collectives.post import Receipt
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
-from polytempo.errors import PeerError, RankLost, UsageError
+from polytempo.errors import PeerError, UsageError
 from polytempo.stages.parcels import Form, Parcel, described, outline, pack, unpacked
 from polytempo.stages.slots import PLACE, Slots, read
 from polytempo.transport.channel import Bytes
 from polytempo.transport.cores import Seat
-from polytempo.transport.links import DATA, FAILED, SEGMENT, Message
+from polytempo.transport.links import DATA, SEGMENT, Message
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import SHARE_FROM, Segment
 
@@ -223,12 +224,9 @@ class Carrier:
         who waits for this rank hears the cause before it hears that this rank is gone, too."""
 
         def steps() -> Steps:
-            text, lost = str(error).encode()[:60_000], error.ranks[0] + 1 if isinstance(error, RankLost) else 0
             for group in groups:
-                for rank in group.ranks:
-                    if rank != self._engine.rank and rank not in self._engine.left:
-                        self._engine.links[rank].send(Message(FAILED, group.lane.context, lost, text))
-                self._engine.fail(group.lane, error, tell=False)
+                self._engine.spread(group.lane, failure(group.lane, error, final=True))
+                self._engine.fail(group.lane, error, tell=False, final=True)
             return
             yield  # a generator
 

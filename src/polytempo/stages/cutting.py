@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 from polytempo.stages.parts import Part
 from polytempo.stages.tracing import Traced
 
@@ -56,7 +56,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example: tuple[Any, ...] |
         return Chain(list(_flattened(model, ""))) if type(model) is nn.Sequential else Traced(model, example)
     layers = list(model)
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise UsageError(f"expected a module or a list of modules, got {type(model).__name__} with {layers[:3]}")
+        raise WrongType(f"expected a module or a list of modules, got {type(model).__name__} with {layers[:3]}")
     return Chain([(str(index), layer) for index, layer in enumerate(layers)])
 
 

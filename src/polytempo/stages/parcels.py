@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 from polytempo.transport.channel import Bytes
 from polytempo.transport.segments import address_of
 
@@ -94,7 +94,7 @@ def _entry(value: Any) -> dict[str, Any]:
         return {"size": list(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise UsageError(f"expected tensors between stages (or numbers, or None), got {type(value).__name__}; cut elsewhere")
+    raise WrongType(f"expected tensors between stages (or numbers, or None), got {type(value).__name__}; cut elsewhere")
 
 
 def pack(parcel: Parcel, form: Form, data: Bytes) -> None:

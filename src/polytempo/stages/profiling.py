@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from polytempo.errors import UsageError
+from polytempo.errors import PolytempoError, UsageError
 from polytempo.planner.profile import Layer, Profile
 from polytempo.stages.cutting import layers_of
 from polytempo.stages.parts import Part
@@ -77,6 +77,8 @@ def _measured_or_refused(name: str, part: Part, value: Any, repeats: int, device
     try:
         with _borrowed(part.module, device):
             return _measured(name, part, _moved(value, device), repeats)
+    except PolytempoError:
+        raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
         said = " ".join(str(problem).split())[:200]
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(value))

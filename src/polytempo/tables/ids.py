@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 from polytempo.protocol.values import TableInfo
 
 
@@ -34,7 +34,7 @@ def _as_tensor(ids: object, info: TableInfo) -> torch.Tensor:
         return torch.from_numpy(numpy.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("=")).reshape(-1).copy())
     if isinstance(ids, (list, tuple, range)):
         return _of_list(ids, info)
-    raise UsageError(
+    raise WrongType(
         f"table {info.name!r}: expected a tensor or an array of integers, or a list of ints, got {type(ids).__name__}"
     )
 

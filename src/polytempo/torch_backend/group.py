@@ -172,7 +172,7 @@ class TorchGroup(MessagingGroup):
         for device in {tensor.device for tensor in touched if tensor.device.type == "cuda"}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            self.group.engine.start(self.group.lane, "the GPU", _until(event), True)
+            self.group.before_next("the GPU", _until(event))
         return self._start(results, touched, opts, start)
 
 

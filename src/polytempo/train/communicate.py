@@ -15,6 +15,8 @@ from polytempo.collectives import single
 from polytempo.collectives.cost import Choice
 from polytempo.collectives.group import Group as Inner
 from polytempo.collectives.native import Native
+from polytempo.collectives.nested import Then
+from polytempo.collectives.nested import exchange as exchange_records
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
 from polytempo.train.session import current
@@ -228,3 +230,10 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Any:
     """Wait until all ranks are here."""
     inner = _members(group).inner
     return inner and _end(inner.barrier(async_op), async_op)
+
+
+def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
+    """A call of several parts (`collectives/nested.py`): everybody's record, and what follows from it."""
+    if group.inner is None:
+        raise UsageError("this worker is not in the group")
+    return exchange_records(group.inner, record, then, background)

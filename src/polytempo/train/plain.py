@@ -14,12 +14,13 @@ import msgspec
 import numpy as np
 import torch
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, UsageError, WrongType
 
 Tensors = list[torch.Tensor]
 
 _AS_THEY_ARE = (type(None), bool, float, str, bytes)
 _SMALL = 1 << 63
+_SENT, _REFUSED = b"\0", b"\1"
 
 
 def encode(thing: object, aside: Tensors | None = None) -> bytes:
@@ -38,6 +39,28 @@ def decode(data: bytes, aside: Tensors | None = None) -> Any:
         raise PeerError(f"expected plain data from another rank, got {len(data)} bytes that are none: {error}") from None
 
 
+def encode_for_all(thing: object, aside: Tensors | None = None) -> tuple[bytes, UsageError | None]:
+    """As bytes, or, where it is refused, the refusal as bytes: whoever waits for it must learn of that too."""
+    try:
+        return _SENT + encode(thing, aside), None
+    except UsageError as error:
+        if aside is not None:
+            aside.clear()
+        return _REFUSED + str(error).encode(), error
+
+
+def is_refusal(data: bytes) -> bool:
+    """Is this what `encode_for_all` makes of something that is not plain?"""
+    return data[:1] == _REFUSED
+
+
+def decode_from(rank: int, data: bytes, aside: Tensors | None = None) -> Any:
+    """What `encode_for_all` of this rank made: the thing, or its refusal raised here as well."""
+    if is_refusal(data):
+        raise WrongType(f"rank {rank} has nothing to send: {data[1:].decode(errors='replace')}")
+    return decode(data[1:], aside)
+
+
 def _down(thing: Any, aside: Tensors | None) -> Any:
     kind = type(thing)
     if kind in _AS_THEY_ARE:
@@ -54,7 +77,7 @@ def _down(thing: Any, aside: Tensors | None) -> Any:
         return ["n" if isinstance(thing, np.ndarray) else "g", thing.dtype.str, list(thing.shape), thing.tobytes()]
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _tensor_down(thing.detach(), aside)
-    raise UsageError(
+    raise WrongType(
         f"expected plain data (None, numbers, str, bytes, list, tuple, dict, arrays, tensors), got {kind.__name__}; "
         "other objects would need pickles, which are not used: send what it is made of"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
@@ -178,7 +178,7 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
     def _ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The ids that are none of padding, checked; and where padding is."""
         if not isinstance(ids, torch.Tensor):
-            raise UsageError(f"expected a tensor of ids, got {type(ids).__name__}; use torch.as_tensor(ids)")
+            raise WrongType(f"expected a tensor of ids, got {type(ids).__name__}; use torch.as_tensor(ids)")
         if self.padding_idx is None:
             return checked_ids(ids, self.table.info), None
         padding = ids.detach().reshape(-1).cpu() == self.padding_idx

@@ -10,7 +10,7 @@ import torch
 
 from polytempo.parameter_server.state import as_bytes, digest_of_bytes
 from polytempo.train.communicate import broadcast
-from polytempo.train.plain import decode, encode
+from polytempo.train.plain import decode_from, encode_for_all
 from polytempo.train.session import current
 
 
@@ -45,12 +45,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         return
     aside: list[torch.Tensor] = []
     mine = current().rank == root
-    data = bytearray(encode(optimizer.state_dict(), aside)) if mine else bytearray()
+    sent, refusal = encode_for_all(optimizer.state_dict(), aside) if mine else (b"", None)
+    data = bytearray(sent)
     length = torch.tensor([len(data)])
     broadcast(length, root)
     text = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
     broadcast(text, root)
-    state = None if mine else decode(text.numpy().tobytes(), aside)
+    if refusal is not None:
+        raise refusal
+    state = None if mine else decode_from(root, text.numpy().tobytes(), aside)
     if aside:
         broadcast([tensor.detach() for tensor in aside], root)
     if state is not None:

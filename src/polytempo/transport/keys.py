@@ -54,6 +54,8 @@ def read_key_file(path: str | Path) -> WorkerKeys:
         if os.stat(path).st_mode & 0o077:
             raise UsageError(f"{path} can be read by others; a key is a secret: chmod 600 {path}, then try again")
         return WorkerKeys(**json.loads(Path(path).read_text(encoding="utf-8")))
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"cannot read the key file {path}: {error.strerror}; copy it from the listening host") from None
     except (ValueError, TypeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import UsageError, WrongType
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,7 +21,7 @@ def as_tensors(data: Any, name: str) -> Tensors:
         inputs = torch.stack([torch.as_tensor(x) for x, _ in items])
         targets = torch.stack([torch.as_tensor(y) for _, y in items])
     else:
-        raise UsageError(f"expected {name} as (inputs, targets) or as a data set with items, got {type(data).__name__}")
+        raise WrongType(f"expected {name} as (inputs, targets) or as a data set with items, got {type(data).__name__}")
     if len(inputs) != len(targets) or len(inputs) == 0:
         raise UsageError(f"{name}: expected as many inputs as targets, got {len(inputs)} and {len(targets)}")
     return inputs, targets

@@ -73,10 +73,20 @@ def different_shapes() -> None:
     text = error_of(lambda: dist.all_reduce(torch.ones(3 + (RANK == 1)), group=group))
     assert "all_reduce(sum, float32[3])" in text, text
     assert "all_reduce(sum, float32[4])" in text, text
-    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)  # nothing of this group goes on
+    again = torch.ones(3)
+    work = dist.all_reduce(again, group=group, async_op=True)  # the group goes on with the next call
     assert work is not None
-    assert "float32[4]" in error_of(work.get_future().wait)
-    assert not work.is_success()
+    work.wait()
+    assert work.is_success()
+    assert again.tolist() == [SIZE] * 3
+    works = [dist.all_reduce(torch.ones(3 + (RANK == 1)), group=group, async_op=True) for _ in range(3)]
+    for failed in works:
+        assert failed is not None
+        assert "float32[4]" in error_of(failed.get_future().wait)
+        assert not failed.is_success()
+    gathered = [torch.zeros(1) for _ in range(SIZE)]
+    dist.all_gather(gathered, torch.tensor([float(RANK)]), group=group)
+    assert torch.cat(gathered).tolist() == list(range(SIZE))
 
 
 def refusals() -> None:

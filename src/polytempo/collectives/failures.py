@@ -1,0 +1,31 @@
+"""The message that says why a lane failed, and the tags that calls and recovery use.
+
+tag of FAILED:   rank lost + 1, or 0  |  generation of the lane << 32  |  1 << 62 where it is final
+tags of DATA:    the number of the call, or less than 0 to measure; below -LAST_CALL: what recovery agrees on
+"""
+
+from __future__ import annotations
+
+from polytempo.collectives.tasks import Lane
+from polytempo.errors import PeerError, RankLost
+from polytempo.transport.links import FAILED, Message
+
+#: Tags of calls are not larger than this, either way.
+LAST_CALL = (1 << 40) - 1
+_RANKS, _GENERATIONS, _FINAL = (1 << 32) - 1, (1 << 30) - 1, 1 << 62
+#: Of the text.
+_LONGEST = 60_000
+
+
+def failure(lane: Lane, error: Exception, final: bool) -> Message:
+    """For all others of the lane."""
+    lost = error.ranks[0] + 1 if isinstance(error, RankLost) else 0
+    tag = lost | lane.generation << 32 | (_FINAL if final else 0)
+    return Message(FAILED, lane.context, tag, str(error).encode()[:_LONGEST])
+
+
+def read_failure(message: Message) -> tuple[PeerError, int, bool]:
+    """The error, the generation in which it happened, whether it is final."""
+    text, lost = message.meta.decode(errors="replace"), message.tag & _RANKS
+    error = RankLost(text, (lost - 1,)) if lost else PeerError(text)
+    return error, message.tag >> 32 & _GENERATIONS, bool(message.tag & _FINAL)
