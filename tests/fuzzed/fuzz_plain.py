@@ -145,7 +145,9 @@ class PlainRun(Run):
         self.made_anew()
 
     def made_anew(self) -> None:
-        self.grads: list[list[torch.Tensor | None]] = [[p.grad for p in self.model.parameters()] for _ in range(self.workers)]
+        self.grads: list[list[torch.Tensor | None]] = [
+            [p.grad for p in self.model.parameters()] for _ in range(self.workers)
+        ]
         self.buffers = [[b.clone() for b in self.model.buffers()] for _ in range(self.workers)]
 
     def target(self) -> torch.optim.Optimizer:

@@ -121,7 +121,9 @@ class Script:
     @property
     def single(self) -> bool:
         """Is anything computed in single precision?"""
-        return self.has("single") or self.has("cast", to="float") or (self.has("begin") and not self.has("cast", to="double"))
+        return (
+            self.has("single") or self.has("cast", to="float") or (self.has("begin") and not self.has("cast", to="double"))
+        )
 
     @property
     def sparse(self) -> bool:
@@ -136,7 +138,9 @@ def script_of(seed: int, setting: Setting | None = None) -> Script:
     sync = dice.choice(own) if dice.random() < 0.7 else own[0]
     if setting.way == "alone" and (sync.startswith("downpour") or "," in sync):
         sync = "bsp"
-    apply = "delta" if setting.way == "ps" and dice.random() < 0.2 and sync in ("bsp", "asp", "ssp:2", "every:3") else "server"
+    apply = (
+        "delta" if setting.way == "ps" and dice.random() < 0.2 and sync in ("bsp", "asp", "ssp:2", "every:3") else "server"
+    )
     setting = replace(setting, sync=sync, apply=apply)
     pieces = _pieces(dice)
     optimizer = _optimizer(dice, setting, pieces)
@@ -146,7 +150,12 @@ def script_of(seed: int, setting: Setting | None = None) -> Script:
 
 def _setting(dice: Random) -> Setting:
     way = dice.choice(("ps", "ps", "ps", "allreduce", "group", "alone"))
-    workers = {"alone": 1, "ps": dice.choice((1, 1, 2, 3)), "allreduce": dice.choice((1, 2, 3)), "group": dice.choice((2, 3))}[way]
+    workers = {
+        "alone": 1,
+        "ps": dice.choice((1, 1, 2, 3)),
+        "allreduce": dice.choice((1, 2, 3)),
+        "group": dice.choice((2, 3)),
+    }[way]
     servers = dice.choice((1, 1, 2, 3)) if way == "ps" else 1
     return Setting(way, workers, servers, wire=dice.choice(("memory", "ipc")), small=dice.random() < 0.5)
 
@@ -185,7 +194,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.1, "weight_decay": 0.01},
         {"lr": 0.1, "maximize": True},
     ),
-    "Adam": ({"lr": 0.01, "eps": 1e-5}, {"lr": 0.01, "eps": 1e-5, "amsgrad": True}, {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1}),
+    "Adam": (
+        {"lr": 0.01, "eps": 1e-5},
+        {"lr": 0.01, "eps": 1e-5, "amsgrad": True},
+        {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1},
+    ),
     "AdamW": ({"lr": 0.01, "eps": 1e-5},),
     "NAdam": ({"lr": 0.01, "eps": 1e-5},),
     "RAdam": ({"lr": 0.01, "eps": 1e-5},),
@@ -293,7 +306,20 @@ class _Body:
         """Something that is not a step."""
         dice = self.dice
         word = dice.choices(
-            ["evaluate", "rate", "freeze", "thaw", "save", "reload", "resume", "state", "cast", "change", "group", "deepcopy"],
+            [
+                "evaluate",
+                "rate",
+                "freeze",
+                "thaw",
+                "save",
+                "reload",
+                "resume",
+                "state",
+                "cast",
+                "change",
+                "group",
+                "deepcopy",
+            ],
             [5, 2, 2, 2, 4, 3, 3, 3, 2, 3, 0.3, 1],
         )[0]
         if word == "rate":
@@ -305,8 +331,12 @@ class _Body:
                 self.saved = True
                 return line("save")
             if word == "reload":
-                return line("reload", what=dice.choice(("optimizer", "optimizer", "model", "both")), push=dice.random() < 0.85)
-            return line("resume", load=dice.choice(("before", "after", "after")), model=dice.choice(("new", "new", "new", "same")))
+                return line(
+                    "reload", what=dice.choice(("optimizer", "optimizer", "model", "both")), push=dice.random() < 0.85
+                )
+            return line(
+                "resume", load=dice.choice(("before", "after", "after")), model=dice.choice(("new", "new", "new", "same"))
+            )
         if word == "save":
             self.saved = True
         if word == "cast":

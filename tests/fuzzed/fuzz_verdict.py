@@ -18,14 +18,23 @@ from polytempo.errors import PolytempoError
 
 #: What may be refused, how that is said, and which scripts give the reason for it.
 REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
-    "class of the script's own": (r"a server cannot run Own", lambda s: s.has("optimizer", name="Own") and s.setting.on_servers),
-    "Rprop without rounds": (r"Rprop ignores the learning rate", lambda s: s.has("optimizer", name="Rprop") and not s.setting.barrier),
+    "class of the script's own": (
+        r"a server cannot run Own",
+        lambda s: s.has("optimizer", name="Own") and s.setting.on_servers,
+    ),
+    "Rprop without rounds": (
+        r"Rprop ignores the learning rate",
+        lambda s: s.has("optimizer", name="Rprop") and not s.setting.barrier,
+    ),
     "group added": (r"add parameter groups before wrapping", lambda s: s.has("group")),
     "synchronize without rounds": (
         r"synchronize\(\) needs a barrier mode",
         lambda s: not s.setting.barrier and (s.has("step", clip="mean") or s.has("step", clip="mean value")),
     ),
-    "clip_norm with tables": (r"clip_norm sees dense gradients only", lambda s: s.sparse and s.optimizer["clip_norm"] is not None),
+    "clip_norm with tables": (
+        r"clip_norm sees dense gradients only",
+        lambda s: s.sparse and s.optimizer["clip_norm"] is not None,
+    ),
     "sparse with such an option": (r"cannot take the sparse gradients of an embedding", lambda s: s.sparse),
     "sparse with such a class": (r"has sparse gradients, which \w+ does not take", lambda s: s.sparse),
     "rule of the mode": (r"brings its own rule; wrap SGD", lambda s: s.setting.sync == "asup"),
