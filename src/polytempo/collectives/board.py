@@ -2,7 +2,7 @@
 
 One segment holds all of it. The lowest rank makes it and hands it to the others.
 
-    | a "done" number for each | slot of the first | slot of the second | ... | result |
+    | a "done" number for each | a digest for each | slot of the first | slot of the second | ... | result |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polytempo.transport.mesh import HANDED_OVER, Also, Mesh
 from polytempo.transport.segments import Segment, make_segment
 
 #: The kinds of notes on a board.
-KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4}
+KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4, "compared": 5}
 PAGE = 4096
 #: Room for the numbers, and so for members.
 HEAD = PAGE
@@ -33,7 +33,8 @@ class Board:
         self.also = tuple(also)
         self.round = 0
         self._segment = self._share()
-        self._done = self._segment.view(0, HEAD).view(numpy.uint64)
+        half = HEAD // 2
+        self._done, self._digests = (self._segment.view(start, half).view(numpy.uint64) for start in (0, half))
         self._slots = {rank: self._segment.view(self._start(index), self.size) for index, rank in enumerate(self.members)}
         self._result = self._segment.view(self._start(len(self.members)), self.size)
 
@@ -89,6 +90,14 @@ class Board:
     def has_finished(self, rank: int) -> bool:
         """Is this member's part of the round done, whether or not it has lived to say so?"""
         return bool(self._done[self.members.index(rank)] >= self.round)
+
+    def compare(self, digest: bytes, members: Sequence[int]) -> dict[int, bytes]:
+        """Show these members eight bytes: what each of them that is still there shows."""
+        self.round += 1
+        self._digests[self.members.index(self.mesh.rank)] = int.from_bytes(digest, "little")
+        lost = self.meet("compared", members)
+        there = [member for member in members if member not in lost]
+        return {member: int(self._digests[self.members.index(member)]).to_bytes(8, "little") for member in there}
 
     def meet(self, name: str, members: Iterable[int]) -> list[int]:
         """Tell these members that I am so far, and wait until they are; those who ended before they were."""

@@ -144,7 +144,7 @@ class Sequencer:
             return self._drop(push.id)
         if push.kind == "seed":
             return self._seeded(track, push, now)
-        if push.kind == "state":
+        if push.kind in ("state", "values"):
             again = push.id.step in seat.loads
             seat.loads.add(push.id.step)
             return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=again))]

@@ -24,7 +24,7 @@ from polytempo.parameter_server.rows import row_buffers
 from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, pack, unpack
 from polytempo.parameter_server.store import Store
 from polytempo.protocol.log import Drop, Entry, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup, Update
-from polytempo.protocol.messages import Answer, AnyMessage, Keep, Push, ReadAnswer
+from polytempo.protocol.messages import Answer, AnyMessage, Keep, Push, ReadAnswer, Refused
 from polytempo.protocol.rows import Pull, Rows
 from polytempo.protocol.servers import Failed, Norm, Saved
 from polytempo.protocol.values import PushId, Share
@@ -173,10 +173,7 @@ class Keeper:
         elif isinstance(entry, ReadHere):
             self._read(entry)
         elif isinstance(entry, LoadState):
-            push, buffers = pushes[entry.id]
-            if not entry.again:
-                self.stores[entry.id.track].load_state(unpack(push.state, buffers))
-            self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
+            self._load(entry, *pushes[entry.id])
         elif isinstance(entry, Save):
             self._save(entry.name)
 
@@ -200,10 +197,22 @@ class Keeper:
         if push.state:
             store.load_state(unpack(push.state, buffers[count:rest]))
 
+    def _load(self, entry: LoadState, push: Push, buffers: list[Bytes]) -> None:
+        """Take what a worker gives beside its steps."""
+        store = self.stores[entry.id.track]
+        if not entry.again and push.kind == "values":
+            store.take_values(push, buffers)
+        elif not entry.again:
+            store.load_state(unpack(push.state, buffers))
+        self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
+
     def _update(self, entry: Update, pushes: Pushes) -> None:
         store = self.stores[entry.track]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
         began = time.perf_counter()
+        reason = store.changed.judge([part.id.worker for part in entry.parts])
+        for part in entry.parts if reason else ():
+            self._report(ForWorker(part.id.worker, Refused(reason=reason)))
         store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
         self._took[entry.track] = time.perf_counter() - began
         for _, buffers in pushes.values():
@@ -245,6 +254,7 @@ class Keeper:
             rows=rows,
             filtered=said is not None,
             checkpoint=entry.checkpoint,
+            touched=store.touched if entry.members else "",
             spread=store.spread.mean,
         )
         if of_rows:

@@ -202,6 +202,9 @@ class Server:
         store = self.keeper.stores.get(push.id.track)
         if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
             return buffers
+        if push.kind == "values":
+            store.check(buffers)
+            return buffers
         rows: list[Bytes] = []
         if push.rows or push.wants:
             buffers, rows = self._keys.whole(push, buffers)

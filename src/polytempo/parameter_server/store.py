@@ -23,11 +23,12 @@ from polytempo.collectives.arithmetic import weighted_mean
 from polytempo.errors import PeerError
 from polytempo.filters.chain import parse_chain
 from polytempo.parameter_server.answer_filter import AnswerFilter
+from polytempo.parameter_server.changed import Changed
 from polytempo.parameter_server.corrected import Corrected
 from polytempo.parameter_server.optimizers import build, is_whole, settle
 from polytempo.parameter_server.rows import TrackTables
 from polytempo.parameter_server.spreading import SpreadWatch
-from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, find
+from polytempo.parameter_server.state import OF_TABLES, RunState, as_bytes, as_tensor, digest_of_bytes, find, is_same
 from polytempo.protocol.layout import Place, Stretch, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, Share
@@ -86,6 +87,7 @@ class Store:
         self._pool = pool or Pool()
         self.version = 0
         self.skipped = False
+        self.touched = ""  # a parameter that a worker of the last update had written to
         self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
         self.averages = proposal.apply == "mean"
         self.shares: tuple[Share, ...] = ()  # of workers in the last update
@@ -104,6 +106,8 @@ class Store:
         self.rows = TrackTables(proposal, shard, shards, arena or Arena(self._pool))
         spec = parse_spec(proposal.sync)
         self.corrected = Corrected(spec.corrections)
+        self.changed = Changed()
+        self._in_rounds = spec.mode.name == "bsp"
         self._push_filter = parse_chain(proposal.push_filter)
         self.spread = SpreadWatch(list(self.values.values()), active=shard == 0 and proposal.apply == "server" and not alone)
         self.answers = AnswerFilter(parse_chain(proposal.pull_filter), self.stretches, spec.ahead)
@@ -165,6 +169,15 @@ class Store:
         for stretch, tensor in zip(self.stretches, self.tensors_of(buffers), strict=True):
             self.values[stretch.dtype].copy_(tensor)
 
+    def take_values(self, push: Push, buffers: Sequence[Bytes]) -> None:
+        """A worker's script has changed its values: they are the job's from now on. In rounds all must have done so."""
+        pairs = zip(self.stretches, self.tensors_of(buffers), strict=True)
+        same = all(is_same(self.values[stretch.dtype], tensor) for stretch, tensor in pairs)
+        if not same:
+            self.seed(buffers)
+        if self._in_rounds and (self.changed.any or not same):
+            self.changed.take(push.id.worker, push.touched, digest_of_bytes(buffers))
+
     def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
         """Buffers of a push as flat tensors."""
         self.check(buffers)
@@ -223,6 +236,7 @@ class Store:
         weight = sum(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.note(parts)
+        self.touched = next((push.touched for push, _, _ in parts if push.touched), "")
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return

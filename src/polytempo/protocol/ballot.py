@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEAD = struct.Struct("<dBQ")
-RAN_OUT, SKIPS = 1, 2
+RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters."""
+    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters;
+    `touched`: its script has written to parameters, which might now differ from the others'."""
 
     weight: float
     ran_out: bool = False
@@ -24,10 +25,11 @@ class Ballot:
     digest: int = 0
     changed: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
+    touched: bool = False
 
     def pack(self, buckets: int, params: int) -> bytes:
         """As long on every rank."""
-        flags = RAN_OUT * self.ran_out | SKIPS * self.skips
+        flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
         return HEAD.pack(self.weight, flags, self.digest) + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
@@ -41,6 +43,7 @@ class Outcome:
     again: tuple[int, ...]
     absent: tuple[int, ...]
     unlike: tuple[int, int] | None
+    touched: bool = False
 
 
 def size_of(buckets: int, params: int) -> int:
@@ -53,7 +56,7 @@ def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     weight, flags, digest = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
-    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent)
+    return Ballot(weight, bool(flags & RAN_OUT), bool(flags & SKIPS), digest, changed, absent, bool(flags & TOUCHED))
 
 
 def outcome(ballots: Sequence[Ballot]) -> Outcome:
@@ -69,6 +72,7 @@ def outcome(ballots: Sequence[Ballot]) -> Outcome:
         again=tuple(sorted(again)),
         absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in active)))) if active else (),
         unlike=unlike,
+        touched=any(ballot.touched for ballot in ballots),
     )
 
 

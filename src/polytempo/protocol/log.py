@@ -64,7 +64,8 @@ class ReadHere(Message):
 
 
 class LoadState(Message):
-    """Take the optimizer's state from this push, and answer it; `again`: it was taken before, only the answer was lost."""
+    """Take the optimizer's state, or values, from this push, and answer it; `again`: it was taken before, and only the
+    answer was lost."""
 
     id: PushId
     attempt: int

@@ -57,7 +57,7 @@ class Push(Message):
     id: PushId
     attempt: int = 0
     version: int = 0  #: of the values it was computed on
-    kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed" or "state"
+    kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed", "state" or "values"
     samples: float = 1.0
     hyper: tuple[dict[str, Any], ...] = ()
     absent: tuple[int, ...] = ()  #: tensors without a gradient
@@ -77,6 +77,7 @@ class Push(Message):
     count: int = 1  #: local steps whose gradients are in it
     own: int = 0  #: pushes of this worker since `version`, which do not make this one stale
     values: bool = True  #: shall the answer bring the dense values?
+    touched: str = ""  #: a parameter that the script has written to since the last step
 
 
 class Staged(Message):
@@ -182,6 +183,7 @@ class Answer(Message):
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
     checkpoint: str = ""  #: one is being made: what this worker's filters hold back belongs to it
     filtered: bool = False  #: the dense buffers are what the pull filter has left
+    touched: str = ""  #: a parameter that a script has written to: are values that stay with the workers still alike?
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
 
 

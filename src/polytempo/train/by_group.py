@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from polytempo.protocol.ballot import Outcome
+from polytempo.collectives.group import Group
+from polytempo.protocol.ballot import Ballot, Outcome
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Proposal, PushId
@@ -42,6 +43,7 @@ class GroupExchange(MeanExchange):
         self._mean = Flat(self.layout, Pool(), pinned=False)
         flat = self.copier.next_flat()
         self._rounds = Rounds(session.world(), int(name) + 1, self.layout, flat, self._mean, session.least)
+        self._rounds.compare = self._compare
         self._start(params)
         self._staging = Staging(params, flat, self._complete)
 
@@ -57,6 +59,11 @@ class GroupExchange(MeanExchange):
             say_where_they_differ(group, text)
         with torch.no_grad():
             group.broadcast([param.detach() for param in params], 0).wait()
+        self.copier.watch.record()
+
+    def _compare(self, group: Group) -> None:
+        """A script has written to parameters on some rank: refuse them if they are not the same on all."""
+        self.check_alike(dict(zip(group.ranks, gather_bytes(group, self.copier.watch.digests()), strict=True)))
 
     def _complete(self, index: int) -> None:
         if self.sending:
@@ -75,11 +82,13 @@ class GroupExchange(MeanExchange):
 
     def agree(self, skips: bool, hyper: tuple[dict[str, Any], ...], samples: float, absent: Sequence[int] = ()) -> None:
         """One round."""
-        self._note(self._rounds.finish(samples, _lines(hyper), absent, skips))
+        ballot = Ballot(samples, skips=skips, absent=frozenset(absent), touched=bool(self.copier.watch.touched))
+        self._note(self._rounds.finish(ballot, _lines(hyper)))
+        self.copier.watch.touched = ""
 
     def join(self) -> bool:
         """Take part in one round with nothing to give; has everybody run out?"""
-        found = self._rounds.finish(0.0, "", ran_out=True)
+        found = self._rounds.finish(Ballot(0.0, ran_out=True), "")
         self._note(found)
         return found.over
 

@@ -113,6 +113,7 @@ class Downpour:
         for index, rate in self._rates().items():
             if params[index].grad is not None:
                 params[index].add_(_dense(params[index].grad), alpha=-rate)
+        copier.watch.record()
 
     def _rates(self) -> dict[int, float]:
         """The rate of a local step, for each parameter."""
@@ -174,6 +175,7 @@ class Downpour:
             for gradients in missing:
                 if index in gradients:
                     params[index].add_(gradients[index].to(params[index].device), alpha=-rate)
+        self._exchange.copier.watch.record()
 
 
 def _leave(parts: object, absent: object) -> None:

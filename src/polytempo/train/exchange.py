@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from polytempo.errors import UsageError
 from polytempo.filters.chain import parse_chain
 from polytempo.parameter_server.answer_filter import Shadow
 from polytempo.parameter_server.optimizers import is_whole
@@ -50,7 +51,7 @@ class Exchange:
         self.spec = parse_spec(proposal.sync)
         self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
         delay = self.spec.ahead
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1)
+        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=proposal.apply != "mean")
         if delay:
             self.client.overlap()
         elif not staged:  # else gradients live there
@@ -70,7 +71,10 @@ class Exchange:
             self.line.take = self._take_difference
         self.step = 0
         self.waited = 0.0
-        self._loads = -1
+        self._loads = -1  # numbers of what is given to the servers beside the steps
+        self._values: Flat | None = None  # parameters on their way to the servers, once there were some
+        #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
+        self._is_one_place = self.spec.mode.name == "bsp" or (session.size == 1 and not delay and self.spec.local is None)
         self._first_state = state
         with session.lock:
             self.client.register(name, proposal, self._seed, self.line)
@@ -136,6 +140,65 @@ class Exchange:
         self.step = self.step + 1 if self.spec.ahead else self.line.released
         self.waited = time.perf_counter() - began
 
+    # Values that the script has changed.
+
+    def renew(self, compare: bool = True) -> None:
+        """Look at the parameters: they may lie elsewhere, or have been written to."""
+        if self.copier.look(compare) and self._staging is not None:
+            self._staging.renew()
+
+    def carry_changes(self) -> None:
+        """What the script has written to parameters since the last step goes to the servers where all workers stand at one
+        place, and is refused where it cannot be told what it should mean."""
+        watch = self.copier.watch
+        if not watch.touched:
+            return
+        if self._is_one_place and not self.proposal.pull_filter:
+            self._send_values()
+            return
+        self.client.settle(self.name)
+        if not self.copier.holds(self._read_parts()):
+            why, how = self._why_not_sent() or ("one worker's change is not the job's"), ""
+            if not self._why_not_sent():
+                how = "call optimizer.push_parameters() after it to make it the job's, or "
+            raise UsageError(
+                f"{watch.touched} was changed in place since the last step(), and in {self.spec.text} {why}; {how}"
+                "call optimizer.consolidate() to take the job's values again"
+            )
+        watch.touched = ""
+
+    def _why_not_sent(self) -> str:
+        if self.spec.local is not None:
+            return "values are this worker's own between fetches"
+        return "answers are compressed: differences to what each worker was sent" if self.proposal.pull_filter else ""
+
+    def push_values(self) -> None:
+        """Make this worker's values the job's."""
+        why = self._why_not_sent()
+        if why:
+            raise UsageError(f"push_parameters() cannot be in this job: {why}; change values before DistributedOptimizer()")
+        self._send_values()
+
+    def _send_values(self) -> None:
+        if self._values is None:
+            self._values = Flat(self.layout, self.client.pool, pinned=False)
+        self.copier.gather(self._values, lambda param: param.detach())
+        self._give(Push(id=self._next_load(), kind="values", touched=self.copier.watch.touched), self._values.parts)
+        self.copier.watch.touched = ""
+        self.copier.watch.record()
+        if not self._is_one_place:  # answers may have come before
+            self.read_values()
+
+    def _next_load(self) -> PushId:
+        self._loads -= 1
+        return PushId(self.name, self.client.rank, self.client.incarnation, self._loads)
+
+    def _give(self, push: Push, parts: list[list[Bytes]]) -> None:
+        with self.session.lock:
+            self.client.settle(self.name)
+            self.client.push(Outstanding(push, parts))
+            self.client.settle(self.name)
+
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         self.copier.scatter(self._shadow.hear(parts, self.line.answer.filtered, self.line.answer.exchange))
 
@@ -146,15 +209,22 @@ class Exchange:
 
     def read_values(self) -> None:
         """The servers' newest values into the parameters."""
+        self.renew(compare=self._is_one_place)
+        if self._is_one_place:
+            self.carry_changes()
         self.before_read()
         if self.client.companion is not None:
             self.client.companion.release()  # who reads is about to do something else for a while
         with self.session.lock:
             self.client.settle(self.name)
-            answers = self.client.read(self.name, "params")
-            self.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
-            self.line.version = answers[0][0].version
+            self.copier.scatter(self._read_parts())
             self.rows.read_mirrored()
+        self.copier.watch.touched = ""
+
+    def _read_parts(self) -> dict[int, list[Bytes]]:
+        answers = self.client.read(self.name, "params")
+        self.line.version = answers[0][0].version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
 
     def read_state(self) -> list[RunState]:
         """The optimizer's state on all servers, from one place of the log."""
@@ -176,14 +246,9 @@ class Exchange:
 
     def load_state(self, runs: Sequence[RunState]) -> None:
         """Give the servers an optimizer's state."""
-        with self.session.lock:
-            self.client.settle(self.name)
-            self._loads -= 1
-            identity = PushId(self.name, self.client.rank, self.client.incarnation, self._loads)
-            state, buffers = pack(runs)
-            push = Push(id=identity, kind="state", state=state)
-            self.client.push(Outstanding(push, [buffers for _ in range(self.client.shards)]))
-            self.client.settle(self.name)
+        state, buffers = pack(runs)
+        push = Push(id=self._next_load(), kind="state", state=state)
+        self._give(push, [buffers for _ in range(self.client.shards)])
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far, all exchanges of this worker together."""
@@ -200,6 +265,7 @@ def change_of(
     """Run an optimizer on this worker: the new values, or as "delta" what it has changed; and what the closure said."""
     if kind == "value":
         optimizer.step()
+        exchange.copier.watch.record()
         return exchange.flat_of(lambda param: param.detach())[0], None
     flat, _ = exchange.flat_of(lambda param: param.detach())
     with torch.enable_grad():
@@ -207,4 +273,5 @@ def change_of(
     for index, param in enumerate(exchange.copier.params):
         view = flat.views[index]
         view.neg_().add_(param.detach().to(view.device))
+    exchange.copier.watch.record()
     return flat, loss

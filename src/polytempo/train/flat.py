@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name
+from polytempo.parameter_server.state import as_bytes, as_tensor, dtype_name, is_same
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
+from polytempo.train.watch import ParameterWatch
 from polytempo.transport.channel import Bytes
 
 
@@ -51,18 +52,37 @@ class Flat:
             for dtype, size in layout.sizes.items()
         }
         self.tensors = {dtype: as_tensor(data, dtype) for dtype, data in self._bytes.items()}
-        # Each view is a tensor of its own, not a slice: it has its own version counter, and nothing else of the bucket.
-        self.views = {
-            place.index: as_tensor(self._part(place.info.dtype, place.start, place.stop), place.info.dtype).view(
-                tuple(place.info.shape)
-            )
-            for place in layout.places
-        }
+        self._layout_places = {place.index: place for place in layout.places}
+        self.views = {index: self._view(index) for index in self._layout_places}
+        self._places = {index: view.data_ptr() for index, view in self.views.items()}
+        self._renewed = dict.fromkeys(self.views, 0)
         self._finite: dict[int, int] = {}  # views that were found finite, and their version then
         self.parts = [[self._part(s.dtype, s.start, s.stop) for s in stretches] for stretches in layout.shards]
 
     def _part(self, dtype: str, start: int, stop: int) -> Bytes:
         return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
+
+    def _view(self, index: int) -> torch.Tensor:
+        """A tensor of its own, not a slice: it has its own version counter, and nothing else of the bucket."""
+        place = self._layout_places[index]
+        part = self._part(place.info.dtype, place.start, place.stop)
+        return as_tensor(part, place.info.dtype).view(tuple(place.info.shape))
+
+    def is_in_place(self, index: int) -> bool:
+        """Does a view still lie in here? As `.grad` of a parameter it may have been given other memory: through `.data`, or
+        with the model's (`model.to(...)`)."""
+        view = self.views[index]
+        return bool(view.data_ptr() == self._places[index] and view.is_contiguous())
+
+    def renew(self, index: int) -> None:
+        """Make a view anew."""
+        self.views[index] = self._view(index)
+        self._renewed[index] += 1
+        self._finite.pop(index, None)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Differs once torch has changed a view, or it was made anew."""
+        return self._renewed[index], self.views[index]._version
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Does this tensor lie in here?"""
@@ -94,8 +114,12 @@ class Flat:
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
 
-    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1) -> None:
+    def __init__(
+        self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1, compares: bool = False
+    ) -> None:
         self.params = list(params)
+        infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
+        self.watch = ParameterWatch(params, infos, compares)
         self.layout = layout
         self._on_gpu = any(param.is_cuda for param in params)
         pinned = self._on_gpu and memory.pins
@@ -124,6 +148,13 @@ class Copier:
             direct.append(of_shard)
         return direct, staged
 
+    def look(self, compare: bool = True) -> bool:
+        """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
+        moved = self.watch.look(compare)
+        if moved:
+            self._direct, self._staged = self._targets()
+        return moved
+
     def next_flat(self) -> Flat:
         """The flat copy whose turn it is."""
         self._turn = (self._turn + 1) % len(self._flats)
@@ -136,7 +167,9 @@ class Copier:
         for index in self._order:
             tensor = of(self.params[index])
             if tensor is flat.views[index]:
-                continue
+                if flat.is_in_place(index):
+                    continue
+                flat.renew(index)
             if tensor is None:
                 absent.append(index)
                 continue
@@ -156,6 +189,7 @@ class Copier:
 
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
+        self.watch.see_writes()
         flat = self._staging
         if self._staged:
             flat.changed_all()
@@ -170,6 +204,20 @@ class Copier:
             for index in self._staged:
                 self.params[index].detach().copy_(flat.views[index], non_blocking=True)
             self._synchronize()
+        self.watch.record()
+
+    def holds(self, parts: dict[int, list[Bytes]]) -> bool:
+        """Are these the values of the parameters?"""
+        for shard, buffers in parts.items():
+            for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
+                given = as_tensor(buffer, stretch.dtype)
+                for place in self.layout.places:
+                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+                    if place.info.dtype == stretch.dtype and start < stop:
+                        own = self.params[place.index].detach().reshape(-1)[start - place.start : stop - place.start]
+                        if not is_same(own.cpu(), given[start - stretch.start : stop - stretch.start]):
+                            return False
+        return True
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """The agreed gradients, into `.grad` of every parameter but those for which nobody had one."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from polytempo.errors import UsageError
+from polytempo.parameter_server.changed import ADVICE
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.values import Proposal
 from polytempo.train.flat import Copier, Flat
@@ -85,6 +87,30 @@ class MeanExchange(ABC):
         return plain and usual and type(optimizer) in READERS
 
     # What the job holds: every worker holds it.
+
+    def renew(self, compare: bool = True) -> None:
+        """Look at the parameters: they may lie elsewhere, or have been written to."""
+        if self.copier.look(compare):
+            self._copies.clear()
+            if self._staging is not None:
+                self._staging.renew()
+
+    def carry_changes(self) -> None:
+        """What the script has written to parameters stays here; the next round finds out whether it is the same on all."""
+
+    def push_values(self) -> None:
+        """The script says that it has written."""
+        self.copier.watch.touched = self.copier.watch.touched or self.copier.watch.name_of(0)
+
+    def check_alike(self, digests: Mapping[int, bytes], name: str = "") -> None:
+        """Refuse values that are not the same on all workers, given digests of them: eight bytes for each parameter, or
+        for all together, with the name of one."""
+        first = min(digests)
+        for worker, theirs in digests.items():
+            if theirs != digests[first]:
+                unlike = (i for i in range(0, len(theirs), 8) if theirs[i : i + 8] != digests[first][i : i + 8])
+                which = name or self.copier.watch.name_of(next(unlike) // 8)
+                raise UsageError(f"workers {first} and {worker} hold different {which} after a change in place; {ADVICE}")
 
     def settle(self) -> None:
         """Nothing is ever under way between steps."""

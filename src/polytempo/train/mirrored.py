@@ -61,6 +61,7 @@ class MirroredTable(WorkerTable):
         rows, dim = weight.shape
         self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, rule, mirrored=True)
         self.weight, self._optimizer, self._group = weight, optimizer, group
+        self._version = weight._version  # when this library wrote to it last
         self.hyper()
 
     def hyper(self) -> dict[str, Any]:
@@ -82,6 +83,21 @@ class MirroredTable(WorkerTable):
         with torch.no_grad():
             weight = self.weight.detach()
             weight[ids.to(weight.device)] = rows.to(weight.device)
+        self._version = self.weight._version
+
+    def check_unchanged(self) -> None:
+        """Refuse what something else has written to it, or another form."""
+        weight, info = self.weight, self.info
+        if tuple(weight.shape) != (info.rows, info.dim) or dtype_name(weight.dtype) != info.dtype:
+            raise UsageError(
+                f"{info.name} was {info.dtype}[{info.rows}, {info.dim}] when the optimizer was wrapped and is "
+                f"{dtype_name(weight.dtype)}{list(weight.shape)} now; cast and reshape a model before DistributedOptimizer()"
+            )
+        if weight._version != self._version:
+            raise UsageError(
+                f"{info.name} was changed in place, and of a sparse embedding only rows with gradients travel; change it "
+                "before DistributedOptimizer(), or use sparse=False"
+            )
 
 
 def mirrored_tables(

@@ -99,6 +99,11 @@ class ModelTables:
             given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
         return [*runs_of(state, tensors, self.dense), *([RunState(OF_TABLES, 0, 0, given)] if given else [])]
 
+    def check_unchanged(self) -> None:
+        """Refuse tables that the script has written to: only rows with gradients travel."""
+        for table in self.mirrored:
+            table.check_unchanged()
+
     # Gradients of rows.
 
     def collect(self) -> None:

@@ -206,12 +206,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if self._clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
             step_plainly(self.inner)
+        exchange.copier.watch.record()
 
     def _step_together(
         self, exchange: Exchange | MeanExchange, closure: Callable[[], Any] | None, samples: float | None
     ) -> Any:
         now = [param for group in self.param_groups for param in group["params"]]
         exchange.check_same([now[i] for i in self._dense] if len(now) == len(self._params) else now)
+        self._look_at_params()
+        exchange.carry_changes()
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
@@ -271,6 +274,31 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().zero_grad(set_to_none)
         self._tables.drop()
 
+    # What the script does to parameters.
+
+    def _look_at_params(self, compare: bool = True) -> None:
+        for exchange in (self._exchange, self._mean):
+            if exchange is not None:
+                exchange.renew(compare)
+        self._tables.check_unchanged()
+
+    def push_parameters(self) -> None:
+        """Make the values of this worker's parameters the job's: after changes that cannot be seen (through `.data`), or, in
+        modes without a barrier, after any change.
+
+        Under `bsp` every worker must call it before the same `step()`, with the same values. In other modes one worker calls
+        it: its values replace the job's, with all updates that were made before. In a job of one there is nothing to do.
+
+        Raises:
+            UsageError: under `downpour` and with compressed answers; a parameter has another shape or dtype than before.
+        """
+        if self._exchange is not None:
+            began = time.perf_counter()
+            with torch.no_grad():
+                self._look_at_params(compare=False)
+                self._exchange.push_values()
+            self._session.not_computing(time.perf_counter() - began)
+
     # Agreeing on gradients.
 
     def synchronize(self, samples: float | None = None) -> None:
@@ -280,6 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._exchange is not None:
             began = time.perf_counter()
             with torch.no_grad():
+                self._look_at_params()
                 self._agree(1.0 if samples is None else samples, skip=False)
             self._session.not_computing(time.perf_counter() - began)
         self._agreed = True

@@ -9,7 +9,8 @@ has, the step is made again from the gradients, without the dead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -41,6 +42,7 @@ class Rounds:
         self._buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.params}
         self._parts = [self._slices(layout, bucket) for bucket in self._buckets]
+        self.compare: Callable[[Group], None] = lambda group: None  #: refuses parameters that are not alike on all ranks
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
         self._total = float(world.size)  # and those of all together
         self._votes = 0
@@ -61,7 +63,7 @@ class Rounds:
     def _begin(self) -> None:
         self._tasks: list[Task] = []  # of buckets that are under way, from the first on
         self._ready: set[int] = set()
-        self._versions: dict[int, int] = {}
+        self._stamps: dict[int, tuple[int, int]] = {}
 
     # While backward runs.
 
@@ -77,7 +79,7 @@ class Rounds:
 
     def _fill(self, number: int, weight: float) -> None:
         for index in self._buckets[number].params:
-            self._versions[index] = self._flat.views[index]._version
+            self._stamps[index] = self._flat.stamp(index)
         for source, target in self._parts[number]:
             if weight:
                 torch.mul(source, weight / self._total, out=target)
@@ -89,11 +91,9 @@ class Rounds:
 
     # At the end of a step.
 
-    def finish(
-        self, weight: float, hyper: str, absent: Sequence[int] = (), skips: bool = False, ran_out: bool = False
-    ) -> Outcome:
+    def finish(self, ballot: Ballot, hyper: str) -> Outcome:
         """The mean lies in its place, unless the step was skipped, or everybody has run out."""
-        ballot = Ballot(weight, ran_out, skips, digest_of(hyper), absent=frozenset(absent))
+        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper))
         changed = self._changed(weight)
         self.weight = weight or self.weight
         while True:
@@ -124,7 +124,7 @@ class Rounds:
         sent = range(len(self._tasks))
         if weight != self.weight:
             return frozenset(sent)
-        moved = (i for i, version in self._versions.items() if self._flat.views[i]._version != version)
+        moved = (index for index, stamp in self._stamps.items() if self._flat.stamp(index) != stamp)
         return frozenset(self._bucket_of[index] for index in moved) & frozenset(sent)
 
     def _step(self, ballot: Ballot, changed: frozenset[int], hyper: str) -> Outcome:
@@ -138,16 +138,17 @@ class Rounds:
         found = self._vote(ballot, changed)
         if found.unlike is not None:
             say_where_they_differ(self.group, hyper)
-        if found.again:
+        if found.again or found.touched:
             for number in found.again:
                 self._fill(number, weight)
                 self._reduce(number, False).wait()
-            return self._vote(ballot, frozenset())
+            if found.touched:
+                self.compare(self.group)
+            return self._vote(replace(ballot, touched=False), frozenset())
         return found
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> Outcome:
-        mine = Ballot(ballot.weight, ballot.ran_out, ballot.skips, ballot.digest, changed, ballot.absent)
-        data = mine.pack(len(self._buckets), self._count)
+        data = replace(ballot, changed=changed).pack(len(self._buckets), self._count)
         self._ballots = gather_bytes(self.group, data)
         self._votes += 1
         return self._result()
@@ -179,7 +180,8 @@ class Rounds:
             return False
         whole = data.numpy().tobytes()
         self._ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
-        return not self._result().again
+        found = self._result()
+        return not (found.again or found.touched)
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:

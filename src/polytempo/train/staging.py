@@ -25,26 +25,27 @@ class Staging:
     """The parameters of one optimizer whose gradients live in a bucket."""
 
     def __init__(self, params: Sequence[torch.Tensor], flat: Flat, told: Callable[[int], None] | None = None) -> None:
-        self._views = {
-            index: flat.views[index]
-            for index, param in enumerate(params)
-            if param.device.type == "cpu" and param.is_contiguous()
-        }
+        self._may = [i for i, param in enumerate(params) if param.device.type == "cpu" and param.is_contiguous()]
+        self._staged = set(self._may)
         self._params = list(params)
         self._flat = flat
-        self._at_rest = {index: sys.getrefcount(self._views[index]) for index in self._views}
+        self._at_rest = {index: sys.getrefcount(flat.views[index]) for index in self._may}
         self._fresh = _references_to_a_fresh_gradient()
         self.told = told  #: is told which gradient is complete, once it is in the bucket
         hook = _hook(weakref.ref(self))
-        for index in self._views:
+        for index in self._may:
             if params[index].requires_grad:
                 params[index].register_post_accumulate_grad_hook(hook(index))
 
     def complete(self, index: int) -> None:
         """Backward has made this parameter's gradient."""
         param = self._params[index]
-        free = self._is_nobodys(param) and sys.getrefcount(self._views[index]) <= self._at_rest[index]
-        grad, view = param.grad, self._views[index]
+        if index not in self._staged:
+            return
+        if not self._flat.is_in_place(index):
+            self._flat.renew(index)
+        free = self._is_nobodys(param) and sys.getrefcount(self._flat.views[index]) <= self._at_rest[index]
+        grad, view = param.grad, self._flat.views[index]
         if not _fits(grad, view):
             return
         if grad is not view:
@@ -57,14 +58,18 @@ class Staging:
         if self.told is not None:
             self.told(index)
 
+    def renew(self) -> None:
+        """Parameters lie elsewhere: some may be in another order now, or in the usual one again."""
+        self._staged = {index for index in self._may if self._params[index].is_contiguous()}
+
     def indices(self) -> list[int]:
         """The parameters whose gradients are staged by hooks."""
-        return [index for index in self._views if self._params[index].requires_grad]
+        return [index for index in self._may if self._params[index].requires_grad]
 
     def adopt(self) -> None:
         """What `step()` has copied into the bucket need not be copied again: from now on it is there."""
-        for index, view in self._views.items():
-            param = self._params[index]
+        for index in self._staged:
+            param, view = self._params[index], self._flat.views[index]
             if param.grad is not view and self._is_nobodys(param) and _fits(param.grad, view):
                 param.grad = view
 
