@@ -1,4 +1,4 @@
-"""init() after shutdown() in one process; `processes/test_joining_again.py` has what needs others."""
+"""init() after shutdown() in one process; `processes/test_joining_again_processes.py` has what needs others."""
 
 from __future__ import annotations
 
