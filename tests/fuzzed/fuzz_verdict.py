@@ -16,6 +16,15 @@ from fuzz_program import Script
 
 from polytempo.errors import PolytempoError
 
+
+def _changes_values(script: Script, pushed: bool | None = None) -> bool:
+    """Does the script change weights by hand, or load them; if asked, only where it says so, or does not?"""
+    lines = [
+        line for line in script.steps if line.word == "change" or (line.word == "reload" and line["what"] != "optimizer")
+    ]
+    return any(pushed is None or line["push"] == pushed for line in lines)
+
+
 #: What may be refused, how that is said, and which scripts give the reason for it.
 REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     "class of the script's own": (
@@ -37,6 +46,23 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     ),
     "sparse with such an option": (r"cannot take the sparse gradients of an embedding", lambda s: s.sparse),
     "sparse with such a class": (r"has sparse gradients, which \w+ does not take", lambda s: s.sparse),
+    "another dtype": (
+        r"when the optimizer was wrapped and is .* now; cast",
+        lambda s: s.has("cast", to="float") or (s.has("single") and s.has("cast", to="double")),
+    ),
+    "sparse weights changed": (
+        r"was changed in place, and of a sparse embedding only rows",
+        lambda s: s.sparse and _changes_values(s),
+    ),
+    "weights changed, and not sent": (
+        r"was changed in place since the last step\(\), and in",
+        lambda s: not s.setting.barrier and _changes_values(s, pushed=False),
+    ),
+    "written through .data": (r"was written to through \.data or NumPy", lambda s: _changes_values(s, pushed=False)),
+    "push_parameters() with local steps": (
+        r"push_parameters\(\) cannot be in this job",
+        lambda s: s.setting.sync.startswith("downpour") and _changes_values(s),
+    ),
     "rule of the mode": (r"brings its own rule; wrap SGD", lambda s: s.setting.sync == "asup"),
 }
 
