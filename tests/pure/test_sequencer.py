@@ -8,6 +8,7 @@ import pytest
 from sequencing import Bench, entries_in, only, replies_in, told_in
 
 from polytempo.coordinate.orders import ToShards
+from polytempo.coordinate.track import REMEMBERED
 from polytempo.protocol.log import Drop, LoadState, ReadHere, Reply, Seed, Update
 from polytempo.protocol.messages import Held, Metric, Read, Refused, Resend
 from polytempo.protocol.values import Part, PushId
@@ -189,8 +190,38 @@ def test_a_late_push_is_dropped_and_its_worker_goes_on_where_the_job_is() -> Non
 
 def test_the_optimizers_state_is_loaded_at_one_place_of_the_log() -> None:
     bench = Bench("asp", size=1).start()
-    assert entries_in(bench.push(0, 7, kind="state", attempt=2)) == [LoadState(id=PushId("0", 0, 0, 7), attempt=2)]
+    identity = PushId("0", 0, 0, -2)
+    assert entries_in(bench.push(0, -2, kind="state", attempt=2)) == [LoadState(id=identity, attempt=2)]
+    assert entries_in(bench.push(0, -2, kind="state", attempt=3)) == [LoadState(id=identity, attempt=3, again=True)]
     assert bench.sequencer.accounts[0].steps == 0
+
+
+def loads_of(bench: Bench, *given: tuple[int, int, str, bytes]) -> list[bool]:
+    """Worker, number, kind and digest of each load; was it taken?"""
+    entries = [only(LoadState, entries_in(bench.push(w, n, kind=kind, digest=digest))) for w, n, kind, digest in given]
+    return [not entry.again for (entry,) in entries]
+
+
+def test_what_several_workers_load_alike_as_their_nth_is_loaded_once() -> None:
+    bench = Bench("asp", size=3).start()
+    assert loads_of(bench, (0, -2, "state", b"a")) == [True]
+    bench.push(0, 0)
+    assert loads_of(bench, (1, -2, "state", b"a"), (2, -2, "state", b"other")) == [False, True]
+    assert loads_of(bench, (0, -3, "values", b"v"), (0, -4, "state", b"a")) == [True, True]  # back to it, with intent
+    assert loads_of(bench, (1, -3, "state", b"a"), (1, -4, "values", b"v")) == [False, False]
+
+
+def test_in_rounds_the_values_of_all_are_taken() -> None:
+    bench = Bench("bsp", size=2).start()
+    assert loads_of(bench, (0, -2, "values", b"v"), (1, -2, "values", b"v")) == [True, True]
+    assert loads_of(bench, (0, -3, "state", b"s"), (1, -3, "state", b"s")) == [True, False]
+
+
+def test_few_loads_are_remembered() -> None:
+    bench = Bench("asp", size=2).start()
+    for number in range(-2, -2 * REMEMBERED, -1):
+        assert loads_of(bench, (0, number, "state", b"s")) == [True]
+    assert len(bench.sequencer.tracks["0"]._loaded) == REMEMBERED
 
 
 def test_the_first_values_come_before_every_answer() -> None:

@@ -12,10 +12,10 @@ from polytempo.collectives.arithmetic import reduce_into, weighted_mean
 
 BLOCK = 1 << 8  # in these tests
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 3]
 #: How far a result may be from the exact one, relative to the largest term.
-ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2}
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 WEIGHTS = {"equal": [2.0] * 5, "unequal": [1.0, 5.0, 0.25, 3.0, 7.0], "one of nothing": [3.0, 0.0, 1.0, 0.0, 2.0]}
 
 
@@ -83,6 +83,23 @@ def test_the_result_may_go_where_the_first_term_is_and_the_others_stay(
     weighted_mean(terms, weights, terms[0])
     assert torch.equal(terms[0], elsewhere)
     assert all(torch.equal(term, before) for term, before in zip(terms[1:], others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_term_of_weight_0_may_hold_anything(dtype: torch.dtype) -> None:
+    terms = [torch.full((7,), float("nan"), dtype=dtype), *some(2, 7, dtype), torch.full((7,), float("inf"), dtype=dtype)]
+    out, without = torch.empty(7, dtype=dtype), torch.empty(7, dtype=dtype)
+    for weights in ([0.0, 2.0, 2.0, 0.0], [0.0, 1.0, 3.0, 0.0]):
+        weighted_mean(terms, weights, out)
+        weighted_mean(terms[1:3], weights[1:3], without)
+        assert torch.equal(out, without)
+
+
+@pytest.mark.parametrize("weighing", ["equal", "unequal"])
+def test_a_mean_of_large_float16_is_a_number(weighing: str) -> None:
+    terms, out = [torch.full((5,), 60000.0, dtype=torch.float16)] * 5, torch.empty(5, dtype=torch.float16)
+    weighted_mean(terms, WEIGHTS[weighing], out)
+    assert torch.equal(out, terms[0])
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,9 +17,11 @@ from torch import nn
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
 from polytempo.testing.threads import GroupJob, ThreadJob
+from polytempo.train import communicate, states
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
 from polytempo.train.watch import AT_MOST, COMPARED, ParameterWatch
+from polytempo.transport import segments
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -397,3 +400,100 @@ def test_looking_costs_little() -> None:
         watch.record()
         seen |= {index for index, _, _ in watch._compared}
     assert len(seen) == 300
+
+
+# Parameters that belong to several.
+
+
+@each_way
+def test_of_two_optimizers_with_one_parameter_the_first_is_refused(way: str) -> None:
+    """The second may step: a script may go on with another optimizer."""
+
+    def work(session: Session) -> None:
+        model = copy.deepcopy(START)
+        first = DistributedOptimizer(sgd(model), model, session=session)
+        loss_of(model, small_batches(1, (4,))[0][0]).backward()
+        first.step()
+        second = DistributedOptimizer(torch.optim.SGD(model.last.parameters(), lr=0.1), model, session=session)
+        second.step()
+        with pytest.raises(UsageError, match=r"last\.weight was given to another DistributedOptimizer after this one"):
+            first.step()
+
+    with WAYS[way]() as job:
+        job.run(work)
+
+
+@each_way
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_stands_twice_is_refused(way: str) -> None:
+    def work(session: Session) -> None:
+        param = nn.Parameter(torch.zeros(2))
+        DistributedOptimizer(torch.optim.SGD([param, param], lr=0.1), session=session)
+
+    with pytest.raises(UsageError, match=r"parameter [01] stands twice in the optimizer"), WAYS[way]() as job:
+        job.run(work)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameters_that_share_memory_are_refused_where_servers_keep_each(when: str) -> None:
+    def work(session: Session) -> None:
+        params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))]
+        if when == "before":
+            params[1].data = params[0].data
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        params[1].data = params[0].data
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=r"share memory.* tie them as one parameter"), ThreadJob(workers=2) as job:
+        job.run(work)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script does that came from Horovod. Who is late must not be refused for what others have pushed since."""
+    here = threading.local()
+    monkeypatch.setattr(states, "current", lambda: here.session)
+    monkeypatch.setattr(communicate, "current", lambda: here.session)
+    pushed = threading.Event()
+
+    def work(session: Session) -> None:
+        here.session = session
+        model = copy.deepcopy(START)
+        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        states.broadcast_parameters(model.state_dict(), root=0)
+        with torch.no_grad():
+            for param in model.parameters() if session.rank else ():
+                assert param._version  # else nothing is tested
+        if session.rank and sync == "asp":
+            assert pushed.wait(20)
+        loss_of(model, small_batches(1, (4,))[0][0]).backward()
+        optimizer.step()
+        pushed.set()
+
+    with ThreadJob(workers=2, sync=sync) as job:
+        job.run(work)
+
+
+# What is used again.
+
+
+def test_the_mean_of_buffers_is_taken_again_and_again_without_more_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadJob, "wire", "ipc")
+    monkeypatch.setattr(segments, "SHARE_FROM", 1)
+    counts: dict[int, int] = {}
+    meeting = threading.Barrier(2)
+
+    def work(session: Session) -> None:
+        model = nn.BatchNorm1d(3)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buffers="mean", session=session)
+        for number in range(4):
+            model.running_mean = torch.full((3,), float(session.rank + number))  # another tensor each time
+            optimizer.consolidate()
+            assert torch.equal(model.running_mean, torch.full((3,), number + 0.5))
+            meeting.wait(20)
+            counts[number] = len(os.listdir("/proc/self/fd"))
+            meeting.wait(20)
+
+    with ThreadJob(workers=2) as job:
+        job.run(work)
+    assert counts[3] == counts[1] == counts[0]

@@ -130,6 +130,32 @@ def test_a_loaded_state_is_gone_on_from(maker: str, servers: int) -> None:
         assert_same_state(state, optimizer.state_dict())
 
 
+def test_a_state_that_every_worker_loads_is_loaded_once_though_one_is_late() -> None:
+    """Without a barrier a slow worker loads when others have made steps: these must not be lost."""
+    model = small_model()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, small_batches(1, (4,))[0][0]).backward()
+    plain.step()
+    saved, made = copy.deepcopy(plain.state_dict()), threading.Event()
+
+    def work(session: Session) -> list[float]:
+        mine = copy.deepcopy(model)
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters(), lr=0.01), session=session)
+        if session.rank:
+            assert made.wait(20)
+        optimizer.load_state_dict(saved)
+        for _ in range(0 if session.rank else 3):
+            optimizer.zero_grad()
+            loss_of(mine, small_batches(1, (4,))[0][0]).backward()
+            optimizer.step()
+        made.set()
+        return [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
+
+    with ThreadJob(workers=2, servers=2, sync="asp") as job:
+        early, late = job.run(work)
+    assert set(early) == set(late) == {4.0}
+
+
 def test_a_state_loaded_before_wrapping_is_gone_on_from_too() -> None:
     """As a script does that loads its own checkpoint, then makes the optimizer distributed."""
     model, data = small_model(), small_batches(8, (4, 4))

@@ -14,8 +14,15 @@ BLOCK = 1 << 16
 
 
 def weighted_mean(terms: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
-    """The mean of the terms, each as heavy as its weight, into `out`, which may be the first of them."""
-    if all(weight == weights[0] for weight in weights):
+    """The mean of the terms, each as heavy as its weight, into `out`, which may be the first of them.
+
+    A term of weight 0 is not looked at: it may hold anything. Equal weights of float16 go the long way: their sum may be
+    larger than float16 can be, where their mean is not.
+    """
+    if 0 in weights:
+        pairs = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight != 0]
+        terms, weights = [term for term, _ in pairs], [weight for _, weight in pairs]
+    if all(weight == weights[0] for weight in weights) and out.dtype != torch.float16:
         reduce_into(terms, out, 1 / len(terms))
         return
     total = sum(weights)

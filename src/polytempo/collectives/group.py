@@ -19,7 +19,7 @@ from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.cuts import GRAIN, cuts
 from polytempo.collectives.engine import Engine
 from polytempo.collectives.measure import measure
-from polytempo.collectives.operations import check_dtype, operation
+from polytempo.collectives.operations import before_mean, check_dtype, divide, operation
 from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.steps import Place, Step
@@ -71,8 +71,9 @@ class Group:
 
         def steps(stage: Stage) -> Steps:
             for fused in fuse(tensors):
+                before_mean(name, fused.whole, self.size)
                 yield from self._reduce(stage, "all_reduce", algorithm, fused.whole)
-                self._divide(name, fused.whole)
+                divide(name, fused.whole, self.size)
                 fused.scatter()
 
         return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name)
@@ -86,9 +87,10 @@ class Group:
         def steps(stage: Stage) -> Steps:
             mine, back = flat(tensor)
             work = mine if self.rank == root else mine.clone()
+            before_mean(name, work, self.size)
             yield from self._reduce(stage, "reduce", algorithm, work, root)
             if self.rank == root:
-                self._divide(name, work)
+                divide(name, work, self.size)
                 if back is not None:
                     back()
 
@@ -181,12 +183,15 @@ class Group:
         def steps(stage: Stage) -> Steps:
             mine, back = flat(output)
             chunks = [flat(piece)[0] for piece in inputs]
-            if self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) not in ON_BOARDS:
-                chunks = [piece.clone() for piece in chunks]  # they are added to
+            on_board = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in ON_BOARDS
+            if not on_board or (name == "mean" and mine.dtype == torch.float16):
+                chunks = [piece.clone() for piece in chunks]  # they are written to
             mine.copy_(chunks[self.rank])
             chunks[self.rank] = mine
+            for chunk in chunks:
+                before_mean(name, chunk, self.size)
             yield from self._move(stage, "reduce_scatter", wanted, chunks, beside=True)
-            self._divide(name, mine)
+            divide(name, mine, self.size)
             if back is not None:
                 back()
 
@@ -331,10 +336,6 @@ class Group:
 
     def _next(self) -> int:
         return self.ranks[(self.rank + 1) % self.size]
-
-    def _divide(self, name: str, tensor: torch.Tensor) -> None:
-        if name == "mean":
-            tensor.div_(self.size)
 
     # Mistakes, before anything starts.
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from polytempo.collectives.group import Group
-from polytempo.collectives.operations import operation
+from polytempo.collectives.operations import before_mean, divide, operation
 from polytempo.collectives.tasks import Lane, Steps, Task, Wait
 from polytempo.collectives.tensors import shape_of
 from polytempo.errors import UsageError
@@ -42,29 +42,33 @@ class Native:
     def all_reduce(self, tensors: Tensors, op: object = "sum", algorithm: str = "", background: bool = False) -> Task:
         """As `Group.all_reduce`."""
         name = operation(op)
-        divide = name == "mean" and not tensors[0].is_cuda  # gloo has no mean
+        divided = name == "mean" and not tensors[0].is_cuda  # gloo has no mean
 
         def start(made: Any) -> list[Any]:
             options = dist.AllreduceOptions()
-            options.reduceOp = _reduce_op("sum" if divide else name)
+            options.reduceOp = _reduce_op("sum" if divided else name)
+            for tensor in tensors if divided else ():
+                before_mean(name, tensor, self._group.size)
             return [made.allreduce([tensor], options) for tensor in tensors]
 
-        return self._task("all_reduce", tensors[0], start, background, tensors if divide else ())
+        return self._task("all_reduce", tensors[0], start, background, tensors if divided else ())
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "", background: bool = False
     ) -> Task:
         """As `Group.reduce`."""
         name = operation(op)
-        divide = name == "mean" and not tensor.is_cuda
+        divided = name == "mean" and not tensor.is_cuda
         mine = tensor if self._group.rank == root else tensor.clone()
 
         def start(made: Any) -> list[Any]:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = _reduce_op("sum" if divide else name), root
+            options.reduceOp, options.rootRank = _reduce_op("sum" if divided else name), root
+            if divided:
+                before_mean(name, mine, self._group.size)
             return [made.reduce([mine], options)]
 
-        return self._task("reduce", tensor, start, background, [mine] if divide else ())
+        return self._task("reduce", tensor, start, background, [mine] if divided else ())
 
     def broadcast(self, tensors: Tensors, root: int, algorithm: str = "", background: bool = False) -> Task:
         """As `Group.broadcast`."""
@@ -111,14 +115,17 @@ class Native:
     ) -> Task:
         """As `Group.reduce_scatter`."""
         name = operation(op)
-        divide = name == "mean" and not output.is_cuda
+        divided = name == "mean" and not output.is_cuda
 
         def start(made: Any) -> list[Any]:
             options = dist.ReduceScatterOptions()
-            options.reduceOp = _reduce_op("sum" if divide else name)
-            return [made.reduce_scatter([output], [list(inputs)], options)]
+            options.reduceOp = _reduce_op("sum" if divided else name)
+            pieces = [piece.clone() if divided else piece for piece in inputs]
+            for piece in pieces if divided else ():
+                before_mean(name, piece, self._group.size)
+            return [made.reduce_scatter([output], [pieces], options)]
 
-        return self._task("reduce_scatter", output, start, background, [output] if divide else ())
+        return self._task("reduce_scatter", output, start, background, [output] if divided else ())
 
     def all_to_all(
         self, outputs: Tensors, inputs: Tensors, algorithm: str = "", background: bool = False, even: bool = False
@@ -158,7 +165,7 @@ class Native:
             for work in works:
                 work.wait()
             for tensor in divided:
-                tensor.div_(self._group.size)
+                divide("mean", tensor, self._group.size)
 
         return engine.start(Lane(-1, self._group.ranks), f"{name}({shape_of(like)}, by native)", steps(), background)
 

@@ -54,6 +54,23 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"expected real numbers for op='prod', got {tensor.dtype}: the two parts of a number travel apart")
 
 
+def before_mean(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Where the sum of so many terms may be too large for their dtype (float16): make this term smaller, by a power of two,
+    which costs no digits. `divide` knows of it."""
+    if name == "mean" and tensor.dtype == torch.float16:
+        tensor.div_(_shrunk(tensor, size))
+
+
+def divide(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Make a sum of so many terms their mean, if that is the operation."""
+    if name == "mean":
+        tensor.div_(size / _shrunk(tensor, size))
+
+
+def _shrunk(tensor: torch.Tensor, size: int) -> int:
+    return 1 << (size - 1).bit_length() if tensor.dtype == torch.float16 else 1
+
+
 def total(name: str, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """All terms combined in their order, into `out`, which may be one of them: block by block, so that it stays in cache."""
     combine, last = COMBINE[name], len(terms) - 2

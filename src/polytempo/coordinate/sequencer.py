@@ -145,9 +145,7 @@ class Sequencer:
         if push.kind == "seed":
             return self._seeded(track, push, now)
         if push.kind in ("state", "values"):
-            again = push.id.step in seat.loads
-            seat.loads.add(push.id.step)
-            return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=again))]
+            return [ToShards(LoadState(id=push.id, attempt=push.attempt, again=track.has_loaded(push)))]
         if push.id.step <= seat.exchange:
             return self._repeated(track, seat, push)
         if track.spec.ahead and push.id.step > seat.exchange + 1:

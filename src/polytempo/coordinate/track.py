@@ -21,6 +21,9 @@ from polytempo.sync.events import Hyper, Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec, parse_spec
 
+#: A worker may lag behind others by so many loads, and its own are still told to be the same.
+REMEMBERED = 64
+
 
 @dataclass
 class Seat:
@@ -35,7 +38,8 @@ class Seat:
     waited: float = 0.0  # for its last push
     staleness: int = 0  # of its last push
     stop: bool = False  # what its last answer said of the budget
-    loads: set[int] = field(default_factory=set)  # optimizer states it has given
+    loads: int = 0  # what it has given beside its steps is numbered downwards: the last
+    given: dict[str, int] = field(default_factory=dict)  # and by kind, how often
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
     checkpoint: str = ""  # was made since its last answer
 
@@ -59,6 +63,7 @@ class Track:
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)
+    _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], Hyper] = ((), ())  # of the last push: they seldom change
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
@@ -67,6 +72,26 @@ class Track:
     def is_main(self) -> bool:
         """Does the budget count its steps?"""
         return self.name == MAIN
+
+    def has_loaded(self, push: Push) -> bool:
+        """Is what a worker gives beside its steps (optimizer state, values) there already?
+
+        A script that loads does so on every worker, and without a barrier a slow one does when others have made steps: what
+        several workers give as their n-th, and is the same, is one thing, taken when the first gives it. Values in rounds
+        are taken from all: they are compared.
+        """
+        seat, number = self.seats[push.id.worker], push.id.step
+        if number >= seat.loads:
+            return True
+        seat.loads = number
+        if push.kind == "values" and self.spec.mode.name == "bsp":
+            return False
+        nth = seat.given[push.kind] = seat.given.get(push.kind, 0) + 1
+        if (push.kind, nth) in self._loaded:
+            return self._loaded[push.kind, nth] == push.digest
+        self._loaded[push.kind, nth] = push.digest
+        self._loaded.pop((push.kind, nth - REMEMBERED), None)
+        return False
 
     def mark(self, line: Line) -> Line:
         """A line of the record names its optimizer, unless that is the first."""

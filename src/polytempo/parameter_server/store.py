@@ -240,6 +240,7 @@ class Store:
         self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
         if self.skipped:
             return
+        parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
         dense = len(self.stretches) if self.rows else None
         given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]

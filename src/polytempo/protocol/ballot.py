@@ -62,6 +62,7 @@ def unpack(data: bytes, buckets: int, params: int) -> Ballot:
 def outcome(ballots: Sequence[Ballot]) -> Outcome:
     """What follows."""
     active = [index for index, ballot in enumerate(ballots) if not ballot.ran_out]
+    weighing = [index for index in active if ballots[index].weight > 0]
     unlike = next(((active[0], other) for other in active if ballots[other].digest != ballots[active[0]].digest), None)
     skipped = any(ballots[index].skips for index in active)
     again = frozenset[int]() if skipped else frozenset().union(*(ballots[index].changed for index in active))
@@ -70,7 +71,7 @@ def outcome(ballots: Sequence[Ballot]) -> Outcome:
         over=not active,
         skipped=skipped,
         again=tuple(sorted(again)),
-        absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in active)))) if active else (),
+        absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in weighing)))) if weighing else (),
         unlike=unlike,
         touched=any(ballot.touched for ballot in ballots),
     )

@@ -69,6 +69,7 @@ class Push(Message):
     received: int = 0
     position: Position | None = None
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
+    digest: bytes = b""  #: for kinds "state" and "values": of all that is given
     staged: tuple[StagedBucket, ...] = ()  #: what was sent ahead and counts
     patches: tuple[Piece, ...] = ()  #: if that is so: what the buffers are
     rows: tuple[RowPart, ...] = ()  #: of tables; their buffers come after the dense ones

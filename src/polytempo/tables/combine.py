@@ -45,6 +45,8 @@ def squeezed(ids: torch.Tensor, values: torch.Tensor, weight: float, how: str) -
 
 def combined(pushes: Sequence[Rows], how: str) -> Rows:
     """The pushes of a round as one; a single push stays what it is, to the bit."""
+    if how == "mean":  # what weighs nothing may hold anything
+        pushes = [push for push in pushes if push.weight] or pushes
     if len(pushes) == 1:
         return pushes[0]
     factors, after = _weights(pushes) if how == "mean" else ([1.0] * len(pushes), 1.0)
@@ -63,7 +65,8 @@ def combined(pushes: Sequence[Rows], how: str) -> Rows:
 def _weights(pushes: Sequence[Rows]) -> tuple[list[float], float]:
     """What each push is multiplied with, and what the sum of them is: as for dense gradients, equal weights come last."""
     weights = [push.weight for push in pushes]
-    if all(weight == weights[0] for weight in weights):
+    narrow = pushes[0].values.dtype == torch.float16  # in which a sum may be too large
+    if all(weight == weights[0] for weight in weights) and not narrow:
         return [1.0] * len(pushes), 1 / len(pushes)
     return [weight / sum(weights) for weight in weights], 1.0
 

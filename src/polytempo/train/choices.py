@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -22,6 +25,21 @@ def names_of(
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
+def check_once(params: list[torch.nn.Parameter], names: list[str], on_servers: bool) -> None:
+    """Refuse parameters that stand twice in an optimizer, or, where servers keep the values of each, share memory."""
+    seen: dict[int, str] = {}
+    places: dict[int, str] = {}
+    for param, name in zip(params, names, strict=True):
+        if id(param) in seen:
+            raise UsageError(f"{name} stands twice in the optimizer, and would be updated twice; name each parameter once")
+        seen[id(param)] = name
+        other = places.setdefault(param.data_ptr(), name)
+        if on_servers and param.numel() and other != name:
+            raise UsageError(
+                f"{other} and {name} share memory, and servers keep values for each; tie them as one parameter, not by .data"
+            )
+
+
 def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | None, nonfinite: str) -> None:
     """Refuse arguments that cannot be."""
     choices = {
@@ -35,6 +53,20 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
+
+
+def weight_of(samples: Any, zero: bool = True) -> float:
+    """The weight of a step as a plain number: given as a number of any kind, of NumPy's and tensors of one element too.
+    `zero`: may it be 0?"""
+    is_flag = isinstance(samples, bool) or str(getattr(samples, "dtype", "")).endswith("bool")
+    number = math.nan
+    if not is_flag and not isinstance(samples, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError):  # it is no number, or several
+            number = float(samples)
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        wanted = "a number, 0 or more" if zero else "a number above 0"
+        raise UsageError(f"expected samples to be {wanted}, got {samples!r}; give how many samples it is of, or nothing")
+    return number
 
 
 def goes_via_peers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:

@@ -12,7 +12,7 @@ from polytempo.errors import UsageError
 from polytempo.filters.chain import parse_chain
 from polytempo.parameter_server.answer_filter import Shadow
 from polytempo.parameter_server.optimizers import is_whole
-from polytempo.parameter_server.state import RunState, pack, unpack
+from polytempo.parameter_server.state import RunState, digest_of_bytes, pack, unpack
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Keep, Push
 from polytempo.protocol.values import Proposal, PushId
@@ -183,7 +183,9 @@ class Exchange:
         if self._values is None:
             self._values = Flat(self.layout, self.client.pool, pinned=False)
         self.copier.gather(self._values, lambda param: param.detach())
-        self._give(Push(id=self._next_load(), kind="values", touched=self.copier.watch.touched), self._values.parts)
+        digest = digest_of_bytes(buffer for part in self._values.parts for buffer in part)
+        push = Push(id=self._next_load(), kind="values", touched=self.copier.watch.touched, digest=digest)
+        self._give(push, self._values.parts)
         self.copier.watch.touched = ""
         self.copier.watch.record()
         if not self._is_one_place:  # answers may have come before
@@ -247,7 +249,8 @@ class Exchange:
     def load_state(self, runs: Sequence[RunState]) -> None:
         """Give the servers an optimizer's state."""
         state, buffers = pack(runs)
-        push = Push(id=self._next_load(), kind="state", state=state)
+        digest = digest_of_bytes(buffers, state)
+        push = Push(id=self._next_load(), kind="state", state=state, digest=digest)
         self._give(push, [buffers for _ in range(self.client.shards)])
 
     def traffic(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from polytempo.protocol.values import Proposal, PushId
 from polytempo.sync.spec import parse_spec
 from polytempo.tables.ids import ascending, checked_ids
 from polytempo.train.arrays import Array, ArrayTable, Future
+from polytempo.train.choices import weight_of
 from polytempo.train.lines import Line, Outstanding
 from polytempo.train.local_arrays import LocalArrays
 from polytempo.train.row_traffic import RowTraffic
@@ -81,10 +82,7 @@ class KV:
 
     def push(self, *parts: Part, samples: float = 1.0) -> Future[int]:
         """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
-        if not 0 < samples < float("inf"):
-            raise UsageError(
-                f"expected samples to be a number above 0, got {samples!r}; a push without parts changes nothing"
-            )
+        samples = weight_of(samples, zero=False)
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):
             raise UsageError(f"expected each array once in a push, got {', '.join(names)}: one comes twice; push twice")

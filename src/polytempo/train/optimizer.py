@@ -18,6 +18,7 @@ Given the model, it also carries its sparse embeddings and its `ServerEmbedding`
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,9 +29,9 @@ from polytempo.errors import UsageError
 from polytempo.filters.directions import parse_compression
 from polytempo.protocol.values import Proposal
 from polytempo.sync.spec import parse_spec
-from polytempo.train.buffers import average_buffers
+from polytempo.train.buffers import BufferMean
 from polytempo.train.by_group import GroupExchange
-from polytempo.train.choices import check_choices, goes_via_peers, names_of
+from polytempo.train.choices import check_choices, check_once, goes_via_peers, names_of, weight_of
 from polytempo.train.downpour import Downpour
 from polytempo.train.exchange import Exchange, change_of
 from polytempo.train.finite import FiniteWatch
@@ -70,20 +71,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session or current()
         self._spec = parse_spec(sync or self._session.job.sync)
-        self._apply, self._clip_norm, self._buffers = apply, clip_norm, buffers
+        self._apply, self._clip_norm = apply, clip_norm
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         compressed = parse_compression(compression)
         if buffers == "mean" and model is None:
             raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
         together = self._session.client is not None or self._session.size > 1
         tables = ModelTables(model)
-        here = apply == "delta" or (together and goes_via_peers(self._spec, via, self._session, bool(tables.embeddings)))
+        peers = together and goes_via_peers(self._spec, via, self._session, bool(tables.embeddings))
+        here = apply == "delta" or peers
         if here and self._spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
             raise UsageError("LBFGS evaluates the loss as often as each worker likes, so rounds cannot fit; use sync='asp'")
         self._emulation = self._session.emulation
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._names = names_of(self._params, named_parameters, model)
-        self._model = model
+        self._buffers = BufferMean(self._session, model) if buffers == "mean" and model is not None else None
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         mirrors = together and not here and self._spec.local is None
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
@@ -98,7 +100,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._alone_steps = 0
         self._syncing = True
         self._name = self._session.next_track()
+        self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
+        if together:
+            check_once(self._params, self._names, on_servers=not peers)
         self._exchange = self._join(via) if together else None
+        self._own()
         self._downpour: Downpour | None = None
         if isinstance(self._exchange, Exchange) and self._spec.local is not None:
             self._downpour = Downpour(self._exchange, self._spec.local, self.param_groups, self._hyper, tables)
@@ -121,6 +127,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         staged = self._apply == "server" and not proposal.push_filter
         params = [self._params[index] for index in self._dense]
         return Exchange(self._session, self._name, proposal, params, runs, staged=staged, tables=self._tables.all)
+
+    def _own(self) -> None:
+        """Of several optimizers with the same parameter only the last made may step: servers hold values for each."""
+        if self._exchange is None:
+            return
+        owners, mine = self._session.owners, weakref.ref(self)
+        for param, name in zip(self._params, self._names, strict=True):
+            before = owners.get(id(param), mine)()
+            if before is not None and before is not self:
+                before._displaced = before._displaced or name
+            owners[id(param)] = mine
+        self._session.watches.add(self._exchange.copier.watch)
 
     # It shares everything with the optimizer it wraps.
 
@@ -152,7 +170,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # A step.
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
-        """Push, wait as the mode says, pull. `samples` weighs this worker's gradient."""
+        """Push, wait as the mode says, pull.
+
+        Args:
+            closure: Evaluates the loss, as torch's optimizers take it.
+            samples: Weighs this worker's gradient, a number of any kind; with 0 it counts for nothing, whatever it holds.
+
+        Returns:
+            What the closure returned.
+        """
         step = _watched_step if is_watched(self) else DistributedOptimizer._step
         return step(self, closure, samples=samples)
 
@@ -161,6 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
         if not self._syncing:
             raise UsageError("step() inside no_sync(); accumulate there, and step outside")
+        samples = None if samples is None else weight_of(samples)
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
         loss = None
         if closure is not None and type(self.inner) is not torch.optim.LBFGS:
@@ -169,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             closure = None
         with torch.no_grad():
             if self._exchange is None:
-                loss = self._step_alone(closure, loss)
+                loss = self._step_alone(closure, loss, samples)
             else:
                 result = self._step_together(self._exchange, closure, samples)
                 loss = result if loss is None else loss
@@ -177,9 +204,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._session.computing_from(time.perf_counter())
         return loss
 
-    def _step_alone(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
+    def _step_alone(self, closure: Callable[[], Any] | None, loss: Any, samples: float | None) -> Any:
         self._alone_steps += 1
-        if self._unscale():
+        if self._unscale() or samples == 0:
             return loss
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
@@ -212,6 +239,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self, exchange: Exchange | MeanExchange, closure: Callable[[], Any] | None, samples: float | None
     ) -> Any:
         now = [param for group in self.param_groups for param in group["params"]]
+        if self._displaced:
+            raise UsageError(
+                f"{self._displaced} was given to another DistributedOptimizer after this one, and would lose updates; "
+                "give each parameter to one"
+            )
         exchange.check_same([now[i] for i in self._dense] if len(now) == len(self._params) else now)
         self._look_at_params()
         exchange.carry_changes()
@@ -222,7 +254,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if isinstance(exchange, MeanExchange):
             return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
         if self._downpour is not None:
-            self._downpour.step(skip, samples=weight, computed=computed, **self._position(samples))
+            self._downpour.step(skip or weight == 0, samples=weight, computed=computed, **self._position(samples))
             return None
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
@@ -305,6 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Make `.grad` the agreed mean now, to be looked at or clipped before `step()`. Barrier modes only."""
         if not self._spec.mode.barrier:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
+        samples = None if samples is None else weight_of(samples)
         if self._exchange is not None:
             began = time.perf_counter()
             with torch.no_grad():
@@ -379,8 +412,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         began = time.perf_counter()
         with torch.no_grad():
             self._exchange.read_values()
-            if self._buffers == "mean" and self._model is not None:
-                average_buffers(self._session, self._model)
+            if self._buffers is not None:
+                self._buffers.take()
         self._session.not_computing(time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ has, the step is made again from the gradients, without the dead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ class Rounds:
         assert group is not None
         self.world, self.group, self._number, self._least = world, group, number, least
         self._flat, self._mean, self._count = flat, mean, len(layout.places)
+        self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
         self._buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.params}
@@ -138,14 +139,25 @@ class Rounds:
         found = self._vote(ballot, changed)
         if found.unlike is not None:
             say_where_they_differ(self.group, hyper)
-        if found.again or found.touched:
-            for number in found.again:
+        again = self._to_make_again(found)
+        if again or found.touched:
+            self._expect(found)
+            for number in again:
                 self._fill(number, weight)
                 self._reduce(number, False).wait()
             if found.touched:
                 self.compare(self.group)
             return self._vote(replace(ballot, touched=False), frozenset())
         return found
+
+    def _to_make_again(self, found: Outcome) -> Sequence[int]:
+        """Buckets that are not what they should be. Float16 made for another total may be beyond its largest number."""
+        wrong = self._is_narrow and found.total and not found.skipped and found.total != self._total
+        return range(len(self._buckets)) if wrong else found.again
+
+    def _expect(self, found: Outcome) -> None:
+        if self._is_narrow and found.total and not found.skipped:
+            self._total = found.total
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> Outcome:
         data = replace(ballot, changed=changed).pack(len(self._buckets), self._count)
@@ -181,7 +193,10 @@ class Rounds:
         whole = data.numpy().tobytes()
         self._ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
         found = self._result()
-        return not (found.again or found.touched)
+        if self._to_make_again(found) or found.touched:
+            self._expect(found)
+            return False
+        return True
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:

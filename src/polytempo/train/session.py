@@ -10,6 +10,7 @@ import atexit
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,6 +62,8 @@ class Session:
         self.least = job.size  #: with fewer workers left, one without a sequencer gives up
         self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
         self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
+        self.owners: dict[int, Any] = {}  #: by id of a parameter, a weak reference to the optimizer it was given to last
+        self.watches: Any = weakref.WeakSet()  #: of the parameters of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
 
     def computing_from(self, now: float) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from polytempo.parameter_server.state import as_bytes, digest_of_bytes
 from polytempo.train.communicate import broadcast
 from polytempo.train.plain import decode, encode
 from polytempo.train.session import current
@@ -16,7 +19,23 @@ def broadcast_parameters(state: Any, root: int = 0) -> None:
     items = dict(state)
     tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
     if tensors:
-        broadcast([tensor.detach() for tensor in tensors], root)
+        with _what_stays_is_no_change(tensors):
+            broadcast([tensor.detach() for tensor in tensors], root)
+
+
+@contextmanager
+def _what_stays_is_no_change(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Values that were the same everywhere before are no change of the script's, though they were written."""
+    clean = [watch for watch in current().watches if watch.is_clean()]
+    before = [_digest(tensor) for tensor in tensors if clean]
+    yield
+    if before == [_digest(tensor) for tensor in tensors if clean]:
+        for watch in clean:
+            watch.record()
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return digest_of_bytes([as_bytes(tensor.detach().cpu())])
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:

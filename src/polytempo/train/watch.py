@@ -34,6 +34,11 @@ class ParameterWatch:
         self._find_places()
         self.record()
 
+    def is_clean(self) -> bool:
+        """Has nothing else written to them, as far as can be seen?"""
+        self.see_writes()
+        return not self.touched and not self._has_moved()
+
     def _find_places(self) -> None:
         """Where the values lie. Memory that is held is not used again: another place is another memory."""
         self._held = [param.detach() for param in self._params]
@@ -96,6 +101,12 @@ class ParameterWatch:
                 raise UsageError(
                     f"{self._infos[index].name} was {was} when the optimizer was wrapped and is {now} now; "
                     "cast, move and reshape a model before DistributedOptimizer()"
+                )
+            shared = self._compares and param.numel() and [p.data_ptr() for p in self._params].count(param.data_ptr()) > 1
+            if shared and not param.is_set_to(before):
+                raise UsageError(
+                    f"{self._infos[index].name} was made to share memory with another parameter, and servers keep values "
+                    "for each; tie them as one parameter before DistributedOptimizer()"
                 )
             if not self.touched and not param.is_set_to(before) and not is_same(param.detach(), before):
                 self.touched = self._infos[index].name
