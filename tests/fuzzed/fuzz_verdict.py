@@ -154,7 +154,7 @@ def _same(what: str, got: torch.Tensor, wanted: torch.Tensor, close: dict[str, A
 
 
 def _same_state(what: str, got: dict[str, Any], wanted: dict[str, Any], close: dict[str, Any]) -> None:
-    groups = [[{k: v for k, v in g.items() if k in ("lr", "params")} for g in d["param_groups"]] for d in (got, wanted)]
+    groups = [[(float(group["lr"]), group["params"]) for group in d["param_groups"]] for d in (got, wanted)]
     assert groups[0] == groups[1], f"{what}: groups {groups[0]} and {groups[1]}"
     looked = {param for d in (got, wanted) for param in d["state"] if _elements(got, param) and _elements(wanted, param)}
     keys = [{k: sorted(v) for k, v in d["state"].items() if v and k in looked} for d in (got, wanted)]
