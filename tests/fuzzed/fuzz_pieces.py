@@ -213,6 +213,7 @@ def meddle(script: Script, line: Line, model: nn.Module, rank: int, held: list[t
     elif how == "data":
         grad.data.mul_(0.5)
     elif how == "transposed":
+        grad = grad.detach()
         param.grad = grad.transpose(0, -1).contiguous().transpose(0, -1) if grad.dim() > 1 else grad.clone()
 
 

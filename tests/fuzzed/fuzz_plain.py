@@ -256,11 +256,14 @@ class PlainRun(Run):
             return []
         weights = [weight_of(self.script, line, rank) for rank in range(self.workers)]
         for number, param in enumerate(self.model.parameters()):
-            there = [(w, own[number]) for w, own in zip(weights, self.grads, strict=True) if own[number] is not None]
+            pairs = zip(weights, self.grads, strict=True)  # what weighs nothing counts for nothing
+            there = [(weight, own[number]) for weight, own in pairs if weight and own[number] is not None]
             param.grad = None
             for weight, grad in there:
                 part = grad * (weight / sum(weights))  # type: ignore[operator]
-                param.grad = part if param.grad is None else param.grad + part
+                if param.grad is not None:  # torch adds sparse ones to dense ones, not the other way round
+                    part = part + param.grad if param.grad.is_sparse else param.grad + part
+                param.grad = part
         return self.grads
 
     def do_evaluate(self, line: Line) -> None:

@@ -48,7 +48,9 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     "sparse with such a class": (r"has sparse gradients, which \w+ does not take", lambda s: s.sparse),
     "another dtype": (
         r"when the optimizer was wrapped and is .* now; cast",
-        lambda s: s.has("cast", to="float") or (s.has("single") and s.has("cast", to="double")),
+        lambda s: (
+            s.has("cast", to="float") or (s.has("single") and (s.has("cast", to="double") or s.has("change", how="vector")))
+        ),
     ),
     "sparse weights changed": (
         r"was changed in place, and of a sparse embedding only rows",
@@ -62,6 +64,10 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     "push_parameters() with local steps": (
         r"push_parameters\(\) cannot be in this job",
         lambda s: s.setting.sync.startswith("downpour") and _changes_values(s),
+    ),
+    "rule of the mode with sparse gradients": (
+        r"AsuP works on dense gradients, and got a sparse one",
+        lambda s: s.sparse and s.setting.sync == "asup",
     ),
     "rule of the mode": (r"brings its own rule; wrap SGD", lambda s: s.setting.sync == "asup"),
 }
@@ -92,15 +98,24 @@ def judge(script: Script, run: Callable[[Script], list[Outcome]] = run_in_thread
             got = run(script)
     except PolytempoError as error:
         return judge_refusal(script, error)
-    except Exception:  # noqa: BLE001  whatever it is, it belongs into the report
-        return Verdict("failed", traceback.format_exc())
+    except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the report
+        same = str(error) == str(_plain_error(script))
+        return Verdict("refused", "by torch itself") if same else Verdict("failed", traceback.format_exc())
     plain = PlainRun(script)
+    error = _plain_error(script, plain)
+    if error is not None:
+        return Verdict("failed", "plain PyTorch does not run it: " + "".join(traceback.format_exception(error)))
+    return judge_outcomes(script, got, plain.outcomes)
+
+
+def _plain_error(script: Script, plain: PlainRun | None = None) -> Exception | None:
+    """What plain PyTorch has against the script."""
     try:
         with one_thread():
-            plain.run()
-    except Exception:  # noqa: BLE001  as above
-        return Verdict("failed", "plain PyTorch does not run it: " + traceback.format_exc())
-    return judge_outcomes(script, got, plain.outcomes)
+            (plain or PlainRun(script)).run()
+    except Exception as error:  # noqa: BLE001  as above
+        return error
+    return None
 
 
 def judge_refusal(script: Script, error: BaseException) -> Verdict:
