@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from fuzz_pieces import batch_of, kept, loss_of, optimizer_of, weight_of
 from fuzz_plain import Outcome, Run, evaluated, loaded, look, resumed
@@ -68,12 +69,14 @@ class JobRun(Run):
         )
 
     def backward(self, line: Line, part: int, loss: torch.Tensor) -> None:
-        accumulates = line.get("no_sync") and part < line["parts"] - 1
+        accumulates = line.get("no_sync") and (part < line["parts"] - 1 or line["no_sync"] == "all")
         with self.wrapped.no_sync() if accumulates else nullcontext():
-            (self.scaler.scale(loss) if line.get("scaler") else loss).backward()
+            super().backward(line, part, self.scaler.scale(loss) if line.get("scaler") else loss)
 
     def do_step(self, line: Line) -> None:
-        samples = None if line["samples"] == "none" else weight_of(self.script, line, self.rank)
+        samples: Any = None if line["samples"] == "none" else weight_of(self.script, line, self.rank)
+        if line.get("given"):
+            samples = {"int": int, "numpy": numpy.float64, "tensor": torch.tensor}[line["given"]](samples)
         about = {} if samples is None else {"samples": samples}
         if line.get("closure"):
             closure = lambda: torch.tensor(self.gradients(line, self.rank, self.wrapped), dtype=torch.float64)  # noqa: E731
@@ -95,7 +98,7 @@ class JobRun(Run):
     def do_evaluate(self, line: Line) -> None:
         if self.optimizer is not None:
             self.optimizer.consolidate()
-        self.outcome.seen.append(evaluated(self.script, self.model))
+        self.outcome.seen.append(evaluated(self.script, line, self.model))
 
     def do_state(self, line: Line) -> None:
         self.outcome.states.append(kept(self.target().state_dict()))

@@ -15,6 +15,7 @@ from polytempo.sync.spec import parse_spec
 
 #: Every piece takes and gives so many columns.
 WIDTH = 6
+LINEAR = ("linear", "tied", "frozen", "normed")
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -36,7 +37,7 @@ class Piece(nn.Module):
         self.word = line.word
         self.twice = bool(line.get("twice"))
         shape = [int(size) for size in line.get("shape", "").split(",") if size]
-        if line.word in ("linear", "tied", "frozen"):
+        if line.word in LINEAR:
             self.inner: Any = nn.Linear(WIDTH, WIDTH, bias=line.get("bias", False)).double()
         elif line.word == "conv":
             self.inner = nn.Conv2d(2, 2, 3, padding=1).double()
@@ -57,6 +58,8 @@ class Piece(nn.Module):
                 param.copy_(_random(generator, *param.shape))
         if line.word == "tied" and (linears := [piece for piece in earlier if piece.word == "linear"]):
             self.inner.weight = linears[line["to"] % len(linears)].inner.weight
+        if line.word == "normed":
+            nn.utils.parametrizations.weight_norm(self.inner)
         if line.word == "frozen":
             self.requires_grad_(False)
         if line.word == "counted":
@@ -66,7 +69,7 @@ class Piece(nn.Module):
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """`given` is the model's input: what is decided by numbers is decided by those."""
         word = self.word
-        if word in ("linear", "tied", "frozen"):
+        if word in LINEAR:
             y = torch.tanh(self.inner(x))
             return torch.tanh(self.inner(y)) if self.twice else y
         if word == "conv":
@@ -149,7 +152,7 @@ class Own(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
 
-NOT_TORCH = ("name", "groups", "trainable", "clip_norm", "model")
+NOT_TORCH = ("tensor_lr", "name", "groups", "trainable", "clip_norm", "model")
 
 
 def optimizer_of(script: Script, model: Composite, plain: bool = False) -> torch.optim.Optimizer:
@@ -158,6 +161,8 @@ def optimizer_of(script: Script, model: Composite, plain: bool = False) -> torch
     frozen = {id(p) for piece in model.pieces if piece.word == "frozen" and line["trainable"] for p in piece.parameters()}
     params = [param for param in model.parameters() if id(param) not in frozen]
     options = {name: value for name, value in line.facts.items() if name not in NOT_TORCH}
+    if line.get("tensor_lr"):
+        options["lr"] = torch.tensor(options["lr"], dtype=torch.float64)
     groups: list[dict[str, Any]] = [{"params": params}]
     if line["groups"] == 2 and len(params) > 1:
         groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.6 * options["lr"]}]
@@ -168,7 +173,11 @@ def optimizer_of(script: Script, model: Composite, plain: bool = False) -> torch
     return Own(groups, **options) if line["name"] == "Own" else getattr(torch.optim, line["name"])(groups, **options)
 
 
-def scheduler_of(kind: str, optimizer: torch.optim.Optimizer) -> Any:
+def scheduler_of(script: Script, kind: str, optimizer: torch.optim.Optimizer) -> Any:
+    if kind == "cycle":
+        moves = script.optimizer["name"] in ("SGD", "Adam") and not script.sparse and script.setting.sync != "asup"
+        cycle = torch.optim.lr_scheduler.OneCycleLR
+        return cycle(optimizer, max_lr=0.05, total_steps=60, cycle_momentum=moves and "downpour" not in script.setting.sync)
     if kind == "steps":
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
@@ -204,6 +213,7 @@ def meddle(script: Script, line: Line, model: nn.Module, rank: int, held: list[t
     elif how == "data":
         grad.data.mul_(0.5)
     elif how == "transposed":
+        grad = grad.detach()
         param.grad = grad.transpose(0, -1).contiguous().transpose(0, -1) if grad.dim() > 1 else grad.clone()
 
 

@@ -88,7 +88,7 @@ class Run:
 
     def do_schedule(self, line: Line) -> None:
         if self.scheduler is None:
-            self.scheduler = scheduler_of(line["kind"], self.target())
+            self.scheduler = scheduler_of(self.script, line["kind"], self.target())
 
     def do_rate(self, line: Line) -> None:
         for group in self.target().param_groups:
@@ -98,15 +98,29 @@ class Run:
         """As for an average of weights: nothing comes of it."""
         copy.deepcopy(self.model)
 
+    def do_hook(self, line: Line) -> None:
+        """On a gradient, or, with one worker, on the steps of the optimizer."""
+        params = list(self.model.parameters())
+        param = params[line["param"] % len(params)]
+        if line["on"] == "gradient":
+            if param.requires_grad and not self.script.sparse:
+                param.register_hook(lambda grad: 0.5 * grad)
+        elif self.script.setting.workers == 1:
+            self.target().register_step_pre_hook(_smaller)
+
     def do_change(self, line: Line) -> None:
         self.changes += 1
         change(self.script, line, self.model, self.changes)
 
     def gradients(self, line: Line, rank: int, optimizer: torch.optim.Optimizer) -> float:
         """Zero, forward, backward, as often as the line says; the last loss."""
-        if line["zero"] != "skip":
+        if line["zero"] == "model":
+            self.model.zero_grad()
+        elif line["zero"] != "skip":
             optimizer.zero_grad(set_to_none=line["zero"] == "none")
         loss = torch.zeros(())
+        if line.get("idle") in (-1, rank):
+            return 0.0
         for part in range(line.get("parts", 1)):
             loss = loss_of(self.model, batch_of(self.script, line, rank, part))
             if loss.requires_grad:
@@ -114,7 +128,10 @@ class Run:
         return float(loss.detach())
 
     def backward(self, line: Line, part: int, loss: torch.Tensor) -> None:
-        loss.backward()
+        kind = line.get("backward")
+        if kind == "twice":
+            loss.backward(retain_graph=True)
+        loss.backward(create_graph=kind == "graph")
 
     def own_changes(self, line: Line, rank: int) -> None:
         """What the script does to this worker's gradients before it steps."""
@@ -132,6 +149,13 @@ class Run:
             nn.utils.clip_grad_norm_(params, 0.3)
         else:
             nn.utils.clip_grad_value_(params, 0.05)
+
+
+def _smaller(optimizer: torch.optim.Optimizer, *about: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.detach().mul_(0.9)
 
 
 class PlainRun(Run):
@@ -232,17 +256,20 @@ class PlainRun(Run):
             return []
         weights = [weight_of(self.script, line, rank) for rank in range(self.workers)]
         for number, param in enumerate(self.model.parameters()):
-            there = [(w, own[number]) for w, own in zip(weights, self.grads, strict=True) if own[number] is not None]
+            pairs = zip(weights, self.grads, strict=True)  # what weighs nothing counts for nothing
+            there = [(weight, own[number]) for weight, own in pairs if weight and own[number] is not None]
             param.grad = None
             for weight, grad in there:
                 part = grad * (weight / sum(weights))  # type: ignore[operator]
-                param.grad = part if param.grad is None else param.grad + part
+                if param.grad is not None:  # torch adds sparse ones to dense ones, not the other way round
+                    part = part + param.grad if param.grad.is_sparse else param.grad + part
+                param.grad = part
         return self.grads
 
     def do_evaluate(self, line: Line) -> None:
         for rank, outcome in enumerate(self.outcomes):
             with self.worker(rank):
-                outcome.seen.append(evaluated(self.script, self.model))
+                outcome.seen.append(evaluated(self.script, line, self.model))
 
     def do_state(self, line: Line) -> None:
         for outcome in self.outcomes:
@@ -301,10 +328,10 @@ def resumed(script: Script, old: nn.Module, trainable: list[bool]) -> Composite:
     return model
 
 
-def evaluated(script: Script, model: nn.Module) -> torch.Tensor:
+def evaluated(script: Script, line: Line, model: nn.Module) -> torch.Tensor:
     """What the model says, evaluating."""
     model.eval()
-    with torch.no_grad():
+    with torch.inference_mode() if line["how"] == "inference" else torch.no_grad():
         seen = model(torch.randn(4, 6, generator=torch.Generator().manual_seed(script.seed), dtype=torch.float64)).clone()
     model.train()
     return seen

@@ -179,6 +179,7 @@ def _pieces(dice: Random) -> list[Line]:
         (2, lambda: line("sometimes")),
         (1, lambda: line("single")),
         (1, lambda: line("counted")),
+        (1, lambda: line("normed")),
     ]
     chosen = dice.choices([make for _, make in makers], [weight for weight, _ in makers], k=dice.randint(1, 6))
     return [line("linear", bias=True, twice=False), *(make() for make in chosen)]
@@ -233,6 +234,8 @@ def _optimizer(dice: Random, setting: Setting, pieces: Sequence[Line]) -> Line:
         name, options = "RAdam", {"lr": 0.01, "eps": 1e-5}
     form = {} if name == "Own" or sparse else dice.choice(({}, {}, {"foreach": True}, {"foreach": False}))
     clip = dice.choice((0.1, 1.0)) if dice.random() < (0.05 if sparse else 0.2) else None
+    if name not in ("Own", "Adafactor") and form != {"foreach": True} and not sparse and dice.random() < 0.15:
+        form = {**form, "tensor_lr": True}
     return line(
         "optimizer",
         name=name,
@@ -276,7 +279,9 @@ class _Body:
         parts = dice.choice((1, 1, 1, 2, 3))
         if parts > 1:
             facts |= {"parts": parts, "no_sync": dice.random() < 0.7}
-        facts["zero"] = dice.choice(("none", "none", "keep", "skip" if self._may_skip_zero(samples) else "none"))
+        if parts > 1 and facts["no_sync"] and dice.random() < 0.2:
+            facts["no_sync"] = "all"  # the last one, too
+        facts["zero"] = dice.choice(("none", "none", "keep", "model", "skip" if self._may_skip_zero(samples) else "none"))
         clip = dice.choice(("", "", "", "", "mean", "value", "own", "mean value"))
         if clip.startswith("mean") and not setting.barrier and dice.random() < 0.9:
             clip = "own"
@@ -286,6 +291,12 @@ class _Body:
             facts["closure"] = True
         elif dice.random() < 0.1 and "clip" not in facts and facts["zero"] != "skip" and self.dense:
             facts["scaler"] = True
+        if dice.random() < 0.1 and self.dense:
+            facts["backward"] = dice.choice(("graph", "twice"))
+        if samples == "len" and dice.random() < 0.2:
+            facts["given"] = dice.choice(("int", "numpy", "tensor"))
+        if "closure" not in facts and "scaler" not in facts and "clip" not in facts and dice.random() < 0.08:
+            facts["idle"] = dice.randrange(-1, setting.workers)  # who has no gradient at all; -1: all
         if not facts.get("closure") and dice.random() < 0.25:
             own = () if "scaler" in facts else ("assign",)  # which a scaler would take for a scaled one
             facts["meddle"] = dice.choice(("none", "double", "transposed", "data", "hold", *own))
@@ -324,6 +335,10 @@ class _Body:
         )[0]
         if word == "rate":
             return line("rate", times=dice.choice((0.5, 1.5))) if self.may_change_rate else None
+        if word == "evaluate":
+            return line("evaluate", how=dice.choice(("no_grad", "inference")))
+        if word == "hook":
+            return line("hook", on=dice.choice(("gradient", "step")), param=dice.randrange(20))
         if word in ("freeze", "thaw"):
             return line(word, param=dice.randrange(20))
         if word in ("reload", "resume"):
@@ -359,7 +374,7 @@ class _Body:
             elif word == "freeze":
                 lines.append(line("freeze", param=dice.randrange(20)))
             elif word == "schedule" and self.may_change_rate:
-                lines.append(line("schedule", kind=dice.choice(("steps", "cosine"))))
+                lines.append(line("schedule", kind=dice.choice(("steps", "cosine", "cycle"))))
             elif word == "warm" and self.setting.sync != "asup":
                 lines.append(line("warm", batch=100 + len(lines), sizes=(3,)))
         return lines
@@ -369,7 +384,7 @@ def _operations(dice: Random, setting: Setting, pieces: Sequence[Line], optimize
     body = _Body(dice, setting, pieces, optimizer)
     lines = [*body.prelude(), line("wrap")]
     if body.may_change_rate and dice.random() < 0.25:
-        lines.append(line("schedule", kind=dice.choice(("steps", "cosine"))))
+        lines.append(line("schedule", kind=dice.choice(("steps", "cosine", "cycle"))))
     for _ in range(dice.randint(5, 14)):
         made = body.step() if dice.random() < 0.65 else body.other()
         if made is not None:

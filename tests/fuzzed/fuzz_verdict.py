@@ -16,6 +16,15 @@ from fuzz_program import Script
 
 from polytempo.errors import PolytempoError
 
+
+def _changes_values(script: Script, pushed: bool | None = None) -> bool:
+    """Does the script change weights by hand, or load them; if asked, only where it says so, or does not?"""
+    lines = [
+        line for line in script.steps if line.word == "change" or (line.word == "reload" and line["what"] != "optimizer")
+    ]
+    return any(pushed is None or line["push"] == pushed for line in lines)
+
+
 #: What may be refused, how that is said, and which scripts give the reason for it.
 REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     "class of the script's own": (
@@ -37,6 +46,29 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     ),
     "sparse with such an option": (r"cannot take the sparse gradients of an embedding", lambda s: s.sparse),
     "sparse with such a class": (r"has sparse gradients, which \w+ does not take", lambda s: s.sparse),
+    "another dtype": (
+        r"when the optimizer was wrapped and is .* now; cast",
+        lambda s: (
+            s.has("cast", to="float") or (s.has("single") and (s.has("cast", to="double") or s.has("change", how="vector")))
+        ),
+    ),
+    "sparse weights changed": (
+        r"was changed in place, and of a sparse embedding only rows",
+        lambda s: s.sparse and _changes_values(s),
+    ),
+    "weights changed, and not sent": (
+        r"was changed in place since the last step\(\), and in",
+        lambda s: not s.setting.barrier and _changes_values(s, pushed=False),
+    ),
+    "written through .data": (r"was written to through \.data or NumPy", lambda s: _changes_values(s, pushed=False)),
+    "push_parameters() with local steps": (
+        r"push_parameters\(\) cannot be in this job",
+        lambda s: s.setting.sync.startswith("downpour") and _changes_values(s),
+    ),
+    "rule of the mode with sparse gradients": (
+        r"AsuP works on dense gradients, and got a sparse one",
+        lambda s: s.sparse and s.setting.sync == "asup",
+    ),
     "rule of the mode": (r"brings its own rule; wrap SGD", lambda s: s.setting.sync == "asup"),
 }
 
@@ -66,15 +98,24 @@ def judge(script: Script, run: Callable[[Script], list[Outcome]] = run_in_thread
             got = run(script)
     except PolytempoError as error:
         return judge_refusal(script, error)
-    except Exception:  # noqa: BLE001  whatever it is, it belongs into the report
-        return Verdict("failed", traceback.format_exc())
+    except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the report
+        same = str(error) == str(_plain_error(script))
+        return Verdict("refused", "by torch itself") if same else Verdict("failed", traceback.format_exc())
     plain = PlainRun(script)
+    error = _plain_error(script, plain)
+    if error is not None:
+        return Verdict("failed", "plain PyTorch does not run it: " + "".join(traceback.format_exception(error)))
+    return judge_outcomes(script, got, plain.outcomes)
+
+
+def _plain_error(script: Script, plain: PlainRun | None = None) -> Exception | None:
+    """What plain PyTorch has against the script."""
     try:
         with one_thread():
-            plain.run()
-    except Exception:  # noqa: BLE001  as above
-        return Verdict("failed", "plain PyTorch does not run it: " + traceback.format_exc())
-    return judge_outcomes(script, got, plain.outcomes)
+            (plain or PlainRun(script)).run()
+    except Exception as error:  # noqa: BLE001  as above
+        return error
+    return None
 
 
 def judge_refusal(script: Script, error: BaseException) -> Verdict:
@@ -128,7 +169,7 @@ def _same(what: str, got: torch.Tensor, wanted: torch.Tensor, close: dict[str, A
 
 
 def _same_state(what: str, got: dict[str, Any], wanted: dict[str, Any], close: dict[str, Any]) -> None:
-    groups = [[{k: v for k, v in g.items() if k in ("lr", "params")} for g in d["param_groups"]] for d in (got, wanted)]
+    groups = [[(float(group["lr"]), group["params"]) for group in d["param_groups"]] for d in (got, wanted)]
     assert groups[0] == groups[1], f"{what}: groups {groups[0]} and {groups[1]}"
     looked = {param for d in (got, wanted) for param in d["state"] if _elements(got, param) and _elements(wanted, param)}
     keys = [{k: sorted(v) for k, v in d["state"].items() if v and k in looked} for d in (got, wanted)]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.coordinate.plan import JobPlan, Limits
 from polytempo.coordinate.sequencer import Sequencer
-from polytempo.errors import PeerError, PolytempoError
+from polytempo.errors import PeerError, PolytempoError, RankLost
 from polytempo.parameter_server.first import First
 from polytempo.parameter_server.keeper import Keeper
 from polytempo.parameter_server.manifest import find_checkpoint
@@ -190,8 +190,8 @@ class ThreadJob:
 
 
 def _is_a_consequence(error: BaseException) -> bool:
-    """Does it say only that a server has gone, perhaps for what it has told another worker?"""
-    return isinstance(error, PeerError) and str(error).endswith("is gone")
+    """Does it say only that a server or a rank has gone, perhaps for what another worker knows?"""
+    return isinstance(error, RankLost) or (isinstance(error, PeerError) and str(error).endswith("is gone"))
 
 
 class GroupJob:
@@ -223,12 +223,12 @@ class GroupJob:
             session.abandon()
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
-        """Call this in a thread for each worker, which then leaves the job; the first error, if there was one."""
+        """Call this in a thread for each worker, which then leaves the job; the first error that is a cause, if any."""
         with ThreadPoolExecutor(len(self.sessions)) as pool:
             futures = [pool.submit(self._work, session, work) for session in self.sessions]
             errors = [error for error in (future.exception() for future in futures) if error is not None]
             if errors:
-                raise errors[0]
+                raise min(errors, key=_is_a_consequence)
             return [future.result() for future in futures]
 
     def _work(self, session: Session, work: Callable[[Session], T]) -> T:

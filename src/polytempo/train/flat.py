@@ -228,11 +228,13 @@ class Copier:
                 for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
                     flat.tensors[stretch.dtype][stretch.start : stretch.stop] = as_tensor(buffer, stretch.dtype)
             for index in self._order:
-                if index not in absent:
-                    param = self.params[index]
-                    if param.grad is None or param.grad.layout != torch.strided:
-                        param.grad = torch.empty_like(param)
-                    param.grad.copy_(flat.views[index], non_blocking=True)
+                param = self.params[index]
+                if index in absent:
+                    param.grad = None  # this worker's own may be there, and weigh nothing
+                    continue
+                if param.grad is None or param.grad.layout != torch.strided:
+                    param.grad = torch.empty_like(param)
+                param.grad.copy_(flat.views[index], non_blocking=True)
             self._synchronize()
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:

@@ -56,10 +56,12 @@ class MeanExchange(ABC):
     def take_mean(self) -> None:
         """Make `.grad` of every parameter the mean, to be looked at and changed."""
         for index, param in enumerate(self.copier.params):
-            if index not in self.absent:
-                if param.grad is None or param.grad.layout != torch.strided:
-                    param.grad = torch.empty_like(param)
-                param.grad.copy_(self._mean.views[index])
+            if index in self.absent:
+                param.grad = None  # this worker's own may be there, and weigh nothing
+                continue
+            if param.grad is None or param.grad.layout != torch.strided:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(self._mean.views[index])
 
     @contextmanager
     def reading_mean(self, in_place: bool) -> Iterator[None]:

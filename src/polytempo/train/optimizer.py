@@ -258,6 +258,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if isinstance(exchange, MeanExchange):
             return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
         if self._downpour is not None:
+            if self._clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
             self._downpour.step(skip or weight == 0, samples=weight, computed=computed, **self._position(samples))
             return None
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:

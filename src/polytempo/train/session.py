@@ -67,6 +67,7 @@ class Session:
         self.lock = threading.RLock()
         self.optimizers = 0
         self.positions = Positions()  #: of its samplers; they go with the pushes
+        self.life = 0  #: how often this process had left a job before it joined this one
         self._returned = self._excluded = 0.0
         self._mesh: Mesh | None = None
         self._boards = 0
@@ -117,6 +118,11 @@ class Session:
 
     def next_track(self) -> str:
         """The name of the next optimizer."""
+        if self.life and self.client is not None:
+            raise UsageError(
+                f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
+                "call init() and shutdown() once, around all optimizers, or start another job with polytempo run"
+            )
         self.optimizers += 1
         return str(self.optimizers - 1)
 
@@ -149,13 +155,14 @@ class Session:
     def _open_world(self) -> World:
         if self.size == 1:
             return open_in_threads(1)[0]
+        life = f"-{self.life}" if self.life else ""  # who is still in an earlier one is not met
         if self.job.meeting:
-            return open_by_name(self.job.meeting, self.rank, self.size)
+            return open_by_name(self.job.meeting + life, self.rank, self.size)
         store: Store
         if self.client is not None:
-            store = JobStore(self.client, self.lock)
+            store = JobStore(self.client, self.lock, life)
         else:
-            store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING)
+            store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
 
     def next_board(self) -> int:
@@ -238,6 +245,7 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
 
 
 _session: Session | None = None
+_lives = 0  # jobs that this process has left
 
 
 def init(
@@ -272,6 +280,7 @@ def init(
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
+        _session.life = _lives
     claim(place)
     atexit.register(_leave)
     watch_exit()
@@ -329,6 +338,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
         placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
     )
     session = Session(None, facts, placement.rank)
+    session.life = _lives
     session.way, session.least = way, least or placement.size
     session.world()
     return session
@@ -363,12 +373,17 @@ def _leave() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: done."""
-    global _session
+    """Leave the job: done.
+
+    `init` may follow: alone it makes another job of one, under torchrun and the like a new world, once all ranks have called
+    it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is refused.
+    """
+    global _session, _lives
     if _session is not None:
         session, _session = _session, None
         if session.parent:
             return
+        _lives += 1
         atexit.unregister(_leave)
         disclaim()
         session.close()

@@ -45,22 +45,25 @@ class TorchStore(Store):
 
 
 class JobStore(Store):
-    """The first server of a job of ours."""
+    """The first server of a job of ours. `life`: what tells the keys of a later meeting from those of earlier ones."""
 
-    def __init__(self, client: Client, lock: threading.RLock) -> None:
-        self._client, self._lock = client, lock
+    def __init__(self, client: Client, lock: threading.RLock, life: str = "") -> None:
+        self._client, self._lock, self._life = client, lock, life
 
     def put(self, key: str, value: str) -> None:
         with self._lock:
-            self._client.put(key, value)
+            self._client.put(key + self._life, value)
 
     def find(self, key: str, seconds: float) -> str | None:
         with self._lock:
-            return self._client.find(key, seconds)
+            return self._client.find(key + self._life, seconds)
 
 
-def store_at(address: str, rank: int, size: int, agent: bool, patience: float) -> TorchStore:
-    """The store at host:port: rank 0 keeps it, or, with `agent`, the launcher."""
+_kept: list[Any] = []  # stores whose keeper this process is: ranks that join again find them where they were
+
+
+def store_at(address: str, rank: int, size: int, agent: bool, patience: float, life: str = "") -> TorchStore:
+    """The store at host:port: rank 0 keeps it, or, with `agent`, the launcher. `life`: as for `JobStore`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PeerError(f"expected host:port of a store that all hosts reach, got {address!r}")
@@ -77,4 +80,6 @@ def store_at(address: str, rank: int, size: int, agent: bool, patience: float) -
     except RuntimeError as error:
         why = str(error).splitlines()[0][:200]
         raise PeerError(f"rank {rank} cannot reach the store at {address}: {why}; is rank 0 on that host?") from None
-    return TorchStore(torch.distributed.PrefixStore("polytempo", store))
+    if rank == 0 and not agent:
+        _kept[:] = [store]
+    return TorchStore(torch.distributed.PrefixStore(f"polytempo{life}", store))

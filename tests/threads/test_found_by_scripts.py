@@ -1,0 +1,112 @@
+"""What random scripts (`tests/fuzzed`) have found, each as small as it could be made."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_equal, copied, made_gradients, made_params, set_gradients
+from torch import nn
+
+from polytempo.testing.threads import GroupJob, ThreadJob
+from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.session import Session
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def stepped(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]]) -> None:
+    for step in gradients:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_a_state_that_is_loaded_is_cast_as_torch_casts_it(name: str) -> None:
+    """Single numbers of these classes are float32 until they are loaded, then of the parameter's dtype."""
+    start, gradients = made_params([(3, 2), (4,)]), made_gradients([(3, 2), (4,)], 6)
+
+    def train(optimizer: Any, params: list[nn.Parameter]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        stepped(params, optimizer, gradients[:3])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        stepped(params, optimizer, gradients[3:])
+        return [param.detach() for param in params], optimizer.state_dict()["state"]
+
+    def work(session: Session) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        params = copied(start)
+        return train(DistributedOptimizer(getattr(torch.optim, name)(params, lr=0.01), session=session), params)
+
+    params = copied(start)
+    wanted, state = train(getattr(torch.optim, name)(params, lr=0.01), params)
+    with ThreadJob(1, 2) as job:
+        [(got, kept)] = job.run(work)
+    assert_equal(got, wanted)
+    for index, values in state.items():
+        assert {key: value.dtype for key, value in kept[index].items()} == {key: v.dtype for key, v in values.items()}
+
+
+def test_the_state_of_a_job_with_a_parameter_without_elements_loads_into_plain_torch() -> None:
+    """Adagrad makes its state when it is built, and does not miss any later."""
+    shapes = [(3, 2), (0, 4), (2,)]
+    start, gradients = made_params(shapes), made_gradients(shapes, 4)
+
+    def work(session: Session) -> tuple[list[nn.Parameter], dict[str, Any]]:
+        params = copied(start)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(params, lr=0.1), session=session)
+        stepped(params, optimizer, gradients[:2])
+        return params, optimizer.state_dict()
+
+    with ThreadJob(1, 2) as job:
+        [(params, state)] = job.run(work)
+    assert state["state"][1]["sum"].shape == (0, 4)
+    plain = torch.optim.Adagrad(params, lr=0.1)
+    plain.load_state_dict(state)
+    stepped(params, plain, gradients[2:])
+    alone = copied(start)
+    stepped(alone, torch.optim.Adagrad(alone, lr=0.1), gradients)
+    assert_equal([param.detach() for param in params], [param.detach() for param in alone])
+
+
+@pytest.mark.parametrize("way", ["ps", "allreduce", "group"])
+def test_what_weighs_nothing_is_not_left_in_a_gradient_that_was_synchronized(way: str) -> None:
+    """Only the rank whose samples weigh 0 has a gradient of the second parameter: its replica must not move alone."""
+    start, (gradient,) = made_params([(3,), (2,)]), made_gradients([(3,), (2,)], 1)
+
+    def work(session: Session) -> list[torch.Tensor]:
+        params = copied(start)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.5), session=session)
+        params[0].grad = gradient[0].clone()
+        params[1].grad = gradient[1].clone() if session.rank == 0 else None
+        weight = float(session.rank)
+        optimizer.synchronize(samples=weight)
+        assert params[1].grad is None
+        optimizer.step(samples=weight)
+        return [param.detach() for param in params]
+
+    with GroupJob(2) if way == "group" else ThreadJob(2, 2, via=way) as job:
+        results = job.run(work)
+    for result in results:
+        assert_close(result, [start[0].detach() - 0.5 * gradient[0], start[1].detach()], rtol=1e-12)
+
+
+def test_local_steps_of_downpour_are_clipped() -> None:
+    start, gradients = made_params([(3, 2)]), made_gradients([(3, 2)], 4)
+
+    def work(session: Session) -> list[torch.Tensor]:
+        params = copied(start)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session, clip_norm=0.2)
+        stepped(params, optimizer, gradients)
+        optimizer.consolidate()
+        return [param.detach() for param in params]
+
+    alone = copied(start)
+    plain = torch.optim.SGD(alone, lr=0.1)
+    for step in gradients:
+        set_gradients(alone, step)
+        assert nn.utils.clip_grad_norm_(alone, 0.2) > 0.2
+        plain.step()
+    with ThreadJob(1, sync="downpour:push=2,fetch=2") as job:
+        [got] = job.run(work)
+    assert_close(got, [param.detach() for param in alone], rtol=1e-12)
