@@ -45,6 +45,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import Progress
 from polytempo.train.job import JOB_VARIABLE, RANK_VARIABLE, JobFacts
+from polytempo.transport.credentials import make_secret
 from polytempo.transport.keys import JobKeys, make_keys, write_key_file
 from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamChannel
@@ -68,6 +69,7 @@ class LocalJob:
         self.progress: Progress | None = None  #: of what trains without pushes
         self._directory = private_directory()
         self._keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
+        self._secret = make_secret()  # of the servers: it goes to nobody else
         self._port = free_port()
         self._crew = Crew()
         self._supervisor = Supervisor(self.request.size, self.request.least)
@@ -165,6 +167,7 @@ class LocalJob:
             "threads": int(self._threads()["OMP_NUM_THREADS"]),
             "facts": self._meta() if index == 0 else {},
             "host_timeout": request.host_timeout,
+            "secret": self._secret,
         }
 
     def _meta(self) -> dict[str, Any]:
