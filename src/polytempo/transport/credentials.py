@@ -1,8 +1,8 @@
 """Who may be whom: the key lets a host in, a token says which worker a process is.
 
-The servers of a job share a secret that never leaves them. A worker of another host gets, with its rank, the MAC of its role,
-rank and incarnation under that secret, over the encrypted connection of its agent; it shows it when it greets. So who has
-the key file can bring workers that are expected, and cannot be a worker that was brought by another host.
+The servers of a job share a secret that never leaves them. A worker of another host gets, with its rank, the MAC of its
+role, rank and incarnation under that secret, over the encrypted connection of its agent; it shows it when it greets. So who
+has the key file can bring workers that are expected, and cannot be a worker that was brought by another host.
 """
 
 from __future__ import annotations
