@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.session import Session
-from polytempo.transport.channel import Channel
+from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
 from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamEndpoint
@@ -92,23 +91,21 @@ class SlowJob(ThreadJob):
 
     def __init__(self, scheme: str, rate: float, *arguments: Any, **options: Any) -> None:
         self.scheme = scheme
+        self._doors: list[Endpoint] = []
         super().__init__(*arguments, **options)
-        self.cables = [
-            Cable(endpoint.address, rate, self._place(f"cable-{index}")) for index, endpoint in enumerate(self.endpoints)
-        ]
+        self.cables = [Cable(door.address, rate, self._place(f"cable-{i}")) for i, door in enumerate(self._doors)]
 
     def _place(self, name: str) -> Path:
         path = self._directory / name
         path.mkdir()
         return path
 
-    def _endpoint(self, index: int, pool: Pool) -> Any:
+    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
         if self.scheme == "ipc":
-            return StreamEndpoint(str(self._directory / f"server-{index}"), pool, STRANGER_LIMIT)
-        return ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT)
-
-    def connect(self, index: int, pool: Pool) -> Channel:
-        return connect(self.endpoints[index].address, os.urandom(8).hex(), None, pool, 10.0)
+            self._doors.append(StreamEndpoint(str(self._directory / f"door-{index}"), pool, STRANGER_LIMIT))
+        else:
+            self._doors.append(ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT))
+        return self._doors[-1:]
 
     def session(self, rank: int) -> Session:
         pool = Pool()

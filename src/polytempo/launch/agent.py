@@ -136,7 +136,8 @@ class Agent:
         keys = asdict(self.request.keys) if self.request.keys else None
         count = len(assigned.ranks)
         facts = replace(facts, addresses=addresses, keys=keys, route=self.request.join)
-        facts = replace(facts, first_rank=assigned.ranks[0], local_size=count)
+        tokens = dict(zip(assigned.ranks, assigned.tokens, strict=bool(assigned.tokens)))
+        facts = replace(facts, first_rank=assigned.ranks[0], local_size=count, tokens=tokens)
         job_file = self._folder.job_file
         facts.write(job_file)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}

@@ -12,6 +12,7 @@ from typing import Any
 
 from polytempo.launch.request import CheckedRequest, split_address
 from polytempo.train.job import JobFacts
+from polytempo.transport.credentials import make_secret
 from polytempo.transport.keys import JobKeys, make_keys
 from polytempo.version import VERSION
 
@@ -23,6 +24,7 @@ class Description:
         self.checked, self.request, self.plan = checked, checked.request, checked.plan
         self.folder = folder
         self.keys: JobKeys | None = make_keys() if self.request.listen and not self.request.insecure else None
+        self._secret = make_secret()  # of the servers: it goes to nobody else
         self._port = free_port()
 
     def facts(self, addresses: tuple[str, ...], keys: dict[str, str] | None) -> JobFacts:
@@ -69,6 +71,7 @@ class Description:
             "record": str(request.record) if request.record else None,
             "threads": int(self.threads()["OMP_NUM_THREADS"]),
             "host_timeout": request.host_timeout,
+            "secret": self._secret,
             "go_on_unsaved": request.checkpoint_errors == "continue",
             "facts": self._meta() if index == 0 else {},
         }

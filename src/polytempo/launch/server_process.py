@@ -29,6 +29,7 @@ from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.records.writer import RecordWriter, record_lost
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
+from polytempo.transport.credentials import Credentials
 from polytempo.transport.keys import JobKeys, WorkerKeys
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
@@ -59,16 +60,17 @@ def serve(config: dict[str, Any]) -> None:
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
     keeper = Keeper(index, plan.shards, pool, checkpoints, resume, plan.size)
+    credentials = Credentials(config["secret"])
     if index:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record, lost = _opened(config["record"])
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
-        first, to_first = First(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on), None
+        first, to_first = First(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials), None
         first.record_lost = lost
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
-    server = Server(keeper, endpoints, plan.size, first, to_first, launcher=sys.stdin.fileno())
+    server = Server(keeper, endpoints, plan.size, first, to_first, sys.stdin.fileno(), credentials)
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()

@@ -51,6 +51,7 @@ from polytempo.records.lines import MAIN
 from polytempo.records.writer import RecordWriter, record_lost
 from polytempo.sums import in_order
 from polytempo.transport.channel import Peer
+from polytempo.transport.credentials import Credentials
 
 if TYPE_CHECKING:
     from polytempo.parameter_server.server import Server
@@ -74,6 +75,7 @@ class First:
         facts: dict[str, Any] | None = None,
         host_timeout: float = HOST_TIMEOUT,
         go_on_unsaved: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         """`go_on_unsaved`: a checkpoint that cannot be written is no reason to end the job."""
         self.sequencer = sequencer
@@ -87,6 +89,7 @@ class First:
         self._early: list[Entry] = []  # entries that came before all servers were there
         self._launcher: Peer | None = None
         self._hosts = Hosts(host_timeout)
+        self._credentials = credentials
         self._given_up: dict[int, tuple[int, str]] = {}  # workers that the job goes on without: incarnation and cause
         self._free_ranks: deque[int] = deque()
         self._wakes: list[float] = []
@@ -111,14 +114,20 @@ class First:
     # Who is there.
 
     def greet(self, peer: Peer, hello: Hello) -> bool:
-        """Somebody other than a worker says who it is."""
+        """Somebody other than a worker says who it is. Servers and the launcher are on this host, and are there once."""
+        if hello.role in ("server", "launcher") and not peer.here:
+            raise PeerError(f"a {hello.role} is taken on the job's own host only")
         if hello.role == "server" and 0 < hello.rank < self._shards:
+            if hello.rank in self._servers:
+                raise PeerError(f"there is a server {hello.rank} already")
             self._servers[hello.rank] = peer
             if len(self._servers) == self._shards - 1:
                 early, self._early = self._early, []
                 self._spread(early)
             return True
         if hello.role == "launcher":
+            if self._launcher is not None:
+                raise PeerError("there is a launcher already")
             self._launcher = peer
             if self.record_lost:
                 self._say(self.record_lost, about="record")
@@ -133,7 +142,9 @@ class First:
             )
         ranks = tuple(self._free_ranks.popleft() for _ in range(count))
         self._hosts.add(peer, ranks, time.monotonic())
-        peer.send(encode(Assigned(job=self._remote, ranks=ranks)))
+        prove = self._credentials
+        tokens = tuple(prove.token("worker", rank, 0) for rank in ranks) if prove is not None else ()
+        peer.send(encode(Assigned(job=self._remote, ranks=ranks, tokens=tokens)))
         self._say(f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, ranks))}")
         return True
 
@@ -213,7 +224,7 @@ class First:
 
     def _hear_notice(self, rank: int, message: Post | Look) -> None:
         if isinstance(message, Post):
-            self._tell(message.key, self._notices.post(message.key, message.value))
+            self._tell(message.key, self._notices.post(message.key, message.value, rank))
         elif (value := self._notices.look(message.key, rank)) is not None:
             self.desk.tell(rank, Post(key=message.key, value=value))
 

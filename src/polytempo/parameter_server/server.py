@@ -52,6 +52,7 @@ from polytempo.protocol.rows import Pull, Rows, UnknownKeys
 from polytempo.protocol.servers import Arrived, Failed, NormTotal
 from polytempo.protocol.values import PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
+from polytempo.transport.credentials import Credentials
 from polytempo.transport.poller import Poller
 
 #: What somebody who has said who it is may send at once.
@@ -69,6 +70,7 @@ class Server:
         first: First | None = None,
         to_first: Channel | None = None,
         launcher: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """`launcher`: a descriptor that can be read when the launcher is gone."""
         self.keeper = keeper
@@ -77,6 +79,7 @@ class Server:
         self._size = size
         self._first = first
         self._to_first = to_first
+        self._credentials = credentials
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
         self._staged = StagedBuckets(keeper.pool)
         self._keys = KeyDesk(keeper.shard)
@@ -153,6 +156,8 @@ class Server:
             raise PeerError("expected a greeting first")
         if message.role == "worker":
             check_hello(message, self._size)
+            if self._credentials is not None and not peer.here:
+                self._credentials.check("worker", message.rank, message.incarnation, message.token)
             before = self._workers.get(message.rank)
             if before is not None:
                 _check_takes_over(before.who, message)

@@ -42,6 +42,7 @@ class Hello(Message):
     incarnation: int = 0
     pid: int = 0
     count: int = 0  #: of an agent: how many workers it will start
+    token: str = ""  #: of a worker on another host: proves its rank (`transport/credentials.py`)
 
 
 class Register(Message):
@@ -350,6 +351,7 @@ class Assigned(Message):
 
     job: dict[str, Any]
     ranks: tuple[int, ...]
+    tokens: tuple[str, ...] = ()  #: one for each rank
 
 
 AnyMessage = (

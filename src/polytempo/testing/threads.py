@@ -31,8 +31,9 @@ from polytempo.records.writer import RecordWriter
 from polytempo.train.client import Client
 from polytempo.train.job import JobFacts
 from polytempo.train.session import Session
-from polytempo.transport.channel import Channel
+from polytempo.transport.channel import Channel, Endpoint
 from polytempo.transport.connect import connect
+from polytempo.transport.credentials import Credentials
 from polytempo.transport.memory import MemoryChannel, MemoryEndpoint
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Shelf
@@ -44,6 +45,8 @@ T = TypeVar("T")
 class ThreadJob:
     """A job in threads. Leaving the block ends it; `summary` then holds its figures."""
 
+    #: Where a job has other hosts: what their workers must prove.
+    credentials: Credentials | None = None
     #: "memory": queues. "ipc": Unix sockets and shared memory, as the processes of a host use them.
     wire = "memory"
 
@@ -89,12 +92,14 @@ class ThreadJob:
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
-        first = First(self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved)
+        first = First(self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials)
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
             keeper = Keeper(index, servers, pools[index], checkpoints, path, workers)
             to_first = self.connect(0, Pool()) if index else None
-            self.servers.append(Server(keeper, [endpoint], workers, None if index else first, to_first))
+            doors = [endpoint, *self._more_doors(index, pools[index])]
+            own = None if index else first
+            self.servers.append(Server(keeper, doors, workers, own, to_first, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()
@@ -105,6 +110,10 @@ class ThreadJob:
         if self.wire == "memory":
             return MemoryEndpoint(f"server-{index}")
         return StreamEndpoint(str(self._directory / f"server-{index}"), pool, STRANGER_LIMIT)
+
+    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+        """Where workers of other hosts would come in."""
+        return []
 
     def connect(self, index: int, pool: Pool) -> Channel:
         """A connection to one of the servers."""

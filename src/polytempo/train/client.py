@@ -71,8 +71,16 @@ if TYPE_CHECKING:
 class Client:
     """One worker's connections to all servers."""
 
-    def __init__(self, channels: Sequence[Channel], rank: int, incarnation: int, pool: Pool, retry: float = 5.0) -> None:
-        self.rank, self.incarnation = rank, incarnation
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        rank: int,
+        incarnation: int,
+        pool: Pool,
+        retry: float = 5.0,
+        token: str = "",
+    ) -> None:
+        self.rank, self.incarnation, self._token = rank, incarnation, token
         self.size = 0
         self.stop = False
         self.asked = False  #: has the script asked whether to stop?
@@ -250,7 +258,7 @@ class Client:
     # Sending, and sending again.
 
     def _hello(self) -> Hello:
-        return Hello(role="worker", rank=self.rank, incarnation=self.incarnation, pid=os.getpid())
+        return Hello(role="worker", rank=self.rank, incarnation=self.incarnation, pid=os.getpid(), token=self._token)
 
     def _greet_again(self) -> None:
         for shard in range(self.shards):

@@ -43,6 +43,7 @@ class JobFacts:
     meeting: str = ""  #: the directory where workers of this host meet
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
+    tokens: dict[int, str] = field(default_factory=dict)  #: by rank: what proves to the servers who a worker is
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:
@@ -69,7 +70,10 @@ def job_from(data: dict[str, Any]) -> JobFacts:
     slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
     addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
     probability, seconds = data.pop("hiccup", (0.0, 0.0))
-    return JobFacts(**data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds))
+    tokens = {int(rank): str(token) for rank, token in data.pop("tokens", {}).items()}
+    return JobFacts(
+        **data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds), tokens=tokens
+    )
 
 
 def read_job(path: str | Path) -> JobFacts:

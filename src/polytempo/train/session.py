@@ -236,9 +236,9 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
     pool = Pool(Shelf() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
-    identity = f"worker-{rank}-{job.incarnation}-{os.getpid()}"  # ZeroMQ hands a connection over to who has its name
+    identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # by another's, its connection could be taken over
     channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
-    session = Session(Client(channels, rank, job.incarnation, pool, retry), job, rank)
+    session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
     session.least = 1  # how many are needed is the launcher's to say
     session.way = Way(job.route, keys, job.insecure)
     return session

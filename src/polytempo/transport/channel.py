@@ -30,6 +30,8 @@ BUFFER_COUNT_LIMIT = 1 << 20
 class Peer(ABC):
     """Somebody connected to an endpoint. `who` is what the endpoint's owner knows about it; `limit` what it may send."""
 
+    here = True  #: a process of this user on this host, as the kernel says, or a thread of this process
+
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit

@@ -45,6 +45,8 @@ class OnlyWorkers:
 class ZmqPeer(Peer):
     """The endpoint's side of a connection."""
 
+    here = False
+
     def __init__(self, socket: zmq.Socket[bytes], identity: bytes, limit: int) -> None:
         super().__init__(identity.hex(), limit)
         self._socket = socket
