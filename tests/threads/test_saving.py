@@ -212,11 +212,12 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_if_that_was_asked_for(f
     with ThreadJob(2, 2, checkpoint=tmp_path, checkpoint_every=2, go_on_unsaved=True) as job:
         job.run(lambda session: train(session, 7))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000007"]
-    assert len(job.notices) == 2
+    notices = [notice for notice in job.notices if "checkpoint" in notice]  # these workers read the same data, which is said
+    assert len(notices) == 2
     words = f"warning: the checkpoint step-00000002 could not be written to {tmp_path}: No space left on device"
-    assert job.notices[0].startswith(words)
-    assert job.notices[0].endswith("; going on without it")
-    assert "\n" not in job.notices[0]
+    assert notices[0].startswith(words)
+    assert notices[0].endswith("; going on without it")
+    assert "\n" not in notices[0]
 
 
 def test_else_it_ends_the_job_in_one_line_and_nothing_of_it_is_left(full: list[str], tmp_path: Path) -> None:

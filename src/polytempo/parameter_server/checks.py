@@ -42,7 +42,7 @@ def check_hello(hello: Hello, size: int) -> None:
 def check_push(push: Push) -> None:
     """Refuse numbers that would spoil the job's."""
     step = push.id.step
-    fits = {"seed": step == -1, "state": step < -1}.get(push.kind, push.kind in GRADIENTS and step >= 0)
+    fits = {"seed": step == -1, "state": step < -1, "values": step < -1}.get(push.kind, push.kind in GRADIENTS and step >= 0)
     if not fits:
         raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
     if not (math.isfinite(push.samples) and push.samples >= 0):
