@@ -71,10 +71,13 @@ if len(sys.argv) > 1:
 torch.manual_seed(pt.rank())
 model = torch.nn.Linear(3, 1)
 optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+other = torch.nn.Linear(3, 1)
+second = pt.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.01), other)
 for step in range(4 + pt.rank()):
-    optimizer.zero_grad()
-    model(torch.randn(2, 3)).sum().backward()
-    optimizer.step(samples=2)
+    for part, own in ((model, optimizer), (other, second)):
+        own.zero_grad()
+        part(torch.randn(2, 3)).sum().backward()
+        own.step(samples=2)
     if step == 1:
         child = os.fork()
         if child == 0:
@@ -87,7 +90,7 @@ print(f"done {pt.rank()} after {optimizer.stats['step']}")
 
 
 def test_scripts_without_a_last_word_end_well_whatever_they_start(tmp_path: Path) -> None:
-    """No shutdown(), uneven steps, a forked child that exits, a process with this one's variables."""
+    """No shutdown(), two optimizers, uneven steps, a forked child that exits, a process with this one's variables."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     done = launch("torchrun", tmp_path, str(script))

@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if goes_via_peers(self._spec, via, self._session, bool(self._tables.embeddings)):
             if self._session.client is not None and self._session.job.meeting:
                 return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
-            self._session.joining.append(self.join)
+            self._session.before_leaving(self.join)
             return GroupExchange(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -41,6 +41,7 @@ from polytempo.train.job import (
 )
 from polytempo.train.lineage import is_importing_the_script, refusal, started_by
 from polytempo.train.positions import Positions
+from polytempo.train.standby import Standby
 from polytempo.train.store import JobStore, store_at
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
@@ -76,6 +77,7 @@ class Session:
         self.way = Way()
         self.least = job.size  #: with fewer workers left, one without a sequencer gives up
         self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
+        self._standbys: list[Standby] = []  # a thread for each of these but the first
         self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
         self.owners: dict[int, Any] = {}  #: by id of a parameter, a weak reference to the optimizer it was given to last
         self.watches: Any = weakref.WeakSet()  #: of the parameters of all optimizers
@@ -181,7 +183,12 @@ class Session:
         if client is not None:
             client.leave(reason)
         try:
-            _at_once(self.joining)  # others may take turns
+            for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: others may take turns
+                standby.begin(join)
+            for join in self.joining[:1]:
+                join()
+            for standby in self._standbys:
+                standby.end()
         finally:
             self._close_world(politely=reason == "finished")
 
@@ -192,8 +199,16 @@ class Session:
         if self._world is not None:
             self._world.close(politely)
 
+    def before_leaving(self, join: Callable[[], None]) -> None:
+        """Do this for others, at the end."""
+        if self.joining:
+            self._standbys.append(Standby())
+        self.joining.append(join)
+
     def abandon(self) -> None:
         """End without a word: others see that this worker has failed."""
+        for standby in self._standbys:
+            standby.end()
         self._close_world(politely=False)
         if self.client is not None:
             self.client.close()
@@ -210,25 +225,6 @@ class Session:
             self.client.let_go(parent)
         if self._mesh is not None:
             self._mesh.let_go()
-
-
-def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, each in a thread; the first error is raised. Pools of threads take none when the process ends."""
-    errors: list[Exception] = []
-
-    def call(one: Callable[[], None]) -> None:
-        try:
-            one()
-        except Exception as error:  # noqa: BLE001  it is raised again below
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(one,)) for one in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
