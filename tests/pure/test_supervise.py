@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from polytempo.launch.supervise import last_error, waited_too_long
 from polytempo.protocol.messages import Status, WorkerStatus
+from polytempo.train.job import JobFacts
 
 
 def waiting(worker: int, held: float, *others: int) -> WorkerStatus:
@@ -50,3 +53,9 @@ DURING = ["", "During handling of the above exception, another exception occurre
 )
 def test_of_the_last_words_the_last_error_is_shown_with_what_led_to_it(lines: list[str], shown: list[str]) -> None:
     assert last_error(lines) == shown
+
+
+def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'job.json'}'"):
+        JobFacts(2, ()).write(tmp_path / "job.json")
