@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from polytempo.launch.supervise import AllDone, EndJob, Report, Supervisor, last_error, waited_too_long
 from polytempo.protocol.messages import Status, WorkerStatus
+from polytempo.train.job import JobFacts
 
 
 def waiting(worker: int, held: float, *others: int) -> WorkerStatus:
@@ -118,3 +121,9 @@ def test_a_server_that_ends_takes_the_job_with_it_once(checkpoint: str, words: s
     assert order.cause.startswith(f"server 1 was killed by SIGKILL: its part of the model is lost; {words}")
     assert supervisor.server_exited(0, "finished", checkpoint) == []
     assert supervisor.exited(0, *FAILED, accepted=False) == []
+
+
+def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'job.json'}'"):
+        JobFacts(2, ()).write(tmp_path / "job.json")

@@ -289,3 +289,35 @@ def test_a_state_of_scalars_and_single_elements_is_loaded_as_it_was(name: str, s
         ((values, state),) = job.run(work)
     assert_close(values, [param.detach() for param in params], rtol=1e-12)
     assert_same_state(state, plain.state_dict())
+
+
+@pytest.mark.parametrize("way", ["ps", "allreduce"])
+def test_a_scripts_own_checkpoint_loaded_before_wrapping_is_where_the_job_goes_on(way: str) -> None:
+    """As docs/script.md has it: saved by one rank after consolidate(), loaded by all before the optimizer is wrapped."""
+    model, data = small_model(), small_batches(6, (4, 4))
+
+    def part(saved: dict[str, Any] | None, steps: list) -> dict[str, Any]:
+        def work(session: Session) -> dict[str, Any] | None:
+            own = copy.deepcopy(model)
+            inner = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+            if saved is not None:
+                own.load_state_dict(saved["model"])
+                inner.load_state_dict(copy.deepcopy(saved["optimizer"]))  # a file of its own for each process
+            optimizer = DistributedOptimizer(inner, own, session=session)
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(own, step[session.rank]).backward()
+                optimizer.step()
+            optimizer.consolidate()
+            if session.rank:
+                return None
+            return copy.deepcopy({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+
+        with ThreadJob(2, via=way) as job:
+            found = job.run(work)[0]
+        assert found is not None
+        return found
+
+    whole, resumed = part(None, data), part(part(None, data[:3]), data[3:])
+    for name, value in whole["model"].items():
+        assert torch.equal(value, resumed["model"][name])

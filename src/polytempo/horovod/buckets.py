@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from polytempo.errors import UsageError
 from polytempo.horovod.compression import Compressor
 from polytempo.horovod.ops import Op
 from polytempo.horovod.reduction import scale_

@@ -179,7 +179,7 @@ class LocalJob:
 
     def _said(self, event: Said) -> None:
         if event.child in self._workers:
-            if self._supervisor.ending and event.text.startswith(TOLD_TO_END):
+            if (self._supervisor.ending or self._interrupted) and event.text.startswith(TOLD_TO_END):
                 return  # for the cause, which is said last
             self.display.line(str(self._workers[event.child]), event.text, event.error)
         elif not event.error and event.text.startswith('{"ready"'):
@@ -252,7 +252,7 @@ class LocalJob:
     def _obey(self, orders: list[Order], child: Child | None = None) -> None:
         for order in orders:
             if isinstance(order, Report):
-                if order.warning:
+                if order.warning and not self._interrupted:  # ends that were asked for are no news
                     self.display.say(f"warning: {order.warning}")
                 self._send(Gone(worker=order.worker, incarnation=0, reason=order.reason, cause=order.cause))
             elif isinstance(order, EndJob):

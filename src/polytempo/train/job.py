@@ -61,8 +61,11 @@ class JobFacts:
     def write(self, path: Path) -> None:
         """For the workers of this host and nobody else: it may hold a key."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(self), file)
+        except OSError as error:  # of a full disk; it does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def job_from(data: dict[str, Any]) -> JobFacts:
