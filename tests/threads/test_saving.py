@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,7 +310,21 @@ def test_before_the_first_push_there_is_nothing_to_save(sync: str, tmp_path: Pat
 
 def test_an_asynchronous_job_saves_what_has_come_since_its_last_checkpoint(tmp_path: Path) -> None:
     """The slowest has not moved, so the name is that of the last one; the values are not."""
-    job = ThreadJob(1, 1, "asp", checkpoint=tmp_path, checkpoint_every=2)
-    job.run(lambda session: train(session, 5))
-    job.close(130, save=True)
-    assert find_checkpoint(tmp_path)[1]["steps"] == 5
+    job = ThreadJob(2, 1, "asp", checkpoint=tmp_path, checkpoint_every=2)
+    closed = threading.Event()
+
+    def work(session: Session) -> None:
+        train(session, 5 if session.rank == 0 else 2)
+        if session.rank == 0:
+            closed.wait(20)
+        else:
+            until(lambda: job.sequencer.accounts[0].pushes == 5, "worker 0 is done")
+            until(lambda: (tmp_path / "step-00000002").exists(), "the checkpoint is whole")
+            job.close(130, save=True)
+            closed.set()
+        raise JobEnded("interrupted")
+
+    with pytest.raises(JobEnded):
+        job.run(work)
+    found, manifest = find_checkpoint(tmp_path)
+    assert (found.name, manifest["steps"]) == ("step-00000002", 7)
