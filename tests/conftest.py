@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("polytempo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--proof", action="store_true", help="as in make proof: all of what takes a minute by itself")
 
 
 def pytest_collection_finish() -> None:

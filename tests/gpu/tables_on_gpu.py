@@ -1,7 +1,4 @@
-"""Tables, filters and Downpour with models on a GPU: the same numbers as on the CPU. Run by hand where there is one:
-
-python tests/gpu/tables_on_gpu.py
-"""
+"""Run by `test_cuda.py`: tables, filters and Downpour with models on a GPU have the same numbers as on the CPU."""
 
 from __future__ import annotations
 
@@ -65,3 +62,4 @@ if __name__ == "__main__":
         loss = ((train(sync, "cuda") - Y) ** 2).mean()
         print(f"{sync}: loss {loss:.3f}, at first about {float((Y**2).mean()):.2f}")
         assert loss < (Y**2).mean()
+    print("tables: as on the CPU")

@@ -28,3 +28,11 @@ def test_collectives_of_tensors_on_a_gpu(workers: int, said: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(said) == workers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_tables_filters_and_downpour_on_a_gpu() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "tables_on_gpu.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tables: as on the CPU" in done.stdout

@@ -70,7 +70,8 @@ def reduce_scatter(group: Any) -> Any:
 
 def reduce_scatter_single(group: Any) -> Any:
     part = torch.empty(2, 6)
-    dist.reduce_scatter_single(part, mine(2 * SIZE, 6), group=group)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    scatter(part, mine(2 * SIZE, 6), group=group)
     return part
 
 
