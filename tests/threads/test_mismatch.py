@@ -121,6 +121,7 @@ def go_on(group: Group, text: str) -> None:
             assert BOTH.search(str(outcome)), outcome
             outcome = attempt(lambda: Call("all_reduce").make(group).check())
     assert outcome is None, f"the group is never usable again: {outcome}"
+    assert group.lane.generation == 1, "what was left of the calls that failed has failed the group once more"
     for call in (Call("broadcast", size=30_000), Call("all_gather", "ring"), Call("all_reduce", size=50_000)):
         call.make(group).check()
 
