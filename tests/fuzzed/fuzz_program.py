@@ -130,7 +130,9 @@ class Script:
         """Could all workers' batches be one, as far as the script can tell?"""
         own = ("clip", "meddle", "idle", "scaler")  # these look at one worker's gradient
         steps = [line for line in self.steps if line.word == "step"]
-        plain = all(line["samples"] == "len" or (len(set(line["sizes"])) == 1 and line["samples"] == "none") for line in steps)
+        plain = all(
+            line["samples"] == "len" or (len(set(line["sizes"])) == 1 and line["samples"] == "none") for line in steps
+        )
         plain = plain and all(line["zero"] != "skip" and not any(word in line.facts for word in own) for line in steps)
         whole = not any(self.has(word) for word in ("norm", "sometimes", "counted", "hook")) and not self.sparse
         return self.setting.workers > 1 and plain and whole

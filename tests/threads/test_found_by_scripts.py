@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -200,3 +201,33 @@ def test_values_that_are_pushed_are_what_the_next_gradient_is_compensated_for() 
     with ThreadJob(1, sync="asp,dc=0.5") as job:
         [got] = job.run(work)
     assert_equal(got, wanted)
+
+
+def test_consolidate_in_rounds_does_not_see_what_another_workers_script_has_changed_for_the_next_step() -> None:
+    """All ranks evaluate, then scale their weights, then step. The slower one must not scale what is scaled already."""
+    start, gradients = made_params([(4,)]), made_gradients([(4,)], 2)
+    pushed = threading.Event()
+
+    def train(params: list[nn.Parameter], optimizer: Any, rank: int) -> torch.Tensor:
+        stepped(params, optimizer, gradients[:1])
+        if rank == 1:
+            assert pushed.wait(20)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.consolidate()
+        with torch.no_grad():
+            params[0].mul_(0.5)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.push_parameters()
+            pushed.set()
+        stepped(params, optimizer, gradients[1:])
+        return params[0].detach()
+
+    def work(session: Session) -> torch.Tensor:
+        params = copied(start)
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session), session.rank)
+
+    alone = copied(start)
+    wanted = train(alone, torch.optim.SGD(alone, lr=0.1), 0)
+    with ThreadJob(2) as job:
+        results = job.run(work)
+    assert_close(results, [wanted, wanted], rtol=1e-12)
