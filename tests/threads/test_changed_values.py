@@ -266,6 +266,11 @@ def test_without_a_barrier_a_change_is_refused_with_what_to_call(sync: str) -> N
         together(ThreadJob(workers=2, sync=sync), small_batches(STEPS, (4, 4)), change)
 
 
+def test_an_answer_that_comes_late_does_not_hide_a_change() -> None:
+    with pytest.raises(UsageError, match=r"first\.weight was changed in place since the last step\(\)"):
+        together(ThreadJob(workers=1, sync="delay:1"), small_batches(STEPS, (4,)), CHANGES["load_state_dict"])
+
+
 @pytest.mark.parametrize("sync", ["asp", "delay:1"])
 def test_without_a_barrier_one_worker_sets_the_values_of_all(sync: str) -> None:
     """Worker 1 pushes nothing before it has seen what worker 0 has set."""
@@ -290,19 +295,20 @@ def test_without_a_barrier_one_worker_sets_the_values_of_all(sync: str) -> None:
             assert_equal(got, weights(OTHER))
 
 
-def test_consolidate_takes_the_jobs_values_again() -> None:
+@pytest.mark.parametrize(("sync", "options"), [("asp", {}), ("bsp", {"compression": {"pull": "bf16"}})])
+def test_consolidate_takes_the_jobs_values_again(sync: str, options: dict[str, Any]) -> None:
     """As after an average of weights was evaluated."""
 
     def work(session: Session) -> None:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        optimizer = DistributedOptimizer(sgd(model), model, session=session, **options)
         for step in small_batches(3, (4, 4)):
             loss_of(model, step[session.rank]).backward()
             optimizer.step()
             swap_and_back(model, 0, 0)
             optimizer.consolidate()
 
-    with ThreadJob(workers=2, sync="asp") as job:
+    with ThreadJob(workers=2, sync=sync) as job:
         job.run(work)
 
 

@@ -99,12 +99,12 @@ def test_without_a_filter_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_a_state_dict_brings_a_ranks_filters_back() -> None:
     def work(session: Session) -> None:
-        model = copy.deepcopy(MODEL)
+        models = [copy.deepcopy(MODEL) for _ in range(2)]
         made = [
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, session=session, compression="sign")
-            for _ in range(2)
+            for model in models
         ]
-        model(X).sum().backward()
+        models[0](X).sum().backward()
         made[0].step()
         made[1].load_state_dict(made[0].state_dict())
         assert torch.equal(made[1].state_dict()["filters"]["float64"], made[0].state_dict()["filters"]["float64"])

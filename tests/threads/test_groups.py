@@ -787,11 +787,14 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
     worlds, here = worlds_of("memory", 4), threading.local()
 
     class Session:
+        watches = ()
+
         def world(self) -> World:
             found: World = here.world
             return found
 
     monkeypatch.setattr(communicate, "current", Session)
+    monkeypatch.setattr(states, "current", Session)
 
     def run_scripts(script: Callable[[int], Any]) -> list[Any]:
         def work(rank: int) -> Any:

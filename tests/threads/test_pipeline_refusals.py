@@ -11,6 +11,7 @@ from torch import nn
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.stages.pipe import Pipeline
+from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,3 +164,28 @@ def test_nothing_but_steps_while_minibatches_are_under_way() -> None:
         assert pipe.flush() is None
 
     assert everywhere(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+def test_parameters_that_are_given_other_memory(schedule: str) -> None:
+    """Where weights have versions, updates would go to memory that computes nothing; elsewhere they follow."""
+
+    def work(session: Session) -> list[torch.Tensor]:
+        model = layered()
+        pipe = Pipeline(model, loss=mse, optimizer=PLAIN, schedule=schedule, stages=2, session=session)
+        pipe.step(X, Y)
+        pipe.flush()
+        for param in model.parameters():
+            param.data = param.data.clone()
+        before = [param.detach().clone() for param in pipe.stage.params]
+        pipe.step(X, Y)
+        return [param - old for param, old in zip(pipe.stage.params, before, strict=True)]
+
+    for outcome in everywhere(2, work):
+        if schedule == "pipedream":
+            assert isinstance(outcome, UsageError | PeerError), outcome
+        else:
+            assert all(change.abs().max() > 0 for change in outcome)
+    if schedule == "pipedream":
+        errors = [str(outcome) for outcome in everywhere(2, work)]
+        assert any("weight was given other memory after the pipeline was built" in text for text in errors), errors

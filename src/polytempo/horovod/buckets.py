@@ -39,15 +39,32 @@ class Bucket:
     def __init__(self, params: Sequence[torch.Tensor], travel: Travel) -> None:
         self.params, self._travel = params, travel
         self.missing = set(params)  #: whose gradients are not there yet
+        self._make()
+        self._sent: tuple[torch.Tensor, Any, Any] | None = None
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def _make(self) -> None:
+        params = self.params
         sizes = [param.numel() for param in params]
         self._buffer = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
         *pieces, self._had = self._buffer.split([*sizes, len(params)])
         self._views = [piece.view(param.shape) for piece, param in zip(pieces, params, strict=True)]
-        self._sent: tuple[torch.Tensor, Any, Any] | None = None
-        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def _follow(self) -> None:
+        """A model that is cast or moved after wrapping takes its gradients along, as with Horovod."""
+        forms = {(param.dtype, param.device) for param in self.params}
+        if forms == {(self._buffer.dtype, self._buffer.device)}:
+            return
+        if len(forms) > 1:
+            raise UsageError(
+                f"parameters that travel together are now {' and '.join(sorted(str(dtype) for dtype, _ in forms))}; "
+                "cast and move a model before DistributedOptimizer()"
+            )
+        self._make()
 
     def fill(self) -> None:
         """With this rank's gradients."""
+        self._follow()
         grads = [self._dense(param.grad) for param in self.params]
         for view, grad in zip(self._views, grads, strict=True):
             _ = view.zero_() if grad is None else view.copy_(grad)

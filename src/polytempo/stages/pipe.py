@@ -363,6 +363,7 @@ class Pipeline:
 
     def _remember(self) -> None:
         """What a checkpoint needs that a step which fails has already changed."""
+        self.stage.check_memory()
         self._version_before = self.stage.version
         if self._checkpoint is not None and not self._fed:
             params = {name for name, _ in self.stage.part.parameters()}

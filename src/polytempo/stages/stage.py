@@ -76,6 +76,7 @@ class Stage:
         if device is not None:
             part.module.to(device)
         self.params = list(dict.fromkeys(param for _, param in part.parameters()))
+        self._names = {param: name for name, param in part.parameters()}
         tensors = [*self.params, *part.module.buffers()]
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
         self.optimizer = make_optimizer(self.params) if self.params else None
@@ -208,6 +209,15 @@ class Stage:
         self._forget()
         self.most_versions = max(self.most_versions, len(self._weights))
         self.updating = False
+
+    def check_memory(self) -> None:
+        """Refuse parameters that were given other memory: updates would not reach what computes."""
+        for param, leaf in zip(self.params, self._weights[self.version], strict=True):
+            if leaf is not param and leaf.data_ptr() != param.data_ptr():
+                raise UsageError(
+                    f"{self._names[param]} was given other memory after the pipeline was built, which versions of weights "
+                    "do not follow; convert the model before Pipeline(), set values by pipe.load_state_dict()"
+                )
 
     def settle(self) -> None:
         """Nothing is under way anywhere: nobody asks for an old version any more."""

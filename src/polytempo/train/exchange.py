@@ -74,7 +74,8 @@ class Exchange:
         self._loads = -1  # numbers of what is given to the servers beside the steps
         self._values: Flat | None = None  # parameters on their way to the servers, once there were some
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        self._is_one_place = self.spec.mode.name == "bsp" or (session.size == 1 and not delay and self.spec.local is None)
+        one_place = self.spec.mode.name == "bsp" or (session.size == 1 and not delay and self.spec.local is None)
+        self._carries = one_place and not proposal.pull_filter
         self._first_state = state
         with session.lock:
             self.client.register(name, proposal, self._seed, self.line)
@@ -151,21 +152,23 @@ class Exchange:
         """What the script has written to parameters since the last step goes to the servers where all workers stand at one
         place, and is refused where it cannot be told what it should mean."""
         watch = self.copier.watch
-        if not watch.touched:
-            return
-        if self._is_one_place and not self.proposal.pull_filter:
+        if watch.touched and self._carries:
             self._send_values()
-            return
-        self.client.settle(self.name)
-        if not self.copier.holds(self._read_parts()):
-            why, how = self._why_not_sent() or ("one worker's change is not the job's"), ""
-            if not self._why_not_sent():
-                how = "call optimizer.push_parameters() after it to make it the job's, or "
+        elif watch.touched and not self._are_the_jobs():
+            why, alone = self._why_not_sent(), "a change by one worker is not the job's"
+            how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
-                f"{watch.touched} was changed in place since the last step(), and in {self.spec.text} {why}; {how}"
+                f"{watch.touched} was changed in place since the last step(), and in {self.spec.text} {why or alone}; {how}"
                 "call optimizer.consolidate() to take the job's values again"
             )
         watch.touched = ""
+
+    def _are_the_jobs(self) -> bool:
+        """Was nothing changed in the end? Where pushes are under way, their answers may have hidden a change."""
+        if self.spec.ahead or self.spec.local is not None:
+            return False
+        with self.session.lock:
+            return self.copier.holds(self._read_parts())
 
     def _why_not_sent(self) -> str:
         if self.spec.local is not None:
@@ -188,7 +191,7 @@ class Exchange:
         self._give(push, self._values.parts)
         self.copier.watch.touched = ""
         self.copier.watch.record()
-        if not self._is_one_place:  # answers may have come before
+        if self.spec.mode.name != "bsp":  # the job's may be newer: answers have come meanwhile, or they were given before
             self.read_values()
 
     def _next_load(self) -> PushId:
@@ -211,8 +214,8 @@ class Exchange:
 
     def read_values(self) -> None:
         """The servers' newest values into the parameters."""
-        self.renew(compare=self._is_one_place)
-        if self._is_one_place:
+        self.renew(compare=self._carries)
+        if self._carries:
             self.carry_changes()
         self.before_read()
         if self.client.companion is not None:

@@ -33,6 +33,9 @@ def reductions() -> None:
     equal(hvd.allreduce(torch.tensor([-3, 3]) * (rank + 1), average=True), [int(-3 * (size + 1) / 2), 3 * (size + 1) // 2])
     equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), [1.5 * size] * 2)
     equal(hvd.allreduce(torch.full((3,), 2049.0), compression=hvd.Compression.fp16), [2048.0] * 3)
+    large = torch.full((2 * size,), 60000.0, dtype=torch.float16)  # of which the sum is no number
+    equal(hvd.allreduce(large), large)
+    equal(hvd.reducescatter(large), large[:2])
     one, two, three = hvd.grouped_allreduce([ramp, torch.tensor([rank]), ramp.t() * rank], op=hvd.Sum)
     equal(one, ramp * size)
     equal(two, [total])

@@ -224,6 +224,23 @@ def batch_normalization() -> None:
     assert torch.allclose(plain.eval()(X), synced.eval()(X), atol=1e-5)
 
 
+def cast_after_wrapping() -> None:
+    """Gradients travel as what they are now, with all their digits."""
+    global X, Y
+    model, optimizer, reference, _ = pair(sgd)
+    train(model, optimizer, MINE, steps=1)
+    model.double()
+    reference.double().load_state_dict(model.state_dict())
+    kept, (X, Y) = (X, Y), (X.double(), Y.double())
+    plain = torch.optim.SGD(reference.parameters(), 0.05)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    train(model, optimizer, MINE)
+    train(reference, plain, slice(None))
+    check_same(model, reference, 1e-13)
+    X, Y = kept
+
+
 def running_out_of_data() -> None:
     """Rank r has r more batches; who has none adds zeros, and the mean is still over all."""
     model, optimizer, reference, plain = pair(sgd)
@@ -257,6 +274,7 @@ for check in (
     two_optimizers,
     sparse_gradients,
     batch_normalization,
+    cast_after_wrapping,
     running_out_of_data,
 ):
     check()
