@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fuzz_pieces import (
+    Batch,
     Composite,
     batch_of,
     cast,
@@ -122,10 +123,13 @@ class Run:
         if line.get("idle") in (-1, rank):
             return 0.0
         for part in range(line.get("parts", 1)):
-            loss = loss_of(self.model, batch_of(self.script, line, rank, part))
+            loss = loss_of(self.model, self.batch(line, rank, part))
             if loss.requires_grad:
                 self.backward(line, part, loss)
         return float(loss.detach())
+
+    def batch(self, line: Line, rank: int, part: int) -> Batch:
+        return batch_of(self.script, line, rank, part)
 
     def backward(self, line: Line, part: int, loss: torch.Tensor) -> None:
         kind = line.get("backward")
@@ -161,8 +165,9 @@ def _smaller(optimizer: torch.optim.Optimizer, *about: object) -> None:
 class PlainRun(Run):
     """One process, all workers' batches."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, joint: bool = False) -> None:
         super().__init__(script)
+        self.joint = joint  # one batch of all workers' samples, and no means
         self.optimizer = optimizer_of(script, self.model, plain=True)
         self.workers = script.setting.workers
         self.outcomes = [Outcome() for _ in range(self.workers)]
@@ -176,6 +181,12 @@ class PlainRun(Run):
 
     def target(self) -> torch.optim.Optimizer:
         return self.optimizer
+
+    def batch(self, line: Line, rank: int, part: int) -> Batch:
+        if not self.joint:
+            return super().batch(line, rank, part)
+        batches = [batch_of(self.script, line, other, part) for other in range(self.workers)]
+        return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
     def do_cast(self, line: Line) -> None:
         """Gradients and buffers are cast as well."""
@@ -237,7 +248,7 @@ class PlainRun(Run):
             with self.worker(rank):
                 self.outcomes[rank].losses.append(self.gradients(line, rank, self.optimizer))
                 self.own_changes(line, rank)
-        own = self._average(line)
+        own = self.grads if self.joint else self._average(line)
         if line.get("clip", "").startswith("mean"):
             self.mean_changes(line)
             own = [[None if p.grad is None else p.grad.clone() for p in self.model.parameters()] for _ in own]

@@ -126,6 +126,18 @@ class Script:
         )
 
     @property
+    def is_joint(self) -> bool:
+        """Could all workers' batches be one, as far as the script can tell?"""
+        own = ("clip", "meddle", "idle", "scaler")  # these look at one worker's gradient
+        steps = [line for line in self.steps if line.word == "step"]
+        plain = all(
+            line["samples"] == "len" or (len(set(line["sizes"])) == 1 and line["samples"] == "none") for line in steps
+        )
+        plain = plain and all(line["zero"] != "skip" and not any(word in line.facts for word in own) for line in steps)
+        whole = not any(self.has(word) for word in ("norm", "sometimes", "counted", "hook")) and not self.sparse
+        return self.setting.workers > 1 and plain and whole
+
+    @property
     def sparse(self) -> bool:
         return self.has("embedding", sparse=True)
 
@@ -311,6 +323,8 @@ class _Body:
             return False
         if self.setting.workers == 1:
             return self.optimizer["clip_norm"] is None
+        if self.setting.apply == "delta":
+            return False  # the mean
         return samples == "none" and self.before == ("none", None) and self.optimizer["clip_norm"] is None
 
     def other(self) -> Line | None:
@@ -389,4 +403,6 @@ def _operations(dice: Random, setting: Setting, pieces: Sequence[Line], optimize
         made = body.step() if dice.random() < 0.65 else body.other()
         if made is not None:
             lines.append(made)
+            if made.get("push") is False and not setting.barrier:
+                lines.append(body.step())  # where it is refused; consolidate() would take the job's values
     return [*lines, body.step(), line("state")]

@@ -65,6 +65,10 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
         r"push_parameters\(\) cannot be in this job",
         lambda s: s.setting.sync.startswith("downpour") and _changes_values(s),
     ),
+    "states of the optimizer differ": (
+        r"with state \w+ (at worker|where rank)",
+        lambda s: s.has("load", of="each") and s.has("warm"),
+    ),
     "rule of the mode with sparse gradients": (
         r"AsuP works on dense gradients, and got a sparse one",
         lambda s: s.sparse and s.setting.sync == "asup",

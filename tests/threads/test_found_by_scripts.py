@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from helpers import assert_close, assert_equal, copied, made_gradients, made_params, set_gradients
 from torch import nn
 
+from polytempo.errors import UsageError
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
@@ -110,3 +112,122 @@ def test_local_steps_of_downpour_are_clipped() -> None:
     with ThreadJob(1, sync="downpour:push=2,fetch=2") as job:
         [got] = job.run(work)
     assert_close(got, [param.detach() for param in alone], rtol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["allreduce", "group"])
+def test_replicas_that_would_begin_with_different_states_are_refused(way: str) -> None:
+    """Values come from rank 0; each worker's state is its own, and they would drift apart without a word."""
+    start, gradients = made_params([(3,)]), made_gradients([(3,)], 2)
+
+    def work(session: Session, differs: bool) -> None:
+        params = copied(start)
+        inner = torch.optim.Adam(params, lr=0.1)
+        stepped(params, inner, gradients[session.rank : session.rank + 1] if differs else gradients[:1])
+        stepped(params, DistributedOptimizer(inner, session=session), gradients)
+
+    for differs in (False, True):
+        with GroupJob(2) if way == "group" else ThreadJob(2, via=way) as job:
+            if not differs:
+                job.run(lambda session: work(session, False))
+                continue
+            with pytest.raises(UsageError, match="Adam with state") as refused:
+                job.run(lambda session: work(session, True))
+            assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["ps", "allreduce", "group"])
+def test_a_model_that_is_reordered_again_trains_as_before(way: str) -> None:
+    """`.grad`, a view of the bucket, goes along with its parameter; then it is dropped, and the next one is another's."""
+    start = made_params([(2, 2, 3, 3)])[0]
+    gradients = made_gradients([(2, 2, 3, 3)], 3)
+
+    def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        holder = nn.ParameterList(params)
+        for (gradient,) in gradients:
+            optimizer.zero_grad()
+            (params[0] * gradient).sum().backward()
+            optimizer.step()
+            holder.to(memory_format=torch.channels_last)
+        return params[0].detach()
+
+    def work(session: Session) -> torch.Tensor:
+        params = copied([start])
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9), session=session))
+
+    alone = copied([start])
+    wanted = train(alone, torch.optim.SGD(alone, lr=0.1, momentum=0.9))
+    with GroupJob(2) if way == "group" else ThreadJob(2, via=way) as job:
+        for got in job.run(work):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0)
+
+
+def test_a_sparse_embedding_that_is_given_other_memory_is_refused_unless_its_values_are_the_same() -> None:
+    def work(session: Session) -> str:
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        for factor in (1.0, 0.5):
+            model.weight.data = model.weight.data * factor
+            model(torch.tensor([1])).sum().backward()
+            try:
+                optimizer.step()
+            except UsageError as error:
+                return f"{factor} {error}"
+        return "not refused"
+
+    with ThreadJob(1) as job:
+        [said] = job.run(work)
+    assert said.startswith("0.5 weight was changed in place, and of a sparse embedding")
+
+
+def test_values_that_are_pushed_are_what_the_next_gradient_is_compensated_for() -> None:
+    """Alone nothing is stale: delay compensation has nothing to do, whatever was pushed."""
+    start, gradients = made_params([(4,)]), made_gradients([(4,)], 2)
+
+    def train(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+        stepped(params, optimizer, gradients[:1])
+        with torch.no_grad():
+            params[0].mul_(0.5)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.push_parameters()
+        stepped(params, optimizer, gradients[1:])
+        return [param.detach() for param in params]
+
+    def work(session: Session) -> list[torch.Tensor]:
+        params = copied(start)
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session))
+
+    alone = copied(start)
+    wanted = train(alone, torch.optim.SGD(alone, lr=0.1))
+    with ThreadJob(1, sync="asp,dc=0.5") as job:
+        [got] = job.run(work)
+    assert_equal(got, wanted)
+
+
+def test_consolidate_in_rounds_does_not_see_what_another_workers_script_has_changed_for_the_next_step() -> None:
+    """All ranks evaluate, then scale their weights, then step. The slower one must not scale what is scaled already."""
+    start, gradients = made_params([(4,)]), made_gradients([(4,)], 2)
+    pushed = threading.Event()
+
+    def train(params: list[nn.Parameter], optimizer: Any, rank: int) -> torch.Tensor:
+        stepped(params, optimizer, gradients[:1])
+        if rank == 1:
+            assert pushed.wait(20)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.consolidate()
+        with torch.no_grad():
+            params[0].mul_(0.5)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.push_parameters()
+            pushed.set()
+        stepped(params, optimizer, gradients[1:])
+        return params[0].detach()
+
+    def work(session: Session) -> torch.Tensor:
+        params = copied(start)
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session), session.rank)
+
+    alone = copied(start)
+    wanted = train(alone, torch.optim.SGD(alone, lr=0.1), 0)
+    with ThreadJob(2) as job:
+        results = job.run(work)
+    assert_close(results, [wanted, wanted], rtol=1e-12)

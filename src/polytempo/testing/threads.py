@@ -232,7 +232,7 @@ class GroupJob:
             session.abandon()
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
-        """Call this in a thread for each worker, which then leaves the job; the first error that is a cause, if any."""
+        """Call this in a thread for each worker, which then leaves the job; the first error that is a cause."""
         with ThreadPoolExecutor(len(self.sessions)) as pool:
             futures = [pool.submit(self._work, session, work) for session in self.sessions]
             errors = [error for error in (future.exception() for future in futures) if error is not None]

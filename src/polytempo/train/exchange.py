@@ -222,7 +222,10 @@ class Exchange:
             self.client.companion.release()  # who reads is about to do something else for a while
         with self.session.lock:
             self.client.settle(self.name)
-            self.copier.scatter(self._read_parts())
+            if not self._is_one_place or self.proposal.pull_filter:
+                self.copier.scatter(self._read_parts())
+            # Else they are here: the job's cannot move without this worker. What the servers have may be what another
+            # worker's script made of them for the next step, before this one's script does the same.
             self.rows.read_mirrored()
         self.copier.watch.touched = ""
 

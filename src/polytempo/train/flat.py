@@ -134,6 +134,9 @@ class Copier:
         """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
         flat = self._staging
         staged = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
+        for index in self._order:
+            if not flat.is_in_place(index):  # as `.grad` it went along with its parameter
+                flat.renew(index)
         direct: list[list[list[torch.Tensor]]] = []
         for stretches in self.layout.shards:
             of_shard: list[list[torch.Tensor]] = []
@@ -166,9 +169,10 @@ class Copier:
         targets, sources = [], []
         for index in self._order:
             tensor = of(self.params[index])
-            if tensor is flat.views[index]:
-                if flat.is_in_place(index):
-                    continue
+            in_place = flat.is_in_place(index)
+            if tensor is flat.views[index] and in_place:
+                continue
+            if not in_place:  # whatever `.grad` is now: once it was the view
                 flat.renew(index)
             if tensor is None:
                 absent.append(index)

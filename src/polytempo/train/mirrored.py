@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.state import dtype_name
+from polytempo.parameter_server.state import dtype_name, is_same
 from polytempo.protocol.values import TableInfo
 from polytempo.tables.rules import checked_hyper
 from polytempo.train.row_traffic import SomeRows, WorkerTable
@@ -62,6 +62,7 @@ class MirroredTable(WorkerTable):
         self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, rule, mirrored=True)
         self.weight, self._optimizer, self._group = weight, optimizer, group
         self._version = weight._version  # when this library wrote to it last
+        self._held = weight.detach()  # where it lay then
         self.hyper()
 
     def hyper(self) -> dict[str, Any]:
@@ -93,11 +94,13 @@ class MirroredTable(WorkerTable):
                 f"{info.name} was {info.dtype}[{info.rows}, {info.dim}] when the optimizer was wrapped and is "
                 f"{dtype_name(weight.dtype)}{list(weight.shape)} now; cast and reshape a model before DistributedOptimizer()"
             )
-        if weight._version != self._version:
+        moved = weight.data_ptr() != self._held.data_ptr()
+        if weight._version != self._version or (moved and not is_same(weight.detach(), self._held)):
             raise UsageError(
                 f"{info.name} was changed in place, and of a sparse embedding only rows with gradients travel; change it "
                 "before DistributedOptimizer(), or use sparse=False"
             )
+        self._held = weight.detach()
 
 
 def mirrored_tables(
@@ -117,7 +120,9 @@ def mirrored_tables(
         if type(optimizer) not in RULES:
             known = ", ".join(kind.__name__ for kind in RULES)
             raise UsageError(f"{name} has sparse gradients, which {type(optimizer).__name__} does not take; use {known}")
-        found[id(module.weight)] = MirroredTable(f"{name}.weight", module.weight, optimizer, group_of[id(module.weight)])
+        found[id(module.weight)] = MirroredTable(
+            f"{name}.weight".lstrip("."), module.weight, optimizer, group_of[id(module.weight)]
+        )
     return list(found.values())
 
 

@@ -5,6 +5,7 @@ A mode may bring a rule of its own (`asup`): then the wrapped optimizer gives th
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from polytempo.errors import UsageError
 from polytempo.filters.directions import Compression
 from polytempo.optim.asup import AsuP
 from polytempo.parameter_server.optimizers import check_optimizer
+from polytempo.parameter_server.state import as_bytes
 from polytempo.protocol.values import Proposal, TableInfo, TensorInfo
 from polytempo.sync.spec import Spec
 from polytempo.train.flat import describe
@@ -69,6 +71,7 @@ class Proposing:
     ) -> None:
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm = compression, clip_norm
+        self._started: str | None = None  # looked at once, before the first step
 
     def check(self, here: bool, together: bool) -> None:
         """Refuse what does not go together; `here`: the wrapped optimizer runs on the worker."""
@@ -97,6 +100,12 @@ class Proposing:
                 "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
             )
 
+    def _start(self) -> str:
+        """What the wrapped optimizer began with, as a word: replicas that begin with different states drift apart."""
+        if self._started is None:
+            self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
+        return self._started
+
     def describe(
         self, params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int], chosen: Iterable[int]
     ) -> tuple[TensorInfo, ...]:
@@ -111,7 +120,7 @@ class Proposing:
         on_server = self._apply == "server" and not special
         name = ""
         if special == "peers":  # each worker keeps its own, and all must begin alike
-            name = type(self._inner).__name__ + (" with state" if self._inner.state else "")
+            name = type(self._inner).__name__ + self._start()
         elif on_server and tensors:
             name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.mode.barrier)
         filtered = on_server and not self._compression.is_lossless
@@ -126,6 +135,16 @@ class Proposing:
             push_filter=self._compression.push.text if filtered else "",
             pull_filter=self._compression.pull.text if filtered else "",
         )
+
+
+def _digest(state: dict[int, dict[str, Any]]) -> str:
+    found = hashlib.blake2b(digest_size=4)
+    for index, values in sorted(state.items()):
+        for name, value in sorted(values.items()):
+            found.update(f"{index} {name}".encode())
+            plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            found.update(as_bytes(value.detach().cpu()).tobytes() if plain else repr(value).encode())
+    return found.hexdigest()
 
 
 class RuleAlone:
