@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy
 import pytest
 import torch
-from slow import SlowJob
+import zmq
+from slow import BUFFER, Cable, SlowJob
 from test_conversation import Scripted, answer
 from torch import nn
+from wires import Client as Doing
+from wires import filled, same
 
+from polytempo.collectives.endings import politely_closed
 from polytempo.protocol.messages import Ask, Push
 from polytempo.protocol.values import PushId
 from polytempo.train.arrays import Array
@@ -16,6 +23,10 @@ from polytempo.train.kv import KV
 from polytempo.train.lines import Line, Outstanding
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
+from polytempo.transport import zmq_link
+from polytempo.transport.channel import Bytes
+from polytempo.transport.links import BYE, DATA, Message
+from polytempo.transport.poller import Poller
 from polytempo.transport.pool import Pool
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,6 +56,58 @@ def test_what_is_pushed_answered_and_read_crosses_a_slow_link_once(scheme: str, 
     sent, received = (1 + STEPS) * SIZE, (1 + STEPS + 1 + 1) * SIZE
     assert sent <= sum(cable.up for cable in job.cables) <= 1.2 * sent
     assert received <= sum(cable.down for cable in job.cables) <= 1.2 * received
+
+
+class Inbox:
+    """Keeps what arrives over a link."""
+
+    def __init__(self) -> None:
+        self.kinds: list[int] = []
+        self.payload = numpy.empty(0, dtype=numpy.uint8)
+        self.lost = ""
+
+    def room(self, source: int, message: Message, length: int) -> Bytes:
+        self.payload = numpy.empty(length, dtype=numpy.uint8)
+        return self.payload
+
+    def arrived(self, source: int, message: Message, payload: Bytes | None) -> None:
+        self.kinds.append(message.kind)
+
+    def gone(self, source: int, reason: str) -> None:
+        self.lost = reason
+
+
+def test_a_link_that_closes_over_a_slow_cable_first_delivers_what_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root may end before the others have its last broadcast: its last words have time as long as they move."""
+    monkeypatch.setattr(zmq_link, "LAST_WORDS_MS", 100)
+    near, far, inbox = zmq_link.ZmqWires(None), zmq_link.ZmqWires(None), Inbox()
+    listening = zmq_link.ZmqLink(0, inbox, far, serves=True)
+    cable = Cable(listening.bind("127.0.0.1"), RATE, tmp_path)
+
+    def send_and_end() -> None:
+        link, poller = zmq_link.ZmqLink(1, Inbox(), near, serves=False), Poller()
+        link._socket.setsockopt(zmq.SNDBUF, BUFFER)  # else the kernel takes it all, and sends it when the process is gone
+        link.connect(cable.address)
+        link.attach(poller)
+        while not link.established:
+            link.handle(poller.poll(50))
+        link.send(Message(DATA, 0, 0), filled(SIZE))
+        politely_closed(link)
+        near.close()
+
+    ending, poller = Doing(send_and_end), Poller()
+    listening.attach(poller)
+    while BYE not in inbox.kinds and not inbox.lost:
+        listening.handle(poller.poll(50))
+    assert inbox.kinds == [DATA, BYE]
+    assert same([inbox.payload], [filled(SIZE)])
+    ending.join(10)
+    assert ending.error is None
+    listening.close()
+    far.close()
+    cable.close()
 
 
 class Creeping(Scripted):

@@ -56,12 +56,15 @@ def check_fit(push: Push, proposal: Proposal) -> None:
     absent = [index for index in push.absent if not 0 <= index < len(proposal.tensors)]
     if absent:
         raise PeerError(f"a push was refused: it names tensor {absent[0]}, the model has {len(proposal.tensors)}")
-    steps = proposal.apply == "server" and proposal.tensors and push.kind == "gradient" and not push.skip
-    if steps and len(push.hyper) != len(proposal.groups):
+
+
+def check_hyper(push: Push, proposal: Proposal) -> None:
+    """Refuse hyper-parameters with which the optimizer cannot make its step."""
+    if len(push.hyper) != len(proposal.groups):
         raise PeerError(f"a push was refused: it has {len(push.hyper)} groups, the optimizer {len(proposal.groups)}")
-    for own, first in zip(push.hyper, proposal.groups, strict=False):
+    for own, first in zip(push.hyper, proposal.groups, strict=True):
         wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
-        if wrong or (steps and "lr" not in own):
+        if wrong or "lr" not in own:
             raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is no number in it")
 
 

@@ -21,7 +21,15 @@ import torch
 import zmq
 
 from polytempo.errors import PeerError, PolytempoError
-from polytempo.parameter_server.checks import check_fit, check_hello, check_keep, check_push, check_state, refusal
+from polytempo.parameter_server.checks import (
+    check_fit,
+    check_hello,
+    check_hyper,
+    check_keep,
+    check_push,
+    check_state,
+    refusal,
+)
 from polytempo.parameter_server.first import First, named
 from polytempo.parameter_server.keeper import ForWorker, Keeper, KeepHere, PullHere
 from polytempo.parameter_server.key_lists import KeyDesk, Unknown
@@ -50,7 +58,7 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.rows import Pull, Rows, UnknownKeys
 from polytempo.protocol.servers import Arrived, Failed, NormTotal
-from polytempo.protocol.values import PushId
+from polytempo.protocol.values import Proposal, PushId
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
 from polytempo.transport.credentials import Credentials
 from polytempo.transport.poller import Poller
@@ -84,6 +92,7 @@ class Server:
         self._staged = StagedBuckets(keeper.pool)
         self._keys = KeyDesk(keeper.shard)
         self._receipts = Receipts()
+        self._hyper: dict[str, tuple[dict[str, Any], ...]] = {}  # of each track, as they were found to be right
         self._workers: dict[int, Peer] = {}
         self._lives: dict[int, int] = {}  # the incarnation of each worker
         self._poller = Poller()
@@ -254,7 +263,7 @@ class Server:
         if store is None and push.kind != "seed":
             raise PeerError(f"a push was refused: there is no optimizer {push.id.track[:40]} yet")
         if store is not None:
-            check_fit(push, store.proposal)
+            self._check(push, store.proposal)
             if push.kind == "state":
                 check_state(unpack(push.state, buffers), store.proposal)
         if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
@@ -273,6 +282,13 @@ class Server:
             return None
         store.check(whole)
         return [*whole, *rows] if rows else whole
+
+    def _check(self, push: Push, proposal: Proposal) -> None:
+        check_fit(push, proposal)
+        steps = proposal.apply == "server" and proposal.tensors and push.kind == "gradient" and not push.skip
+        if steps and push.hyper != self._hyper.get(push.id.track):  # they seldom change
+            check_hyper(push, proposal)
+            self._hyper[push.id.track] = push.hyper
 
     def _report_arrival(self, push: Push) -> None:
         if self._first is not None:

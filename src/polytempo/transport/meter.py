@@ -6,8 +6,13 @@ many have come. Keep-alive does not count: where nothing is sent, nothing moves.
 
 from __future__ import annotations
 
+import fcntl
 import socket as sockets
 import struct
+import sys
+import termios
+import time
+from collections.abc import Collection
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -15,6 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 #: In Linux's struct tcp_info: bytes_acked and bytes_received.
 COUNTS = struct.Struct("120xQQ")
 WATCHED = int(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+#: Seconds between two looks at what is still to be sent.
+LOOK = 0.01
 
 
 class Meter:
@@ -36,10 +43,33 @@ class Meter:
             self._now = _counted(self._descriptor, self._now)
         return self._earlier + self._now
 
-    def close(self) -> None:
-        """Before the socket is closed."""
+    def close(self, patience: float = 0.0) -> None:
+        """Before the socket is closed: wait for what was sent to be gone, as long as it moves (`drain`)."""
+        self.read()
+        if patience and self._descriptor is not None:
+            drain([self._descriptor], patience)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+
+
+def drain(descriptors: Collection[int], patience: float) -> None:
+    """Wait until all that ZeroMQ was given for these connections is with the other host, or nothing has moved for `patience`
+    seconds. ZeroMQ's own last words have so many seconds, however slow the link is."""
+    quiet_since, before, empty = time.monotonic(), -1, 0
+    while empty < 2 and time.monotonic() - quiet_since < patience:  # what is empty twice is not about to be filled again
+        moved = sum(_counted(descriptor, 0) for descriptor in descriptors)
+        empty = empty + 1 if not any(_unacknowledged(descriptor) for descriptor in descriptors) else 0
+        if moved != before:
+            quiet_since, before = time.monotonic(), moved
+        time.sleep(LOOK)
+
+
+def _unacknowledged(descriptor: int) -> int:
+    """Bytes in the kernel that the other host has not got yet; none when the connection has ended."""
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 def _counted(descriptor: int, before: int) -> int:

@@ -29,6 +29,8 @@ PIECE = 1 << 20
 FRAME_LIMIT = 64 << 20
 #: A connection over which the other host acknowledges nothing for so long is made anew.
 SILENCE_S = 20
+#: A channel that closes waits so long for the other host to take what is left, counted from the last byte that moved.
+LAST_WORDS_S = 2
 
 
 class OnlyWorkers:
@@ -160,8 +162,8 @@ class ZmqChannel(Channel):
         return self._socket
 
     def close(self) -> None:
-        self._meter.close()
-        self._socket.close(linger=2000)
+        self._meter.close(patience=LAST_WORDS_S)
+        self._socket.close(linger=1000 * LAST_WORDS_S)
         self._context.term()
 
 

@@ -18,7 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.links import HEAD, KINDS, PAYLOAD_LIMIT, Link, Message, Receiver, Sent
+from polytempo.transport.links import BYE, HEAD, KINDS, PAYLOAD_LIMIT, Link, Message, Receiver, Sent
+from polytempo.transport.meter import drain
 from polytempo.transport.poller import Poller
 from polytempo.transport.segments import Segment
 from polytempo.transport.zeromq import OnlyWorkers, set_options
@@ -27,11 +28,11 @@ from polytempo.transport.zeromq import OnlyWorkers, set_options
 SILENCE_S = 5
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
-#: How long a closing link waits for the other end to take what is left.
+#: How long a closing link waits for the other end to take what is left, counted from the last byte that moved.
 LAST_WORDS_MS = 1000
 #: Seconds in which ZeroMQ lets go of a connection that has ended.
 DOUBT = 0.03
-WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED
 WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -81,6 +82,8 @@ class ZmqLink(Link):
         self._outbox: deque[tuple[list[bytes | memoryview], Sent | None]] = deque()
         self._writing = False
         self._ended = False
+        self._polite = False  # it has said its last
+        self._descriptors: set[int] = set()  # of its connection, and of strangers that knock
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
@@ -94,6 +97,7 @@ class ZmqLink(Link):
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
         assert segment is None, "memory is shared on one host only"
         view = memoryview(payload.data).cast("B") if payload is not None else memoryview(b"")
+        self._polite = head[0] == BYE
         frames: list[bytes | memoryview] = [head]
         frames += [view[start : start + FRAME] for start in range(0, len(view), FRAME)]
         self._outbox.append((frames, sent))
@@ -143,7 +147,12 @@ class ZmqLink(Link):
     def hear(self) -> None:
         """What the monitor says. Who listens is also knocked at by strangers, who fail: that means nothing."""
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            said = parse_monitor_message(self._monitor.recv_multipart())
+            event = said["event"]
+            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+                self._descriptors.add(said["value"])
+                continue
+            self._descriptors.discard(said["value"] if event == zmq.EVENT_DISCONNECTED else -1)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.established = True
             elif event == zmq.EVENT_DISCONNECTED and self.established:  # before they have met it is tried again
@@ -188,6 +197,8 @@ class ZmqLink(Link):
                 self._poller.unregister(self._socket)
                 self._poller.unregister(self._monitor)
             gone = self._has_ended()
+            if self._polite and not gone:
+                drain(self._descriptors, LAST_WORDS_MS / 1000)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0 if gone else LAST_WORDS_MS)
