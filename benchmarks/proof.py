@@ -4,6 +4,7 @@ prediction: live runs against the simulator fitted on one of them: seconds withi
 modes     time to 95 % on digits, many paired seeds, on three clusters: which mode wins where, with its spread
 records   random clusters on which everything happens, every mode: each record keeps every promise and replays
 tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
+scripts   random training scripts against plain PyTorch, in threads, and some with processes
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
 """
 
@@ -28,6 +29,7 @@ from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict
+from scripts_proof import scripts
 from tables_proof import tables
 
 OUT = Path("out/proof")
@@ -114,8 +116,8 @@ def prediction(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup"))
-    parser.add_argument("--seeds", type=int, help="so many instead of 10, 300 and 5 (prediction: steps, 600)")
+    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts"))
+    parser.add_argument("--seeds", type=int, help="so many instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
     if arguments.only in (None, "prediction"):
         prediction(arguments.seeds or 600)
@@ -123,6 +125,8 @@ def main() -> None:
         tables()
     if arguments.only in (None, "asup"):
         asup(arguments.seeds or 5)
+    if arguments.only in (None, "scripts"):
+        scripts(arguments.seeds or 400)
     if arguments.only in (None, "records"):
         records(arguments.seeds or 300)
     if arguments.only in (None, "modes"):

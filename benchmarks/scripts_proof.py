@@ -11,14 +11,24 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fuzzed"))
 
+from fuzz_processes import SETTINGS, run_job, seeds_for
 from fuzz_program import Script, script_of
 from fuzz_verdict import Verdict, judge, report, shrunk
+
+from measure import save
+from polytempo.report.table import Table
+
+OUT = Path("out/proof")
+#: Of all scripts at least so many must run to their end, so that it means something when none fails.
+LEAST = 0.6
+PROCESSES = 20
 
 #: So long no script takes; a hang is shown with the stacks of all threads.
 SECONDS = 60
@@ -43,17 +53,46 @@ def one(seed: int, without: tuple[int, ...], shrink: bool) -> int:
     return int(verdict.failed)
 
 
-def many(seeds: range) -> Counter[str]:
-    tally: Counter[str] = Counter()
+def many(seeds: range) -> dict[int, Verdict]:
+    """In threads, one after another; each seed is printed before it runs."""
+    verdicts = {}
     for seed in seeds:
-        print(f"seed {seed}", end=" ", flush=True)
         script = script_of(seed)
-        verdict = judged(script)
-        tally["failed" if verdict.failed else f"{verdict.kind} {verdict.why}".strip()] += 1
-        print(f"{verdict.kind} {'' if verdict.failed else verdict.why} [{script.setting}]", flush=True)
-        if verdict.failed:
-            print("    " + verdict.why.strip().splitlines()[-1][:300], flush=True)
-    return tally
+        print(f"seed {seed} [{script.setting}]", end=" ", flush=True)
+        verdicts[seed] = verdict = judged(script)
+        print(verdict.kind, verdict.why.strip().splitlines()[-1][:300] if verdict.failed else verdict.why, flush=True)
+    return verdicts
+
+
+def with_processes(count: int) -> dict[str, Verdict]:
+    """As many as `count` in real jobs, shared out over all ways."""
+    verdicts = {}
+    for setting in SETTINGS:
+        seeds = seeds_for(setting, -(-count // len(SETTINGS)), first=1000)
+        print(f"processes [{setting}] seeds {seeds}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="pt-") as folder:
+            for seed, verdict in zip(seeds, run_job(setting, seeds, Path(folder)), strict=True):
+                verdicts[f"{setting.way} {setting.workers}w{setting.servers}s seed {seed}"] = verdict
+                print("   ", seed, verdict.kind, verdict.why[-400:] if verdict.failed else verdict.why, flush=True)
+    return verdicts
+
+
+def scripts(seeds: int) -> None:
+    """The proof: none may fail, and most must run to their end."""
+    faulthandler.enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of some of what they do, alone as well
+        threads, processes = many(range(seeds)), with_processes(PROCESSES)
+    rows, ended = [], True
+    for where, verdicts in (("threads", list(threads.values())), ("processes", list(processes.values()))):
+        tally = Counter(f"{v.kind}: {v.why}" if v.kind == "refused" else v.kind for v in verdicts)
+        rows += [(where, kind, str(count)) for kind, count in tally.most_common()]
+        ended = ended and tally["same"] >= LEAST * len(verdicts) and not tally["failed"]
+    title = f"{seeds} random scripts in threads and {len(processes)} with processes, against plain PyTorch"
+    results = {str(seed): [v.kind, v.why] for seed, v in (*threads.items(), *processes.items())}
+    save(OUT, "scripts", [Table(title, ("where", "outcome", "scripts"), tuple(rows))], results)
+    if not ended:
+        raise SystemExit(f"a script has failed, or fewer than {LEAST:.0%} have run to their end; see {OUT}/scripts.json")
 
 
 def main() -> None:
@@ -68,7 +107,8 @@ def main() -> None:
     if arguments.seed is not None:
         without = tuple(int(number) for number in arguments.without.split(",") if number)
         sys.exit(one(arguments.seed, without, arguments.shrink))
-    print(many(range(arguments.first, arguments.first + arguments.seeds)))
+    verdicts = many(range(arguments.first, arguments.first + arguments.seeds))
+    print(Counter(f"{v.kind} {'' if v.failed else v.why}".strip() for v in verdicts.values()))
 
 
 if __name__ == "__main__":

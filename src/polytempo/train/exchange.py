@@ -222,7 +222,7 @@ class Exchange:
             self.client.companion.release()  # who reads is about to do something else for a while
         with self.session.lock:
             self.client.settle(self.name)
-            if not self._is_one_place or self.proposal.pull_filter:
+            if not self._carries:
                 self.copier.scatter(self._read_parts())
             # Else they are here: the job's cannot move without this worker. What the servers have may be what another
             # worker's script made of them for the next step, before this one's script does the same.
