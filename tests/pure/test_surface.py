@@ -110,6 +110,7 @@ def test_commands_and_options() -> None:
         "--checkpoint-every",
         "--expect",
         "--hiccup",
+        "--host-timeout",
         "--insecure",
         "--listen",
         "--max-restarts",
