@@ -104,3 +104,13 @@ def test_bars_stand_above_the_table_and_are_drawn_ten_times_a_second_at_most() -
         now[0] = turn / 32
         display.draw("0", (f"{turn} of 32",), True, True)
     assert drawn == [[f"[0] {turn} of 32"] for turn in range(4, 33, 4)]
+
+
+def test_a_line_about_the_whole_job_does_not_hide_whose_line_was_the_last(capfd: pytest.CaptureFixture[str]) -> None:
+    display = Display("bsp", quiet=False)
+    display.line("1", "ZeroDivisionError", True)
+    display.show(Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0),)))
+    assert display.latest == ("1", True)
+    display.line("0", "still here", False)
+    assert display.latest == ("0", False)
+    assert capfd.readouterr().err == "[1] ZeroDivisionError\npolytempo: bsp: 7 s, step 5, waiting 0 %\n"

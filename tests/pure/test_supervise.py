@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ DURING = ["", "During handling of the above exception, another exception occurre
     ],
 )
 def test_of_the_last_words_the_last_error_is_shown_with_what_led_to_it(lines: list[str], shown: list[str]) -> None:
-    assert last_error(lines) == shown
+    assert last_error(deque(lines)) == shown
 
 
 FAILED = ("failed", "failed with exit status 1")

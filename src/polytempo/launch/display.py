@@ -157,7 +157,9 @@ class Display:
             self._refresh()  # by hand: a launcher has no threads
         elif not self._quiet and status.seconds - self._said >= PLAIN_EVERY:
             self._said = status.seconds
-            self.say(plain(self._title, status))
+            before, now = self.latest, plain(self._title, status)
+            self.say(now)
+            self.latest = before  # an error is still in sight above it
 
     def _refresh(self) -> None:
         live = self._live

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from polytempo.protocol.messages import Status
@@ -114,19 +114,20 @@ def waited_too_long(status: Status, limit: float) -> int | None:
     return None
 
 
-def last_error(lines: Sequence[str]) -> list[str]:
+def last_error(written: Iterable[str]) -> list[str]:
     """Of what a process wrote at its end, the last traceback with those it came from; without one, all."""
+    lines = list(written)
     begin = "Traceback (most recent call last):"
     heads = [number for number, line in enumerate(lines) if line == begin]
     if not heads:
-        return list(lines)
+        return lines
     first = heads[-1]
     for head in reversed(heads[:-1]):
         between = lines[head:first]
         if not any(line.startswith(("The above exception", "During handling of")) for line in between[-3:]):
             break
         first = head
-    return list(lines[first:])
+    return lines[first:]
 
 
 def described(status: int) -> tuple[str, str]:
