@@ -438,9 +438,9 @@ def test_a_group_goes_on_after_a_rank_failed_inside_a_call(worlds_of: Cache) -> 
 
         def work(rank: int, groups: list[Group] = groups) -> None:
             mine = torch.ones(4) if rank != 1 else torch.ones(1).expand(4)  # cannot be written to
-            with pytest.raises(RuntimeError, match="rank 1 failed in all_reduce|single memory location"):
-                for _ in range(2):
-                    groups[rank].all_reduce([mine]).wait(PATIENCE)
+            calls = (groups[rank].all_reduce([mine]) for _ in range(2))
+            with pytest.raises(RuntimeError, match=r"rank 1 failed in all_reduce|single memory location"):
+                _ = [call.wait(PATIENCE) for call in calls]
             assert any(attempt(groups[rank].barrier().wait) is None for _ in range(4)), "it can never be used again"
 
         at_once(3, work)
