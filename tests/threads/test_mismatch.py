@@ -429,3 +429,18 @@ def test_who_fails_in_the_middle_of_a_call_says_so_to_all(
         "rank 1 failed in all_reduce(sum, float32[4])" in str(error) for error in found if isinstance(error, PeerError)
     )
     assert sum(isinstance(error, PeerError) for error in found) >= 2
+
+
+def test_a_group_goes_on_after_a_rank_failed_inside_a_call(worlds_of: Cache) -> None:
+    """Some of the others may have ended the call well: they learn of it in the next one, and all go on with the same."""
+    for kind in KINDS:
+        groups = fresh_groups(worlds_of(kind, 3))
+
+        def work(rank: int, groups: list[Group] = groups) -> None:
+            mine = torch.ones(4) if rank != 1 else torch.ones(1).expand(4)  # cannot be written to
+            calls = (groups[rank].all_reduce([mine]) for _ in range(2))
+            with pytest.raises(RuntimeError, match=r"rank 1 failed in all_reduce|single memory location"):
+                _ = [call.wait(PATIENCE) for call in calls]
+            assert any(attempt(groups[rank].barrier().wait) is None for _ in range(4)), "it can never be used again"
+
+        at_once(3, work)
