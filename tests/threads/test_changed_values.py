@@ -480,6 +480,31 @@ def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, mo
         job.run(work)
 
 
+def test_values_that_are_broadcast_count_though_links_write_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.local()
+
+    def written(tensors: list[torch.Tensor], root: int) -> None:
+        for tensor, value in zip(tensors, [OTHER.state_dict()[name] for name in sorted(OTHER.state_dict())], strict=True):
+            tensor.numpy()[...] = value.numpy()
+
+    monkeypatch.setattr(states, "current", lambda: here.session)
+    monkeypatch.setattr(states, "broadcast", written)
+
+    def work(session: Session) -> list[torch.Tensor]:
+        here.session = session
+        model = copy.deepcopy(START)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, session=session)
+        if session.rank == 0:
+            model.load_state_dict(OTHER.state_dict())
+        states.broadcast_parameters(model.state_dict(), root=0)
+        optimizer.step()
+        return weights(model)
+
+    with ThreadJob(workers=2, servers=2) as job:
+        for got in job.run(work):
+            assert_equal(got, weights(OTHER))
+
+
 # What is used again.
 
 

@@ -25,12 +25,16 @@ def broadcast_parameters(state: Any, root: int = 0) -> None:
 
 @contextmanager
 def _what_stays_is_no_change(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Values that were the same everywhere before are no change of the script's, though they were written."""
-    clean = [watch for watch in current().watches if watch.is_clean()]
-    before = [_digest(tensor) for tensor in tensors if clean]
+    """Values that were the same everywhere before are no change of the script's, though they were written; others are,
+    though what comes over a link is written without torch."""
+    watches = list(current().watches)
+    clean = [watch for watch in watches if watch.is_clean()]
+    before = [_digest(tensor) for tensor in tensors if watches]
     yield
-    if before == [_digest(tensor) for tensor in tensors if clean]:
-        for watch in clean:
+    now = [_digest(tensor) for tensor in tensors if watches]
+    changed = [tensor for tensor, old, new in zip(tensors, before, now, strict=False) if old != new]
+    for watch in watches:
+        if not watch.was_written(changed) and watch in clean:
             watch.record()
 
 

@@ -74,6 +74,14 @@ class ParameterWatch:
         pairs = zip(self._params, self._versions, strict=True)
         self.touched = next(self._infos[i].name for i, (param, version) in enumerate(pairs) if param._version != version)
 
+    def was_written(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """These tensors have other values than before, which torch may not have counted: are there parameters among them?"""
+        places = {tensor.data_ptr() for tensor in tensors}
+        written = [index for index, param in enumerate(self._params) if param.data_ptr() in places]
+        if written and not self.touched:
+            self.touched = self._infos[written[0]].name
+        return bool(written)
+
     def look(self, compare: bool = True) -> bool:
         """Note writes; do values lie elsewhere than before? What does not fit any more is refused by name; so is, where it
         is to be compared, what was written uncounted."""
