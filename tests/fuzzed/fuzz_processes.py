@@ -51,8 +51,8 @@ def run_job(
     if setting.way == "group":
         done = _by_hand([sys.executable, WORKER, *about], setting.workers, known)
     else:
-        via = "allreduce" if setting.way == "allreduce" else "ps"
-        options = ["-n", str(setting.workers), "--servers", str(setting.servers), "--via", via]
+        way = ["--via", "allreduce"] if setting.way == "allreduce" else ["--via", "ps", "--servers", str(setting.servers)]
+        options = ["-n", str(setting.workers), *way]
         done = _finished([sys.executable, "-m", "polytempo", "run", *options, WORKER, *about], known)
     if any(status for status, _ in done):
         return [Verdict("failed", f"the job has failed: {done}") for _ in seeds]

@@ -83,7 +83,9 @@ def test_one_worker_is_plain_sgd_whatever_is_pushed_and_fetched_when(sync: str, 
 
 @pytest.mark.parametrize("late", [1, 4])
 def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None:
-    """Fetched values lack pushes that are under way, and pushes that were made since: they are added again."""
+    """Fetched values lack pushes that are under way, and pushes that were made since: they are added again, each at the
+    rate it was made with."""
+    rates = [0.1 / (1 + step % 7) for step in range(5 * STEPS)]
 
     def work(session: Session) -> list[list[torch.Tensor]]:
         params, optimizer = made(session, lr=0.1)
@@ -108,7 +110,8 @@ def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None
 
         client._hear, client._wait = hear_late, wait_for_all  # type: ignore[method-assign]
         path = []
-        for gradients in GRADIENTS[0] * 5:
+        for rate, gradients in zip(rates, GRADIENTS[0] * 5, strict=True):
+            optimizer.param_groups[0]["lr"] = rate
             set_gradients(params, gradients)
             optimizer.step()
             path.append(values(params))
@@ -120,7 +123,7 @@ def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None
         path = job.run(work)[0]
     plain = [start.detach().clone() for start in START]
     for step, gradients in enumerate(GRADIENTS[0] * 5):
-        plain = [one - 0.1 * gradient for one, gradient in zip(plain, gradients, strict=True)]
+        plain = [one - rates[step] * gradient for one, gradient in zip(plain, gradients, strict=True)]
         assert_close(path[step], plain, rtol=1e-12)
     assert installed[0] > 1
 

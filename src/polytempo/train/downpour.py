@@ -26,6 +26,8 @@ from polytempo.train.proposing import Hyper
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
+#: Local steps that fetched values lack: the rate and the sum of gradients of each parameter.
+Missing = tuple[dict[int, float], Gradients]
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Downpour:
         self.steps = 0
         self._sum: Accumulated | None = None
         self._made = Made()
-        self._sent: list[tuple[int, Gradients]] = []  # pushes that fetched values may not contain yet
+        self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: Fetch | None = None
         self._basis = Basis(exchange.line.version, exchange.step - 1)
         exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
@@ -139,7 +141,8 @@ class Downpour:
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in exchange.line.outstanding]
         exchange.line.version = total.basis.version
-        self._sent.append((exchange.step, {index: view.clone() for index, view in total.views().items()}))
+        gradients = {index: view.clone() for index, view in total.views().items()}
+        self._sent.append((exchange.step, (self._rates(), gradients)))
         exchange.push(
             total.flat,
             self._hyper.of(self._groups),
@@ -178,15 +181,16 @@ class Downpour:
         exchange.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         exchange.line.version, contained = answers[0][0].version, answers[0][0].exchange
         self._basis = Basis(exchange.line.version, contained)
-        self._sent = [(number, gradients) for number, gradients in self._sent if number > contained]
-        self._again([gradients for _, gradients in self._sent] + ([self._sum.views()] if self._sum else []))
+        self._sent = [(number, missing) for number, missing in self._sent if number > contained]
+        unsent = [(self._rates(), self._sum.views())] if self._sum else []
+        self._again([missing for _, missing in self._sent] + unsent)
 
-    def _again(self, missing: Sequence[Gradients]) -> None:
+    def _again(self, missing: Sequence[Missing]) -> None:
+        """Local steps that fetched values lack, in their order, each at the rate that it was pushed with."""
         params = self._exchange.copier.params
-        for index, rate in self._rates().items():
-            for gradients in missing:
-                if index in gradients:
-                    params[index].add_(gradients[index].to(params[index].device), alpha=-rate)
+        for rates, gradients in missing:
+            for index, gradient in gradients.items():
+                params[index].add_(gradient.to(params[index].device), alpha=-rates[index])
         self._exchange.copier.watch.record()
 
 
