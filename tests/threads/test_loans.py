@@ -18,7 +18,7 @@ from polytempo.testing.threads import ThreadJob
 from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.session import Session
-from polytempo.transport.channel import Bytes, Channel
+from polytempo.transport.channel import Bytes, Endpoint
 from polytempo.transport.connect import connect
 from polytempo.transport.pool import Pool
 from polytempo.transport.segments import Borrowed
@@ -191,13 +191,20 @@ def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Store]) ->
 
 
 class TcpJob(ThreadJob):
-    """A job over TCP, where answers are received into memory that is used again."""
+    """A job whose workers come over TCP, where answers are received into memory that is used again."""
 
-    def _endpoint(self, index: int, pool: Pool) -> Any:
-        return ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._doors: list[Endpoint] = []
+        super().__init__(*arguments, **options)
 
-    def connect(self, index: int, pool: Pool) -> Channel:
-        return connect(self.endpoints[index].address, f"{id(pool)}", None, pool)
+    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+        self._doors.append(ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT))
+        return self._doors[-1:]
+
+    def session(self, rank: int) -> Session:
+        pool = Pool()
+        channels = [connect(door.address, f"{id(pool)}", None, pool) for door in self._doors]
+        return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 
 
 KINDS = {"memory": (ThreadJob, "memory"), "ipc": (ThreadJob, "ipc"), "tcp": (TcpJob, "tcp")}
