@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ def run_job(
 ) -> list[Verdict]:
     """One job; a verdict for each seed."""
     about = [str(folder), ",".join(map(str, seeds)), setting.way, str(setting.workers), str(setting.servers)]
-    known = {**(environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(WORKER).parent)}
+    known = {**(environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": _prepended(environment or os.environ)}
     if setting.way == "group":
         done = _by_hand([sys.executable, WORKER, *about], setting.workers, known)
     else:
@@ -57,6 +57,12 @@ def run_job(
     if any(status for status, _ in done):
         return [Verdict("failed", f"the job has failed: {done}") for _ in seeds]
     return [judge(script_of(seed, setting), lambda script: _outcomes(script, folder)) for seed in seeds]
+
+
+def _prepended(environment: Mapping[str, str]) -> str:
+    """Where Python looks for modules: beside the script first, then as before."""
+    before = environment.get("PYTHONPATH", "")
+    return os.pathsep.join([str(Path(WORKER).parent), *([before] if before else [])])
 
 
 def _finished(command: list[str], environment: dict[str, str]) -> list[tuple[int, str]]:

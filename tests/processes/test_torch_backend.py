@@ -12,11 +12,12 @@ KNOWN = "assert 'polytempo' in torch.distributed.Backend.backend_list"
 
 
 def run(bench: Bench, script: str, size: int) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each rank."""
+    """Exit status, output and errors of each rank. No GPU is in sight: PowerSGD would synchronise it for CPU tensors."""
+    environment = {**bench.environment, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", str(SCRIPTS / script), str(bench.folder / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": bench.folder}
     processes = [
-        subprocess.Popen(command, env={**bench.environment, "RANK": str(rank), "WORLD_SIZE": str(size)}, **pipes)  # type: ignore[call-overload]
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "WORLD_SIZE": str(size)}, **pipes)  # type: ignore[call-overload]
         for rank in range(size)
     ]
     try:

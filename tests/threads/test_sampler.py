@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,15 @@ def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_pa
     assert sorted(index for _, _, following in results for index in following) == list(range(36))
 
 
+FORKING = threading.Lock()
+
+
+def begun(loader: Any) -> Any:
+    """Its processes are forked one loader after another: libraries that take part in forks expect one at a time."""
+    with FORKING:
+        return iter(loader)
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: a job in threads has threads
 def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_path: Path) -> None:
     def work(session: Session) -> list[int]:
@@ -126,7 +136,7 @@ def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_pa
         sampler = DistributedSampler(range(36), session=session)
         loader = torch.utils.data.DataLoader(list(range(36)), batch_size=3, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
-        for _, batch in zip(range(2), loader, strict=False):
+        for _, batch in zip(range(2), begun(loader), strict=False):
             set_gradients(params, [torch.ones(3)])
             optimizer.step(samples=len(batch))
             seen += batch.tolist()
@@ -166,7 +176,7 @@ def trained_beside(
             seen.extend(index for x in looked_at for index in x.tolist())
 
     look()
-    for _, x in zip(range(steps), loader, strict=False):
+    for _, x in zip(range(steps), begun(loader), strict=False):
         set_gradients(params, [torch.ones(3)])
         optimizer.step(samples=len(x) if told else None)
         trained += x.tolist()
@@ -187,6 +197,7 @@ def test_data_that_is_looked_at_between_steps_does_not_disturb_the_position(
     assert {index for _, checked in second for index in checked} == set(range(40)), "validation sees everything"
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_loader_that_has_read_the_epoch_ahead_keeps_its_position_beside_an_evaluation(tmp_path: Path) -> None:
     with ThreadJob(2, 1, checkpoint=tmp_path) as job:  # 18 samples each, in 6 batches; four are fetched ahead
         first = job.run(lambda session: trained_beside(session, 4, "others", workers=2))

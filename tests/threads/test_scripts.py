@@ -81,8 +81,8 @@ def test_a_refusal_needs_a_reason_in_the_script() -> None:
 
 def test_the_reference_is_training_on_the_joint_batch() -> None:
     """With equal weights for all samples the mean over workers is that of one batch of all of them."""
-    found = [script for script in map(script_of, range(4000)) if script.is_joint and not script.single][:4]
-    assert len(found) == 4
+    found = [script for script in map(script_of, range(4000)) if script.is_joint and not script.single][:2]
+    assert len(found) == 2
     for script in found:
         parts, joint = PlainRun(script), PlainRun(script, joint=True)
         for run in (parts, joint):

@@ -120,8 +120,12 @@ def test_one_worker_trains_as_without_a_job_bit_for_bit(kind: type[nn.Module], n
     batches = lookup_batches(STEPS, (6,))
     with ThreadJob(1, 2, sync) as job:
         got = job.run(lambda session: trained(session, model, make, batches)[0])[0]
-    # torch's sparse SGD adds what a row has twice to the weight one by one; its dense one adds it up first, as we do
-    assert_equal(got, trained_alone(dense_twin(model) if name == "sgd" else model, make, batches))
+    if name == "sgd":
+        # torch's sparse SGD adds what a row has twice to the weight one by one; its dense one adds it up first as we do, but
+        # the order in which it does is its own: with AVX-512 and many threads the last bit differs.
+        assert_close(got, trained_alone(dense_twin(model), make, batches), rtol=1e-14)
+    else:
+        assert_equal(got, trained_alone(model, make, batches))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
