@@ -444,3 +444,37 @@ def test_a_group_goes_on_after_a_rank_failed_inside_a_call(worlds_of: Cache) -> 
             assert any(attempt(groups[rank].barrier().wait) is None for _ in range(4)), "it can never be used again"
 
         at_once(3, work)
+
+
+def test_who_makes_no_more_calls_holds_up_nobody(worlds_of: Cache) -> None:
+    """Rank 1 had made two calls when the first failed: the other's second one is void, though rank 1 never calls again."""
+    for kind in KINDS:
+        groups = fresh_groups(worlds_of(kind, 2))
+        made = threading.Event()
+
+        def work(rank: int, groups: list[Group] = groups, made: threading.Event = made) -> list[str]:
+            if rank == 1:
+                tasks = [Call("all_reduce", size=size).make(groups[1], background=True).task for size in (2, 5)]
+                made.set()
+                return [error_of(lambda task=task: task.wait(PATIENCE)) for task in tasks]
+            assert made.wait(PATIENCE)
+            return [error_of(lambda: Call("all_reduce", size=5).make(groups[0]).task.wait(PATIENCE)) for _ in range(2)]
+
+        for texts in at_once(2, work):
+            assert all(BOTH.search(text) for text in texts), texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_all_ranks_fail_in_one_call_the_very_next_one_works(worlds_of: Cache, kind: str) -> None:
+    """Whether a rank had begun the call, or had only handed it over, when it heard of the failure."""
+    groups = fresh_groups(worlds_of(kind, 3))
+
+    def work(rank: int) -> None:
+        for turn in range(30):
+            odd = rank == turn % 3
+            error_of(
+                lambda odd=odd, turn=turn: Call("all_reduce", size=5 + odd).make(groups[rank], turn % 2 > 0).task.wait()
+            )
+            Call("all_reduce", size=5).make(groups[rank], turn % 2 > 0).check()
+
+    at_once(3, work)

@@ -112,24 +112,26 @@ class Engine:
             self._compare(lane, number, source, theirs)
         if lane.failed is not None:
             raise lane.failed
+        if number <= lane.void:
+            raise PeerError(f"{call} has failed")  # just now, in `_compare`: its task has ended with the cause
         if lost := [rank for rank in lane.ranks if rank in self._crashed]:  # who has left may have done its part
             raise self._loss(lost)
 
     def _compare(self, lane: Lane, number: int, source: int, theirs: str) -> None:
         mine = self._calls[lane.context].get(number)
-        if mine is not None and mine != theirs and lane.failed is None:
+        if mine is not None and mine != theirs and lane.failed is None and number > lane.void:
             both = f"rank {self.rank} calls {mine} where rank {source} calls {theirs}"
             where = f"call {number} of group {_listed(lane.ranks)}"
             self.fail(lane, PeerError(f"{both} ({where}); all ranks must make the same calls in the same order"))
 
-    def fail(self, lane: Lane, error: Exception, tell: bool = True, final: bool = False) -> None:
+    def fail(self, lane: Lane, error: Exception, tell: bool = True, final: bool = False, told: bool = False) -> None:
         """Nothing of this lane can go on: for good, where it is final, or until it is opened again (`recovery.py`)."""
         final |= isinstance(error, RankLost)
         if lane.failed is not None:
             lane.final |= final
             return
         message = failure(lane, error, final)
-        lane.told = any(not task.done for task in lane.queue)
+        lane.told = told or any(not task.done for task in lane.queue)
         lane.final = final
         lane.failed = error  # last: a caller who sees it may open the lane again at once
         if tell:
@@ -137,6 +139,8 @@ class Engine:
         self.post.drop(lane.context, LAST_CALL)
         while lane.queue:
             lane.queue.popleft().finish(None, error)
+        if not final:
+            lane.when_failed()
 
     def spread(self, lane: Lane, message: Message) -> None:
         """To all others of a lane."""
@@ -173,6 +177,10 @@ class Engine:
         if self._closing:  # just now
             task.finish(None, PeerError("the group was closed"))
         return task
+
+    def has_submitted(self, lane: Lane) -> bool:
+        """Has a task of this lane been handed over that is not in its queue yet? For who drives."""
+        return any(task.lane is lane for task in list(self._submitted))
 
     def begin(self, lane: Lane, name: str, steps: Steps, timeout: float | None = None) -> Task:
         """Start a task and let it go as far as it can at once, in this thread if no other drives; the rest goes on whether
@@ -320,8 +328,7 @@ class Engine:
         task = lane.queue.popleft()
         if task.error is not None and task.began and not task.settled:
             said = PeerError(f"rank {self.rank} failed in {task.name}: {task.error}")
-            self.fail(lane, task.error if isinstance(task.error, PeerError) else said, final=task.final)
-            lane.told = True
+            self.fail(lane, task.error if isinstance(task.error, PeerError) else said, final=task.final, told=True)
 
     def _move(self, task: Task) -> bool:
         if task.lane.failed is not None and not task.done:

@@ -63,6 +63,7 @@ class Group:
         self._calls = 0
         self._lock = threading.Lock()
         self._recovery = Recovery(engine, self.lane, self._start_over)
+        self.lane.when_failed = self._recover
 
     # The collectives.
 
@@ -268,6 +269,12 @@ class Group:
         meta = f"{number} {call}".encode()
         meetings = self._recovery.meetings
         return (yield from steps(Stage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
+
+    def _recover(self) -> None:
+        with self._lock:  # so a call is counted and handed over, or neither
+            self.lane.told |= self.engine.has_submitted(self.lane)
+            self._recovery.open_again(self._calls)
+            self.engine.start(self.lane, "going on after a failure", self._recovery.agree(), True)
 
     def _start_over(self) -> None:
         self.speeds = None  # some ranks may have measured them, and others not

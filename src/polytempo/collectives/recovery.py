@@ -41,6 +41,11 @@ class Recovery:
             lane.void = max(lane.void, calls if lane.told else calls + 1)
             lane.open_again()
 
+    def agree(self) -> Steps:
+        """At once, and not only with the next call: another rank's call may wait for it."""
+        if not self._agreed:
+            yield from self._agree()
+
     def clear(self, number: int) -> Steps:
         """Before a call: it is refused if it is void."""
         self._refuse(number)

@@ -51,6 +51,7 @@ class Lane:
         self.void = 0  #: calls up to this number have failed, here or elsewhere
         self.early: dict[int, tuple[Exception, bool]] = {}  #: failures of generations that this rank has not reached
         self.queue: deque[Task] = deque()
+        self.when_failed: Callable[[], object] = lambda: None  #: opens it again, unless that is final
 
     def open_again(self) -> None:
         """A new generation, in which others may have failed already."""
