@@ -195,6 +195,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) ->
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # of torch 2.11, once
 def test_what_it_cannot_work_on_is_refused() -> None:
     with pytest.raises(UsageError, match=r"eps 1e-10 is nothing in torch.float16; use eps=6e-05 or more"):
         AsuP([param([1.0], torch.float16)])

@@ -128,3 +128,12 @@ def trained_alone(model: nn.Module, make: MakeOptimizer, batches: Sequence[Seque
         loss_of(model, joined(step)).backward()
         optimizer.step()
     return weights(model)
+
+
+FORKING = threading.Lock()
+
+
+def begun(loader: Any) -> Any:
+    """Its processes are forked one loader after another: libraries that take part in forks expect one at a time."""
+    with FORKING:
+        return iter(loader)

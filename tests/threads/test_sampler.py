@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import copied, made_params, set_gradients, until
+from helpers import begun, copied, made_params, set_gradients, until
 
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.job import JobFacts
@@ -117,15 +116,6 @@ def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_pa
     assert [start for start, _, _ in results] == [5, 5, 5]
     assert sorted(flat(first) + [index for _, rest, _ in results for index in rest]) == list(range(36))
     assert sorted(index for _, _, following in results for index in following) == list(range(36))
-
-
-FORKING = threading.Lock()
-
-
-def begun(loader: Any) -> Any:
-    """Its processes are forked one loader after another: libraries that take part in forks expect one at a time."""
-    with FORKING:
-        return iter(loader)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: a job in threads has threads

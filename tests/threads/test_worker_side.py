@@ -11,6 +11,7 @@ from helpers import (
     MakeOptimizer,
     assert_close,
     assert_equal,
+    begun,
     copied,
     joined,
     loss_of,
@@ -221,7 +222,7 @@ def test_forked_loaders_share_the_data_set_among_workers() -> None:
         sampler = DistributedSampler(Numbers(), session=session)
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
-        for batch in loader:
+        for batch in begun(loader):
             set_gradients(params, [batch.double().mean() * torch.ones(3, dtype=torch.float64)])
             optimizer.step(samples=len(batch))
             seen += batch.tolist()

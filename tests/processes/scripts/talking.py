@@ -12,7 +12,7 @@ import polytempo as pt
 
 pt.init()
 number = 0
-while not (Path(sys.argv[1]) / "go-on").exists():
+while number == 0 or not (Path(sys.argv[1]) / "go-on").exists():
     print(f"line {number} " + "." * 2000)
     number += 1
 for done in range(2001):
