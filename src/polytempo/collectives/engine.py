@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 
 from polytempo.collectives.endings import Links, abruptly_closed, let_go_after_fork, politely_closed
 from polytempo.collectives.failures import LAST_CALL, failure, read_failure
@@ -122,15 +123,27 @@ class Engine:
         if mine is not None and mine != theirs and lane.failed is None and number > lane.void:
             both = f"rank {self.rank} calls {mine} where rank {source} calls {theirs}"
             where = f"call {number} of group {_listed(lane.ranks)}"
-            self.fail(lane, PeerError(f"{both} ({where}); all ranks must make the same calls in the same order"))
+            wrong = PeerError(f"{both} ({where}); all ranks must make the same calls in the same order")
+            self.fail(lane, wrong, number=number)
 
-    def fail(self, lane: Lane, error: Exception, tell: bool = True, final: bool = False, told: bool = False) -> None:
-        """Nothing of this lane can go on: for good, where it is final, or until it is opened again (`recovery.py`)."""
+    def fail(
+        self,
+        lane: Lane,
+        error: Exception,
+        tell: bool = True,
+        final: bool = False,
+        told: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """Nothing of this lane can go on: for good, where it is final, or until it is opened again (`recovery.py`).
+
+        `number`: of the call that has failed; the one after the last that has ended, if it is not said.
+        """
         final |= isinstance(error, RankLost)
         if lane.failed is not None:
             lane.final |= final
             return
-        message = failure(lane, error, final)
+        message = failure(lane, error, final, 0 if final else lane.finished + 1 if number is None else number)
         lane.told = told or any(not task.done for task in lane.queue)
         lane.final = final
         lane.failed = error  # last: a caller who sees it may open the lane again at once
@@ -163,9 +176,12 @@ class Engine:
         lane.ranks = ranks
         return lane
 
-    def start(self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None) -> Task:
+    def start(
+        self, lane: Lane, name: str, steps: Steps, background: bool, timeout: float | None = None, number: int = 0
+    ) -> Task:
         """Put a task in its lane's queue; with `background`, it goes on whether or not anybody waits."""
         task = Task(self, lane, name, steps, timeout)
+        task.number = number
         if self._closing:
             task.finish(None, PeerError("the group was closed"))
             return task
@@ -329,6 +345,14 @@ class Engine:
         if task.error is not None and task.began and not task.settled:
             said = PeerError(f"rank {self.rank} failed in {task.name}: {task.error}")
             self.fail(lane, task.error if isinstance(task.error, PeerError) else said, final=task.final, told=True)
+        elif task.number:
+            self.has_ended(lane, task.number)
+
+    def has_ended(self, lane: Lane, number: int) -> None:
+        """Calls up to this one have ended here: a failure elsewhere of the call after it counts from now on."""
+        lane.finished = max(lane.finished, number)
+        if lane.later is not None and lane.later[0] <= lane.finished + 1:
+            self.fail(lane, lane.later[1], tell=False)
 
     def _move(self, task: Task) -> bool:
         if task.lane.failed is not None and not task.done:
@@ -400,9 +424,11 @@ class Engine:
             self._polite.add(source)
 
     def _hear_failure(self, lane: Lane, message: Message) -> None:
-        error, generation, final = read_failure(message)
-        if final or generation == lane.generation:
+        error, generation, final, number = read_failure(message)
+        if final or (generation == lane.generation and number <= lane.finished + 1):
             self.fail(lane, error, tell=False, final=final)
+        elif generation == lane.generation:  # calls before it can end here: all that they need was sent before this
+            lane.later = (number, error) if lane.later is None else min(lane.later, (number, error), key=itemgetter(0))
         elif generation > lane.generation:
             lane.early.setdefault(generation, (error, final))
 

@@ -7,6 +7,7 @@ numbered within the group. All ranks of the group must make the same calls in th
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -63,7 +64,7 @@ class Group:
         self._calls = 0
         self._lock = threading.Lock()
         self._recovery = Recovery(engine, self.lane, self._start_over)
-        self.lane.when_failed = self._recover
+        self.lane.when_failed = _weakly(self._recover)  # the engine knows the lane for ever, but not the group
 
     # The collectives.
 
@@ -253,7 +254,8 @@ class Group:
             self._recovery.open_again(self._calls)
             self._calls += 1
             number = self._calls
-            return self.engine.start(self.lane, call, self._run(number, call, op, steps), background, self.timeout)
+            run = self._run(number, call, op, steps)
+            return self.engine.start(self.lane, call, run, background, self.timeout, number)
 
     def before_next(self, name: str, steps: Steps) -> Task:
         """Start something that this rank has to do before its next call begins."""
@@ -407,3 +409,15 @@ def _pieces(size: int, alpha: float, beta: float) -> int:
     """Into how many messages to cut a part: filling the pipeline costs one of them, and each costs its latency."""
     message = max(MESSAGE, sqrt(size * alpha / beta))
     return max(1, min(PIECES, round(size / message)))
+
+
+def _weakly(method: Callable[[], object]) -> Callable[[], object]:
+    """Call a method if its object is still there."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        there = reference()
+        if there is not None:
+            there()
+
+    return call

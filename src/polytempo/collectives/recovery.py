@@ -1,6 +1,7 @@
 """What follows a call that failed on some ranks: all ranks give up the same calls, and go on with the next.
 
-Ranks may be at different calls when they learn of a failure: one has only sent and is far ahead, another has not begun.
+Ranks may be at different calls when they learn of a failure: one has only sent and is far ahead, another has not begun. One
+that has not come to the call that failed ends the calls before it first: who failed has sent all that these need.
 Calls keep their numbers, so ranks need to agree on one number only: up to which call all is void. Each rank tells all others
 how many calls it had made when it opened the lane again; the largest number counts. Void calls end with the failure on
 every rank, whichever of them they had made already; a rank none of whose calls was under way gets it with its next one.
@@ -77,3 +78,4 @@ class Recovery:
         self._engine.forget(lane.context, lane.void)
         self._start_over()
         self._agreed = True
+        self._engine.has_ended(lane, lane.void)

@@ -49,6 +49,8 @@ class Lane:
         self.told = False  #: a call of this rank has ended with the failure
         self.generation = 0  #: how often it was opened again
         self.void = 0  #: calls up to this number have failed, here or elsewhere
+        self.finished = 0  #: calls up to this number have ended here
+        self.later: tuple[int, Exception] | None = None  #: a call that this rank has not come to has failed elsewhere
         self.early: dict[int, tuple[Exception, bool]] = {}  #: failures of generations that this rank has not reached
         self.queue: deque[Task] = deque()
         self.when_failed: Callable[[], object] = lambda: None  #: opens it again, unless that is final
@@ -56,6 +58,7 @@ class Lane:
     def open_again(self) -> None:
         """A new generation, in which others may have failed already."""
         self.generation += 1
+        self.later = None
         error, self.final = self.early.pop(self.generation, (None, False))
         self.told, self.failed = False, error
 
@@ -66,6 +69,7 @@ class Task:
     def __init__(self, engine: Engine, lane: Lane, name: str, steps: Steps, timeout: float | None = None) -> None:
         self._engine, self.lane, self.name, self._steps = engine, lane, name, steps
         self.timeout = timeout  #: seconds from its start, after which it fails
+        self.number = 0  #: of the call, where it is one of a group
         self.began = 0.0
         self.said = 0.0
         self.waits: Wait | None = None

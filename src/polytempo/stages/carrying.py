@@ -225,7 +225,7 @@ class Carrier:
 
         def steps() -> Steps:
             for group in groups:
-                self._engine.spread(group.lane, failure(group.lane, error, final=True))
+                self._engine.spread(group.lane, failure(group.lane, error, final=True, number=0))
                 self._engine.fail(group.lane, error, tell=False, final=True)
             return
             yield  # a generator
