@@ -580,6 +580,7 @@ def test_two_jobs_of_one_name_are_told_so() -> None:
     close_all(worlds)
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12: links have threads
 def test_a_forked_child_does_not_keep_its_parents_rank() -> None:
     name = unused_name()
     worlds = at_once(2, lambda rank: open_by_name(name, rank, 2, PATIENCE))

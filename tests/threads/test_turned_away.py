@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -222,7 +224,8 @@ def test_without_the_jobs_keys_nothing_goes_through() -> None:
         }
         channels = {name: wire.connect_with(keys, name) for name, keys in strangers.items()}
         for name, channel in channels.items():
-            channel.send(name.encode())
+            with suppress(PeerError):  # it may have been turned away already
+                channel.send(name.encode())
         member = wire.connect("member")
         member.send(b"member")
         assert wire.serve(lambda: wire.received)
@@ -233,6 +236,28 @@ def test_without_the_jobs_keys_nothing_goes_through() -> None:
         wire.serve(lambda: len(wire.received) > 1, seconds=1.0)  # for strangers that are only slower
         assert [received.header for received in wire.received] == [b"member"]
         assert {name: channel.receive() for name, channel in channels.items()} == dict.fromkeys(strangers)
+    finally:
+        wire.close()
+
+
+@pytest.mark.parametrize("known", ["nothing", "the server's key"])
+def test_who_was_turned_away_is_told_so_at_its_next_message(known: str) -> None:
+    """ZeroMQ gives such a connection up, and would keep a message for it for ever, and its sender with it."""
+    wire = Wire("tcp")
+    try:
+        assert wire.keys is not None
+        other = make_keys().workers
+        keys = WorkerKeys(wire.keys.workers.server_public, other.worker_public, other.worker_secret)
+        channel = wire.connect_with(None if known == "nothing" else keys, "stranger")
+
+        def talk() -> None:
+            while True:
+                channel.send(b"again")
+                threading.Event().wait(0.01)
+
+        client = Client(talk)
+        assert wire.serve(client.over), "it waits for ever"
+        assert "has refused this connection" in str(client.error)
     finally:
         wire.close()
 

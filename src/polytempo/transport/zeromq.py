@@ -145,7 +145,11 @@ class ZmqChannel(Channel):
         return socket
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
-        self._socket.send_multipart(frames_of(header, buffers), copy=False)  # they do not change until they are answered
+        try:  # without a limit on waiting messages a send waits for one thing only, and for ever: a connection given up
+            self._socket.send_multipart(frames_of(header, buffers), zmq.NOBLOCK, copy=False)  # unchanged until the answer
+        except zmq.Again:
+            told = "it takes the key file of its own job, and the same version, only"
+            raise PeerError(f"the server at {self._address} has refused this connection: {told}") from None
         return len(header) + sum(buffer.nbytes for buffer in buffers)
 
     def receive(self) -> tuple[bytes, list[Bytes]] | None:
