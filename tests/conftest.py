@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+ENDING = str(Path(__file__).parent / "ending")
 
 # How long an example takes on a busy machine says nothing: time does not decide a test.
 hypothesis.settings.register_profile("polytempo", deadline=None)
@@ -19,6 +21,13 @@ hypothesis.settings.load_profile("polytempo")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden files anew instead of comparing")
     parser.addoption("--proof", action="store_true", help="as in make proof: all of what takes a minute by itself")
+
+
+def pytest_configure() -> None:
+    """What `ending/sitecustomize.py` says holds for all processes that tests start."""
+    before = os.environ.get("PYTHONPATH", "")
+    if ENDING not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ENDING, before)))
 
 
 def pytest_collection_finish() -> None:

@@ -101,6 +101,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return kept
 
 
+@pytest.mark.long
 def test_a_picture_says_all(seen: Seen, tmp_path: Path) -> None:
     timeline = run(make("1f1b", 3, 4, replicas=(1, 2, 1)), [1.0] * 3, [2.0] * 3, update=[0.5] * 3)
     bubble = draw_pipeline(timeline.as_lines(), tmp_path / "new" / "a.png", "mine")
@@ -115,6 +116,7 @@ def test_a_picture_says_all(seen: Seen, tmp_path: Path) -> None:
     assert axes.get_xlim() == (0, timeline.total)
 
 
+@pytest.mark.long
 def test_a_number_without_room_is_left_out(seen: Seen, tmp_path: Path) -> None:
     lines = run(make("sequential", 4, 200), [1.0] * 4, [2.0] * 4).as_lines()
     draw_pipeline(lines, tmp_path / "a.svg", "many")

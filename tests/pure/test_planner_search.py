@@ -80,6 +80,7 @@ def test_three_levels_equal_trying_everything(profile: Profile, topology: Topolo
     check_equal(plan(profile, topology, formula=formula, whole_hosts=True), profile, topology, formula)
 
 
+@pytest.mark.long
 @often
 @given(
     profile=profiles(4),

@@ -59,6 +59,7 @@ def test_a_stage_without_parameters_and_one_that_is_frozen_take_part() -> None:
     assert_same(outcomes, alone(model, data, clipping(PLAIN, 0.1)), 1e-10)
 
 
+@pytest.mark.long
 def test_half_precision_does_not_overflow() -> None:
     model = nn.Linear(4, 4, bias=False).half()
     data = [(torch.full((2, 4), 2000.0).half(), torch.zeros(2, 4).half())]  # squares of which are no such numbers

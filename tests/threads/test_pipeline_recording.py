@@ -95,6 +95,7 @@ def test_a_line_that_is_no_action_is_named(tmp_path: Path, text: str) -> None:
 # The command.
 
 
+@pytest.mark.long
 def test_a_run_is_drawn_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     written(tmp_path)

@@ -25,7 +25,7 @@ pytestmark = [
 
 STEPS, SIZES = 8, (6, 6, 6)
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    # A power of two: its products are exact, so it is alike whether a processor rounds them before it adds or not.
+    # A power of two: products with it are exact, so fused and separate multiplication and addition give the same bits.
     "sgd": lambda p: torch.optim.SGD(p, lr=0.25),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
 }

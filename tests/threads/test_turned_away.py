@@ -210,6 +210,7 @@ def test_another_user_who_gets_in_all_the_same_is_turned_away_unread(ipc: Wire) 
 # Keys.
 
 
+@pytest.mark.long
 def test_without_the_jobs_keys_nothing_goes_through() -> None:
     wire = Wire("tcp")
     try:
