@@ -232,13 +232,15 @@ class LocalJob:
             self._obey(self._supervisor.server_exited(server, cause, self._saves.newest()), event.child)
 
     def _worker_ended(self, worker: int, reason: str, cause: str) -> None:
-        """Whether a script has failed too early the first server knows, as soon as there is one."""
-        if reason == "failed" and self._control is not None and not self._supervisor.ending:
+        """Whether a script has failed too early the first server knows, as soon as it is ready.
+
+        When it does not answer it is about to end, as its pidfd will tell: that is the cause then, and this a consequence.
+        """
+        if reason == "failed" and 0 in self._ready:
             self._ask()
             self._undecided.append((self._asked, worker, reason, cause))
         else:
-            accepted = reason != "failed" or 0 in self._ready  # a server that is lost is a cause of its own
-            self._obey(self._supervisor.exited(worker, reason, cause, accepted))
+            self._obey(self._supervisor.exited(worker, reason, cause, accepted=reason != "failed"))
 
     def _decide(self, status: Status) -> None:
         self._answered += 1
@@ -339,6 +341,8 @@ class LocalJob:
 
     def _finish(self) -> int:
         """End all processes in order: workers, then servers, which write what is left. The job's exit status."""
+        if self.progress is not None and not self._supervisor.trains:
+            self._saves = Saves(None, None)  # a pipeline, whose script saves for itself
         saves = self._interrupted and self._saves.directory is not None and not self._hurried()
         if saves:
             limit = f"at most {self.request.grace:g} s; again to end at once"
