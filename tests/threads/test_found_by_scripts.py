@@ -231,3 +231,27 @@ def test_consolidate_in_rounds_does_not_see_what_another_workers_script_has_chan
     with ThreadJob(2) as job:
         results = job.run(work)
     assert_close(results, [wanted, wanted], rtol=1e-12)
+
+
+def test_rates_of_local_steps_are_those_of_now_after_a_state_was_loaded() -> None:
+    """Loading gives an optimizer new groups; those of before are nobody's."""
+    start, gradients = made_params([(3, 2)]), made_gradients([(3, 2)], 4)
+
+    def train(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+        stepped(params, optimizer, gradients[:2])
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.01
+        stepped(params, optimizer, gradients[2:])
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.consolidate()
+        return [param.detach() for param in params]
+
+    def work(session: Session) -> list[torch.Tensor]:
+        params = copied(start)
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session))
+
+    alone = copied(start)
+    wanted = train(alone, torch.optim.SGD(alone, lr=0.1))
+    with ThreadJob(1, sync="downpour:push=1,fetch=1") as job:
+        [got] = job.run(work)
+    assert_close(got, wanted, rtol=1e-12)

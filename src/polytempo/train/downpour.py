@@ -11,7 +11,7 @@ Which of this worker's pushes fetched values contain, the servers say: the read 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class Downpour:
         self,
         exchange: Exchange,
         local: LocalSteps,
-        groups: Sequence[dict[str, Any]],
+        groups: Callable[[], Sequence[dict[str, Any]]],
         hyper: Hyper,
         tables: ModelTables,
     ) -> None:
@@ -129,8 +129,8 @@ class Downpour:
     def _rates(self) -> dict[int, float]:
         """The rate of a local step, for each parameter."""
         infos = self._exchange.proposal.tensors
-        own = self._local.alpha
-        return {i: float(self._groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
+        own, groups = self._local.alpha, self._groups()
+        return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
 
     def flush(self, **about: Any) -> None:
         """Push what was accumulated, however much it is."""
@@ -145,7 +145,7 @@ class Downpour:
         self._sent.append((exchange.step, (self._rates(), gradients)))
         exchange.push(
             total.flat,
-            self._hyper.of(self._groups),
+            self._hyper.of(self._groups()),
             absent=tuple(sorted(total.absent)),
             nonfinite=not total.flat.is_finite(everything=True),
             samples=made.samples,

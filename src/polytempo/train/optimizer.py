@@ -111,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._own()
         self._downpour: Downpour | None = None
         if isinstance(self._exchange, Exchange) and self._spec.local is not None:
-            self._downpour = Downpour(self._exchange, self._spec.local, self.param_groups, self._hyper, tables)
+            self._downpour = Downpour(self._exchange, self._spec.local, lambda: self.param_groups, self._hyper, tables)
         tables.attach(self._exchange, lambda: self.param_groups[0]["lr"])
         self._rule = RuleAlone(self._spec, self._hyper, self) if self._exchange is None and self._spec.mode.rule else None
         self._mean: Exchange | PeerExchange | None = None
