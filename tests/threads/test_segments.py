@@ -19,7 +19,7 @@ from polytempo.parameter_server.state import as_tensor
 from polytempo.transport import segments
 from polytempo.transport.channel import Bytes
 from polytempo.transport.connect import LIMIT
-from polytempo.transport.framing import SEGMENT_COUNT_LIMIT, Writer
+from polytempo.transport.framing import SEGMENT_COUNT_LIMIT, Reader, Writer
 from polytempo.transport.pool import KEEP_FROM, Pool
 from polytempo.transport.segments import SHARE_FROM, Borrowed, Shelf, address_of, make_segment
 from polytempo.transport.stream import StreamChannel
@@ -328,3 +328,20 @@ def test_too_little_memory_is_said_once_and_bytes_are_sent_instead() -> None:
     (line,) = done.stderr.splitlines()
     assert "cannot share 1048576 bytes of memory (File too large)" in line
     assert "sockets instead" in line
+
+
+def test_a_forked_child_gives_back_nothing_that_its_parent_reads() -> None:
+    """It inherits the views of a loan, and drops them: the owner of the memory must not take that for the reader's word."""
+    reader, segment = Reader(Pool(), LIMIT), make_segment(4096)
+    reader._segments.append(segment)
+    word = segment.view(0, 1)
+    word[0] = 1
+    borrowed = segment.view(1024, 64, reader._loan(0, 0, views=1))
+    child = os.fork()
+    if child == 0:
+        del borrowed
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert word[0] == 1
+    del borrowed
+    assert word[0] == 0

@@ -59,6 +59,8 @@ class Engine:
         self._poller.register(self._bell.fileno, 1)
         self._driving, self._starting = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._reserve: threading.Thread | None = None
+        self._needed = threading.Event()
         self._closing = False
         self._closes: Callable[[Link], None] | None = None
         self._closed = threading.Event()
@@ -227,9 +229,27 @@ class Engine:
     def _drive_in_background(self) -> None:
         with self._starting:
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._drive_on, name="polytempo-progress", daemon=True)
+                self._thread = self._reserve or self._driver(self._drive_on)
                 self._bell.ring()  # whoever drives gives way
-                self._thread.start()
+                if self._thread is self._reserve:
+                    self._needed.set()
+                else:
+                    self._thread.start()
+
+    def _driver(self, drive: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=drive, name="polytempo-progress", daemon=True)
+
+    def keep_in_reserve(self) -> None:
+        """Make the thread that may have to drive at the end of the process: from Python 3.12 on none is started then."""
+        with self._starting:
+            if self._thread is None and self._reserve is None and not self._closing:
+                self._reserve = self._driver(self._drive_if_needed)
+                self._reserve.start()
+
+    def _drive_if_needed(self) -> None:
+        self._needed.wait()
+        if self._thread is self._reserve:
+            self._drive_on()
 
     def wake(self) -> None:
         """Something that no link tells of has happened. Any thread may say so."""
@@ -253,6 +273,7 @@ class Engine:
             first, self._closing = not self._closes, True
             self._closes = self._closes or (politely_closed if politely else abruptly_closed)
         self._bell.ring()
+        self._needed.set()
         if threading.current_thread() is self._thread:
             return  # it closes when it is back
         if self._thread is not None:

@@ -203,6 +203,7 @@ class Session:
         """Do this for others, at the end."""
         if self.joining:
             self._standbys.append(Standby())
+            self.world().engine.keep_in_reserve()
         self.joining.append(join)
 
     def abandon(self) -> None:
@@ -285,7 +286,8 @@ def init(
 
 def _of_a_child(parent: str) -> Session:
     """This process was started by a worker: it has that one's rank, and no part in the job."""
-    found, placement = job_of_environment(), placement_of_environment()
+    found = job_of_environment()
+    placement = placement_of_environment() if found is None else None
     if found is not None:
         session = Session(None, *found)
     elif placement is not None:
