@@ -585,12 +585,17 @@ def test_a_forked_child_does_not_keep_its_parents_rank() -> None:
     name = unused_name()
     worlds = at_once(2, lambda rank: open_by_name(name, rank, 2, PATIENCE))
     reader, writer = os.pipe()
+    forked, ready = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.close(ready)  # it is there, and has let go
         os.read(reader, 1)  # until the parent has done its part, or is gone
         os._exit(0)
     try:
+        os.close(ready)
+        os.read(forked, 1)
+        os.close(forked)
         close_all(worlds)
         close_all(at_once(2, lambda rank: open_by_name(name, rank, 2, 5.0)))
     finally:
