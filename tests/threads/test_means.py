@@ -14,7 +14,6 @@ from torch import nn
 from worlds import close_all, everywhere, open_worlds
 
 from polytempo.collectives.group import Group
-from polytempo.collectives.native import Native
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.world import World
 from polytempo.errors import UsageError
@@ -79,10 +78,10 @@ def test_buffers_of_large_float16_have_a_mean(way: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_collectives_have_a_mean_of_large_float16(size: int) -> None:
-    """By every plan there is, and by torch's own."""
+    """By every plan there is. (Torch's own groups are not for threads of one process: gloo may abort it.)"""
     large = torch.full((9,), 60000.0, dtype=torch.float16)
 
-    def made(group: Group | Native, rank: int, collective: str, algorithm: str) -> torch.Tensor:
+    def made(group: Group, rank: int, collective: str, algorithm: str) -> torch.Tensor:
         pieces = [large.clone() for _ in range(size)]
         own = torch.zeros_like(large) if collective == "reduce_scatter" else large.clone()
         if collective == "all_reduce":
@@ -95,12 +94,9 @@ def test_collectives_have_a_mean_of_large_float16(size: int) -> None:
         return own
 
     def work(world: World) -> list[torch.Tensor]:
-        group, native = world.everybody, Native(world.everybody)
+        group = world.everybody
         plans = [plan for plan in PLANS if plan[0] in ("all_reduce", "reduce", "reduce_scatter")]
-        found = [made(group, world.rank, *plan) for plan in plans]
-        found += [made(native, world.rank, name, "") for name in ("all_reduce", "reduce", "reduce_scatter")]
-        native.close()
-        return found
+        return [made(group, world.rank, *plan) for plan in plans]
 
     worlds = open_worlds("unix", size)
     try:
