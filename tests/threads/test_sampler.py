@@ -228,6 +228,20 @@ def test_positions_of_a_version_that_knew_one_sampler_are_the_first_ones() -> No
     assert (train.epoch, len(train), len(check)) == (3, 3, 18)
 
 
+@pytest.mark.parametrize("taken_before", [30, 36])
+def test_a_script_that_never_sets_the_epoch_gets_whole_passes_after_the_interrupted_one(taken_before: int) -> None:
+    facts = JobFacts(1, (), positions=({"epoch": 0, "size": 1, "taken": [taken_before]},))
+    session = Session(None, facts, 0)
+    sampler = DistributedSampler(range(36), session=session)
+    passes: list[list[int]] = []
+    for _ in range(3):
+        passes.append([])
+        for index in sampler:
+            passes[-1].append(index)
+            session.positions.pushed(1)
+    assert [len(one) for one in passes] == [36 - taken_before, 36, 36]
+
+
 # One epoch.
 
 

@@ -87,6 +87,10 @@ class Positions:
             one.trained += int(samples or 0)
         return tuple(one.position() for one in self._training.values())
 
+    def used(self, one: Pass) -> bool:
+        """Is nothing left of this pass to train on? An empty one counts; one that was only looked at does not."""
+        return one.drawn == 0 or self._training.get(one.sampler) is one
+
     def _read_ahead(self, fresh: Sequence[Pass]) -> Sequence[Pass]:
         """No pass goes on: which of those that have ended since the last push may have been read ahead?"""
         if not self._training:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from polytempo.train.positions import Pass
 from polytempo.train.session import Session, current
 
 
@@ -52,6 +53,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         nameless = any(not part.get("sampler") for part in earlier)
         self._name = self._session.positions.identify(dataset, self._length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self._name]
+        self._complete: list[Pass] = []  # passes that ran to their end
         self.epoch = max((part["epoch"] for part in earlier), default=0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -67,6 +69,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             for index in self._mine():
                 passing.draw(self._training is True or torch.is_grad_enabled())
                 yield index
+            self._complete.append(passing)
         finally:
             passing.ended = True
 
@@ -74,6 +77,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         return len(self._mine())
 
     def _mine(self) -> list[int]:
+        if any(self._session.positions.used(one) for one in self._complete if one.epoch == self.epoch):
+            # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
+            self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
+            self._complete = []
         rest = remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch])
         rank, size = self._session.rank, self._session.size
         each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
