@@ -27,13 +27,13 @@ from torch import nn
 
 from measure import save
 from polytempo.optim.asup import AsuP
-from polytempo.optim.statistics import norm_layers
-from polytempo.report.table import Table
+from polytempo.optim.norm_statistics import norm_layers
+from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.datasets import digits
 from polytempo.simulate.durations import Lognormal
-from polytempo.train.statistics import statistics as recalibrated
-from polytempo.virtual.tasks import digits
-from polytempo.virtual.train import TrainingRun, accuracy, train_virtually
+from polytempo.simulate.virtual_training import TrainingRun, accuracy, train_virtually
+from polytempo.train.evaluation_statistics import statistics as recalibrated
 
 OUT = Path("out/proof")
 CLUSTER = Cluster(step_time=Lognormal(1.0, 0.1), slow={3: 3.0})
@@ -192,7 +192,7 @@ def asup(seeds: int) -> None:
         target, rates, runs = measured(task, range(seeds))
         rows = [_row(name, METHODS[name].unit, lr, runs[name], runs[BASE], target) for name, lr in rates.items()]
         title = f"{task}: simulated seconds to {100 * target:.1f} %, one of four workers 3x slower, {seeds} seeds"
-        tables.append(Table(title, heads, tuple(rows)))
+        tables.append(TextTable(title, heads, tuple(rows)))
         data[task] = {name: [{"rate": lr, "curve": run.curve} for run in runs[name]] for name, lr in rates.items()}
     save(OUT, "asup", tables, data)
 

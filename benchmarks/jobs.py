@@ -1,4 +1,4 @@
-"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/local.py`)."""
+"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/local_job.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from polytempo.launch.local import KEEP_MEMORY
+from polytempo.launch.local_job import KEEP_MEMORY
 from rigs import Rig, RigFailed
 
 
 def start_job(rig: Rig, workers: int, servers: int, sync: str, via: str = "ps") -> str:
     """Start the servers; the job file with which workers join."""
-    from polytempo.train.job import JobFacts
+    from polytempo.launch.job_facts import JobFacts
 
     rig.environment = KEEP_MEMORY
     paths = [str(rig.directory / f"server-{index}") for index in range(servers)]

@@ -53,8 +53,8 @@ def _our_worker(pipe: Connection, rank: int, size: int, hosts: Hosts, key: str, 
     _enter(hosts.a if rank < size // 2 else hosts.b)
     import torch
 
+    from polytempo.client.key_value_store import store_at
     from polytempo.collectives.world import open_by_store
-    from polytempo.train.store import store_at
     from polytempo.transport.keys import read_key_file
 
     address = f"{hosts.address}:{port}"

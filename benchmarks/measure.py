@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
 
 #: One thing to measure: does the work and returns how many units of it were done.
 Work = Callable[[], int]
@@ -58,7 +58,7 @@ def in_a_fresh_process(code: str) -> tuple[float, float]:
     return time.perf_counter() - start, max(peak, before) / 1024
 
 
-def save(folder: Path, name: str, tables: list[Table], data: object) -> None:
+def save(folder: Path, name: str, tables: list[TextTable], data: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join(f"**{table.title}**\n\n{table.markdown()}" for table in tables)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")

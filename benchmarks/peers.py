@@ -57,8 +57,8 @@ def plain_training(steps: int) -> int:
 
     import torch
 
-    from polytempo.virtual.data import Shards
-    from polytempo.virtual.tasks import digits
+    from polytempo.simulate.datasets import digits
+    from polytempo.simulate.sharded_data import Shards
 
     task = digits()
     model = copy.deepcopy(task.model)

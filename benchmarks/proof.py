@@ -20,12 +20,12 @@ from rich.progress import track
 from asup import asup
 from measure import save
 from polytempo.records.check import check_lines
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.report.table import Table
-from polytempo.simulate.chance import random_cluster
+from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup
 from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict
@@ -55,8 +55,8 @@ CHECKED = (
 def modes(seeds: int) -> None:
     import torch
 
-    from polytempo.virtual.tasks import digits
-    from polytempo.virtual.train import train_virtually
+    from polytempo.simulate.datasets import digits
+    from polytempo.simulate.virtual_training import train_virtually
 
     torch.set_num_threads(1)
     times: dict[str, dict[str, list[float]]] = {}
@@ -72,7 +72,7 @@ def modes(seeds: int) -> None:
                 times.setdefault(name, {}).setdefault(sync, []).append(run.time_to(task.target) or float("inf"))
     rows = tuple((name, *(_mean(values) for values in by_mode.values())) for name, by_mode in times.items())
     title = f"Simulated seconds to 95 %, mean and deviation over {seeds} seeds"
-    save(OUT, "modes", [Table(title, ("cluster", *COMPARED), rows)], times)
+    save(OUT, "modes", [TextTable(title, ("cluster", *COMPARED), rows)], times)
 
 
 def _mean(values: list[float]) -> str:
@@ -90,14 +90,19 @@ def records(seeds: int) -> None:
         for sync in CHECKED:
             if sync == "bsp+backup:1" and cluster.workers == 1:
                 continue
-            lines: list[Line] = []
+            lines: list[RecordLine] = []
             simulate_job(cluster, sync, seed=seed, steps_each=40, record=lines.append)
             spec = parse_spec(sync)
             check_lines(lines, spec, cluster.workers)
             replay(lines, spec.policy(cluster.workers))
             lines_of[sync] = lines_of.get(sync, 0) + len(lines)
     rows = tuple((sync, f"{count:,}") for sync, count in lines_of.items())
-    save(OUT, "records", [Table(f"Lines checked and replayed, {seeds} random clusters", ("mode", "lines"), rows)], lines_of)
+    save(
+        OUT,
+        "records",
+        [TextTable(f"Lines checked and replayed, {seeds} random clusters", ("mode", "lines"), rows)],
+        lines_of,
+    )
 
 
 def prediction(steps: int) -> None:
@@ -111,7 +116,7 @@ def prediction(steps: int) -> None:
         verdict = "ok" if abs(time_off) <= 0.10 and abs(waiting_off) <= 5 else "MISSED"
         rows.append((r["scene"], r["sync"], *seconds, *waiting, verdict))
     heads = ("scene", "mode", "live\n(s)", "predicted\n(s)", "off", "waiting\n(%)", "predicted\n(%)", "off by", "bar")
-    save(OUT, "prediction", [Table("Fitted on the recorded bsp run", heads, tuple(rows))], results)
+    save(OUT, "prediction", [TextTable("Fitted on the recorded bsp run", heads, tuple(rows))], results)
 
 
 def main() -> None:

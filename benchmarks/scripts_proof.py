@@ -23,7 +23,7 @@ from fuzz_program import Script, script_of
 from fuzz_verdict import Verdict, judge, report, shrunk
 
 from measure import save
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
 
 OUT = Path("out/proof")
 #: Of all scripts at least so many must run to their end, so that it means something when none fails.
@@ -90,7 +90,7 @@ def scripts(seeds: int) -> None:
         ended = ended and tally["same"] >= LEAST * len(verdicts) and not tally["failed"]
     title = f"{seeds} random scripts in threads and {len(processes)} with processes, against plain PyTorch"
     results = {str(seed): [v.kind, v.why] for seed, v in (*threads.items(), *processes.items())}
-    save(OUT, "scripts", [Table(title, ("where", "outcome", "scripts"), tuple(rows))], results)
+    save(OUT, "scripts", [TextTable(title, ("where", "outcome", "scripts"), tuple(rows))], results)
     if not ended:
         raise SystemExit(f"a script has failed, or fewer than {LEAST:.0%} have run to their end; see {OUT}/scripts.json")
 

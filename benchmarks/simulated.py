@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure import Work, in_a_fresh_process, interleaved, save
 from peers import STEP, bare_heap, plain_training, simpy_ssp
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
@@ -38,7 +38,7 @@ def events(quick: bool) -> None:
         cells = [f"{costs[f'{name} / {n}'].median:.2f} ±{100 * costs[f'{name} / {n}'].spread:.0f} %" for n in SIZES]
         rows.append((name, *cells, f"{many / few:.2f}"))
     heads = ("microseconds a step", *(f"{n:,} workers" for n in SIZES), f"growth (log n: {allowed:.2f})")
-    save(OUT, "events", [Table("Cost of a simulated step", heads, tuple(rows))], costs)
+    save(OUT, "events", [TextTable("Cost of a simulated step", heads, tuple(rows))], costs)
 
 
 def _subjects() -> dict[str, Callable[[int, int], int]]:
@@ -56,7 +56,7 @@ def scale(quick: bool) -> None:
     )
     seconds, megabytes = in_a_fresh_process(code)
     row = (f"10,000 workers x {steps:,} steps, ssp:3", f"{seconds:.1f} s", f"{megabytes:.0f} MB", "90 s, 1,000 MB")
-    table = Table("Scale", ("run", "time", "peak memory", "bar (1,000 steps)"), (row,))
+    table = TextTable("Scale", ("run", "time", "peak memory", "bar (1,000 steps)"), (row,))
     save(OUT, "scale", [table], {"steps": steps, "seconds": seconds, "megabytes": megabytes})
 
 
@@ -64,8 +64,8 @@ def training(quick: bool) -> None:
     """A gradient in virtual time against a gradient in a plain loop."""
     import torch
 
-    from polytempo.virtual.tasks import digits
-    from polytempo.virtual.train import train_virtually
+    from polytempo.simulate.datasets import digits
+    from polytempo.simulate.virtual_training import train_virtually
 
     torch.set_num_threads(1)
     task, steps = digits(), 500 if quick else 4_000
@@ -83,7 +83,7 @@ def training(quick: bool) -> None:
     rows = tuple(
         (name, f"{cost.median:.0f} ±{100 * cost.spread:.0f} %", f"{cost.median / limit:.2f}") for name, cost in costs.items()
     )
-    save(OUT, "training", [Table("Training on digits", ("microseconds a gradient", "", "over the limit"), rows)], costs)
+    save(OUT, "training", [TextTable("Training on digits", ("microseconds a gradient", "", "over the limit"), rows)], costs)
 
 
 #: Each makes its own table; the argument is --quick.

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from measure import save
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
 
 OUT = Path("out/proof")
 LARGE, SMALL = 20_000_000, 20_000
@@ -163,7 +163,7 @@ def tables() -> None:
     save(OUT, "tables", [jobs_table(small, large), traffic_table(large), checkpoint_table(large, again, size, same)], data)
 
 
-def jobs_table(small: dict[str, Any], large: dict[str, Any]) -> Table:
+def jobs_table(small: dict[str, Any], large: dict[str, Any]) -> TextTable:
     rss = [mean([worker["rss"] for worker in job["workers"]]) / MEGA for job in (small, large)]
     held = [mean(job["servers"]) / MEGA for job in (small, large)]
     data = LARGE * BYTES_OF_A_ROW / SERVERS / MEGA
@@ -183,10 +183,10 @@ def jobs_table(small: dict[str, Any], large: dict[str, Any]) -> Table:
         lines.append((f"{phase}: thousand rows a second of a worker", *(f"{value:.0f}" for value in speeds), "", ""))
         lines.append((f"{phase}: KB a step of a worker", *(f"{value:.0f}" for value in kilobytes), "", ""))
     heads = ("two workers, two servers", f"{SMALL:,} rows", f"{LARGE:,} rows", "bar", "met")
-    return Table(f"A table of rows of {DIM} numbers, row-wise Adagrad, `asp`", heads, tuple(lines))
+    return TextTable(f"A table of rows of {DIM} numbers, row-wise Adagrad, `asp`", heads, tuple(lines))
 
 
-def traffic_table(large: dict[str, Any]) -> Table:
+def traffic_table(large: dict[str, Any]) -> TextTable:
     lines = []
     first = large["workers"][0]["traffic"]
     per_id = [one["bytes"] / one["unique"] for one in first]
@@ -196,10 +196,10 @@ def traffic_table(large: dict[str, Any]) -> Table:
             (f"{draws:,}", f"{one['unique']:,.0f}", f"{one['bytes'] / 1e3:,.0f}", f"{each:.0f}", "within 10 %", met)
         )
     heads = ("ids of a batch", "different ones", "KB a step", "bytes for each", "bar", "met")
-    return Table(f"Bytes of a step of a table of {LARGE:,} rows", heads, tuple(lines))
+    return TextTable(f"Bytes of a step of a table of {LARGE:,} rows", heads, tuple(lines))
 
 
-def checkpoint_table(large: dict[str, Any], again: dict[str, Any], size: int, same: bool) -> Table:
+def checkpoint_table(large: dict[str, Any], again: dict[str, Any], size: int, same: bool) -> TextTable:
     lines = (
         ("size (MB)", f"{size / MEGA:,.0f}"),
         ("saved after training, to the end of the job (s)", f"{large['whole_s'] - large['trained_s']:.1f}"),
@@ -207,7 +207,7 @@ def checkpoint_table(large: dict[str, Any], again: dict[str, Any], size: int, sa
         ("resumed, until rows are pulled (s)", f"{again['trained_s']:.1f}"),
         (f"{LOOKED_AT:,} rows are what they were", _met(same)),
     )
-    return Table("Checkpoint of that table", ("", ""), lines)
+    return TextTable("Checkpoint of that table", ("", ""), lines)
 
 
 def _met(yes: bool) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cases import Bar, Case, Cell, Ratio
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
 
 UNITS = {"ms": 1e3, "s": 1.0, "%": 100.0}
 RATES = {"M rows/s": 1e-6}  #: where a cost is seconds a row
@@ -98,7 +98,7 @@ def judge(case: Case, rows: Sequence[Measured]) -> list[Judged]:
     return judged
 
 
-def table(case: Case, rows: Sequence[Measured]) -> Table:
+def table(case: Case, rows: Sequence[Measured]) -> TextTable:
     judged = judge(case, rows)
     heads = (
         case.name,
@@ -112,7 +112,7 @@ def table(case: Case, rows: Sequence[Measured]) -> Table:
         (verdict,) = mark.verdicts
         shown = [_ratio(verdict.value) if ratio == verdict.bar.ratio else "" for ratio in case.ratios]
         lines.append((mark.name, *("" for _ in case.subjects), *shown, _bars(mark), mark.text))
-    return Table(case.title, heads, tuple(lines))
+    return TextTable(case.title, heads, tuple(lines))
 
 
 def _figures(case: Case, row: Measured) -> tuple[str, ...]:

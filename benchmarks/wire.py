@@ -20,9 +20,9 @@ import numpy
 import zmq
 
 from measure import save
-from polytempo.report.table import Table
+from polytempo.report.table import TextTable
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.keys import make_keys
-from polytempo.transport.pool import Pool
 from polytempo.transport.zeromq import ZmqChannel, ZmqEndpoint
 
 try:
@@ -166,7 +166,9 @@ def main(quick: bool, folder: Path) -> None:
     figures = {way: numpy.hstack((one, one[:, :1] / found["ZeroMQ CURVE"][:, :1])).flat for way, one in found.items()}
     rows = [(way, *(f"{value:.2f}" for value in values)) for way, values in figures.items()]
     heads = (f"{size} MB: {what}" for size in SIZES for what in ("GB/s", "CPU s/GB: sender", "receiver", "GB/s to CURVE"))
-    save(Path("out/bench"), "wire", [Table(f"Loopback TCP, {ssl.OPENSSL_VERSION}", ("way", *heads), tuple(rows))], results)
+    save(
+        Path("out/bench"), "wire", [TextTable(f"Loopback TCP, {ssl.OPENSSL_VERSION}", ("way", *heads), tuple(rows))], results
+    )
     print("" if AESGCM else "cryptography cannot be imported: TLS and AES-GCM are left out")
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import polytempo as pt
-from polytempo.filters.kkt import kkt_keep
+from polytempo.compression.sparsification import kkt_keep
 
 parser = argparse.ArgumentParser(description="Sparse logistic regression by proximal gradient steps on the servers.")
 parser.add_argument("--features", type=int, default=20_000)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polytempo.records.lines import Line
-from polytempo.report.table import Table
+from polytempo.records.lines import RecordLine
+from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.run import simulate_job
@@ -47,10 +47,10 @@ def pace() -> dict[str, list[float]]:
     return rates
 
 
-def pace_table() -> Table:
+def pace_table() -> TextTable:
     heads = ("steps a second and worker", "bsp", *(f"ssp:{bound}" for bound in BOUNDS), "asp")
     rows = tuple((name, *(f"{rate:.3f}" for rate in rates)) for name, rates in pace().items())
-    return Table("pace", heads, rows)
+    return TextTable("pace", heads, rows)
 
 
 def two_workers() -> Cluster:
@@ -59,7 +59,7 @@ def two_workers() -> Cluster:
 
 def leads(mode: str, seconds: float) -> list[tuple[float, int]]:
     """The lead of the fast worker each time it may start a step."""
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(two_workers(), mode, seconds=seconds, record=lines.append)
     return [
         (line["t"], line["step"] - line["slowest"]) for line in lines if line["kind"] == "release" and line["worker"] == 0
@@ -69,22 +69,22 @@ def leads(mode: str, seconds: float) -> list[tuple[float, int]]:
 DSSP_MODES = ("ssp:3", "ssp:15", "dssp:3..15", "dssp-paper:3..15", "asp")
 
 
-def dssp_table() -> Table:
+def dssp_table() -> TextTable:
     rows = []
     for mode in DSSP_MODES:
         outcome = simulate_job(two_workers(), mode, seconds=2000)
         fast, slow = outcome.workers
         rows.append((mode, str(fast.steps), str(slow.steps), str(outcome.max_lead), f"{100 * outcome.waiting:.1f} %"))
-    return Table("dssp", ("mode", "steps of the fast worker", "of the slow one", "largest lead", "waiting"), tuple(rows))
+    return TextTable("dssp", ("mode", "steps of the fast worker", "of the slow one", "largest lead", "waiting"), tuple(rows))
 
 
 def idle_shares() -> list[float]:
     return [1 - simulate_job(UNEQUAL_LINKS, f"delay:{delay}", seconds=2000).efficiency for delay in DELAYS]
 
 
-def delay_table() -> Table:
+def delay_table() -> TextTable:
     heads = ("", *(f"delay:{delay}" for delay in DELAYS))
-    return Table("delay", heads, (("idle", *(f"{100 * share:.1f} %" for share in idle_shares())),))
+    return TextTable("delay", heads, (("idle", *(f"{100 * share:.1f} %" for share in idle_shares())),))
 
 
 TABLES = (pace_table, dssp_table, delay_table)

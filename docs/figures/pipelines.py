@@ -103,8 +103,8 @@ def work(name: str, folder: str) -> None:
 
 def draw(name: str) -> None:
     """What each rank did last, without the warming up."""
+    from polytempo.pipeline.trace_files import read_logs
     from polytempo.report.pipeline_picture import draw_pipeline, last_updates
-    from polytempo.stages.recording import read_logs
 
     title = PICTURES[name][1]
     with TemporaryDirectory() as folder:

@@ -17,47 +17,47 @@ if TYPE_CHECKING:
     from polytempo.errors import PolytempoError as PolytempoError
     from polytempo.errors import UsageError as UsageError
     from polytempo.optim.asup import AsuP as AsuP
+    from polytempo.pipeline.pipeline import Pipeline as Pipeline
+    from polytempo.session.session import init as init
+    from polytempo.session.session import is_initialized as is_initialized
+    from polytempo.session.session import local_rank as local_rank
+    from polytempo.session.session import local_size as local_size
+    from polytempo.session.session import log as log
+    from polytempo.session.session import manifest as manifest
+    from polytempo.session.session import rank as rank
+    from polytempo.session.session import should_stop as should_stop
+    from polytempo.session.session import shutdown as shutdown
+    from polytempo.session.session import size as size
     from polytempo.simulate.cluster import Cluster as Cluster
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.run import simulate_job as simulate_job
-    from polytempo.stages.pipe import Pipeline as Pipeline
+    from polytempo.simulate.virtual_training import train_virtually as train_virtually
     from polytempo.sync.spec import parse_spec as parse_spec
-    from polytempo.train.arrays import Array as Array
-    from polytempo.train.communicate import all_gather as all_gather
-    from polytempo.train.communicate import all_reduce as all_reduce
-    from polytempo.train.communicate import all_to_all as all_to_all
-    from polytempo.train.communicate import barrier as barrier
-    from polytempo.train.communicate import broadcast as broadcast
-    from polytempo.train.communicate import explain as explain
-    from polytempo.train.communicate import gather as gather
-    from polytempo.train.communicate import irecv as irecv
-    from polytempo.train.communicate import isend as isend
-    from polytempo.train.communicate import new_group as new_group
-    from polytempo.train.communicate import recv as recv
-    from polytempo.train.communicate import reduce as reduce
-    from polytempo.train.communicate import reduce_scatter as reduce_scatter
-    from polytempo.train.communicate import reform as reform
-    from polytempo.train.communicate import scatter as scatter
-    from polytempo.train.communicate import send as send
+    from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
+    from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
+    from polytempo.train.communication import all_gather as all_gather
+    from polytempo.train.communication import all_reduce as all_reduce
+    from polytempo.train.communication import all_to_all as all_to_all
+    from polytempo.train.communication import barrier as barrier
+    from polytempo.train.communication import broadcast as broadcast
+    from polytempo.train.communication import explain as explain
+    from polytempo.train.communication import gather as gather
+    from polytempo.train.communication import irecv as irecv
+    from polytempo.train.communication import isend as isend
+    from polytempo.train.communication import new_group as new_group
+    from polytempo.train.communication import recv as recv
+    from polytempo.train.communication import reduce as reduce
+    from polytempo.train.communication import reduce_scatter as reduce_scatter
+    from polytempo.train.communication import reform as reform
+    from polytempo.train.communication import scatter as scatter
+    from polytempo.train.communication import send as send
+    from polytempo.train.evaluation_statistics import statistics as statistics
     from polytempo.train.kv import KV as KV
+    from polytempo.train.kv_arrays import Array as Array
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.prepare import prepare as prepare
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
     from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
-    from polytempo.train.session import init as init
-    from polytempo.train.session import is_initialized as is_initialized
-    from polytempo.train.session import local_rank as local_rank
-    from polytempo.train.session import local_size as local_size
-    from polytempo.train.session import log as log
-    from polytempo.train.session import manifest as manifest
-    from polytempo.train.session import rank as rank
-    from polytempo.train.session import should_stop as should_stop
-    from polytempo.train.session import shutdown as shutdown
-    from polytempo.train.session import size as size
-    from polytempo.train.states import broadcast_optimizer_state as broadcast_optimizer_state
-    from polytempo.train.states import broadcast_parameters as broadcast_parameters
-    from polytempo.train.statistics import statistics as statistics
-    from polytempo.virtual.train import train_virtually as train_virtually
 
 __version__ = VERSION
 register()
@@ -69,22 +69,22 @@ _WHERE = {
     "cluster_from": "polytempo.simulate.description",
     "simulate_job": "polytempo.simulate.run",
     "parse_spec": "polytempo.sync.spec",
-    "train_virtually": "polytempo.virtual.train",
-    "broadcast_optimizer_state": "polytempo.train.states",
-    "broadcast_parameters": "polytempo.train.states",
+    "train_virtually": "polytempo.simulate.virtual_training",
+    "broadcast_optimizer_state": "polytempo.train.broadcast_state",
+    "broadcast_parameters": "polytempo.train.broadcast_state",
     "DistributedOptimizer": "polytempo.train.optimizer",
     "DistributedSampler": "polytempo.train.sampler",
     "JobEnded": "polytempo.errors",
-    "Array": "polytempo.train.arrays",
+    "Array": "polytempo.train.kv_arrays",
     "AsuP": "polytempo.optim.asup",
     "KV": "polytempo.train.kv",
-    "Pipeline": "polytempo.stages.pipe",
+    "Pipeline": "polytempo.pipeline.pipeline",
     "ServerEmbedding": "polytempo.train.server_embedding",
     "prepare": "polytempo.train.prepare",
-    "statistics": "polytempo.train.statistics",
+    "statistics": "polytempo.train.evaluation_statistics",
     **dict.fromkeys(
         ("init", "is_initialized", "local_rank", "local_size", "log", "manifest", "rank", "should_stop", "shutdown", "size"),
-        "polytempo.train.session",
+        "polytempo.session.session",
     ),
     **dict.fromkeys(
         (
@@ -105,7 +105,7 @@ _WHERE = {
             "scatter",
             "send",
         ),
-        "polytempo.train.communicate",
+        "polytempo.train.communication",
     ),
 }
 

@@ -14,12 +14,12 @@ from fuzz_pieces import batch_of, kept, loss_of, optimizer_of, weight_of
 from fuzz_plain import Outcome, Run, evaluated, loaded, look, resumed
 from fuzz_program import Line, Script, Setting
 
+from polytempo.launch.job_facts import JobFacts
+from polytempo.reducer import bucket_overlap, collective_reducer
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train import ahead, rounds
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.transport import segments
+from polytempo.transport import shared_memory
 
 
 class JobRun(Run):
@@ -157,9 +157,9 @@ def _places(setting: Setting) -> Iterator[None]:
         for kind in (ThreadJob, GroupJob):
             patches.enter_context(mock.patch.object(kind, "wire", setting.wire))
         if setting.small:
-            patches.enter_context(mock.patch.object(segments, "SHARE_FROM", 1))
-            patches.enter_context(mock.patch.object(ahead, "LIMIT", 100))
-            patches.enter_context(mock.patch.object(rounds, "BUCKET", 100))
+            patches.enter_context(mock.patch.object(shared_memory, "SHARE_FROM", 1))
+            patches.enter_context(mock.patch.object(bucket_overlap, "LIMIT", 100))
+            patches.enter_context(mock.patch.object(collective_reducer, "BUCKET", 100))
         yield
 
 

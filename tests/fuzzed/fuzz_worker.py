@@ -16,7 +16,7 @@ from fuzz_job import outcome_of
 from fuzz_program import Setting, script_of
 
 import polytempo as pt
-from polytempo.train.session import current
+from polytempo.session.session import current
 
 
 def main(folder: str, seeds: str, way: str, workers: str, servers: str) -> None:

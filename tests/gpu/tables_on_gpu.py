@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import polytempo as pt
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 WORKERS = 2
 X = torch.randint(0, 50, (64, 3), generator=torch.Generator().manual_seed(0))

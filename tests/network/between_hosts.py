@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import polytempo as pt
-from polytempo.train import session
+from polytempo.session import session
 
 session.MEETING = float(os.environ.get("PATIENCE", "60"))
 pt.init()

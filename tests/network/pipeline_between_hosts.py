@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.train import session
+from polytempo.session import session
 
 ROWS, WIDTH, STEPS = 64, 256, 3
 

@@ -19,9 +19,9 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 import polytempo as pt
-from polytempo.collectives.board import Board
-from polytempo.collectives.in_place import mean_in_place
-from polytempo.transport.mesh import Mesh
+from polytempo.collectives.shared_mean import SharedMeanBuffer
+from polytempo.collectives.shared_mean import mean_in_place
+from polytempo.transport.local_peers import LocalPeers
 
 who, when, where, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 torch.set_num_threads(1)
@@ -55,17 +55,17 @@ def after_one(original):
 
 
 if where == "before it finished":
-    Board.finish = before(Board.finish)
+    SharedMeanBuffer.finish = before(SharedMeanBuffer.finish)
 elif where == "before it told":
-    Board.finish = after(Board.finish)
+    SharedMeanBuffer.finish = after(SharedMeanBuffer.finish)
 elif where == "after it told one":
-    Mesh.tell = after_one(Mesh.tell)
+    LocalPeers.tell = after_one(LocalPeers.tell)
 elif where == "before it was met":
-    Mesh.meet = before(Mesh.meet)
+    LocalPeers.meet = before(LocalPeers.meet)
 elif where == "before the memory":
-    Mesh.hand_over = before(Mesh.hand_over)
+    LocalPeers.hand_over = before(LocalPeers.hand_over)
 elif where == "while all begin":
-    Board.meet = before(Board.meet)
+    SharedMeanBuffer.meet = before(SharedMeanBuffer.meet)
 
 if where == "before it registered" and doomed():
     die()

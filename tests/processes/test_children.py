@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 from live import wait_until
 
-from polytempo.launch.children import Child
-from polytempo.launch.crew import Crew, Exited, Signalled
-from polytempo.launch.folder import JobFolder
+from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.job_folder import JobFolder
+from polytempo.launch.process_monitor import Exited, ProcessMonitor, Signalled
 
 SHELL = ["/bin/sh", "-c"]
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    made = Crew()
+def crew() -> Iterator[ProcessMonitor]:
+    made = ProcessMonitor()
     yield made
     made.close()
 
 
-def ended(child: Child) -> int:
+def ended(child: ChildProcess) -> int:
     assert select.select([child.pidfd], [], [], 20)[0], "it has not ended"
     return child.ended()
 
@@ -36,7 +36,7 @@ def ended(child: Child) -> int:
 def test_the_number_of_an_ended_child_is_its_own_until_it_is_closed(
     how: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = Child("it", [*SHELL, how], {})
+    child = ChildProcess("it", [*SHELL, how], {})
     assert ended(child) == status
     assert Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     child.kill(signal.SIGTERM)  # goes to nobody
@@ -52,7 +52,7 @@ def test_the_number_of_an_ended_child_is_its_own_until_it_is_closed(
 
 
 def test_what_an_ended_child_has_started_is_ended_with_it() -> None:
-    child = Child("it", [*SHELL, "sleep 1000 & exit 0"], {})
+    child = ChildProcess("it", [*SHELL, "sleep 1000 & exit 0"], {})
     assert ended(child) == 0
     held = os.dup(next(iter(child.pipes)))
     assert not select.select([held], [], [], 0)[0], "sleep has ended before"
@@ -63,7 +63,7 @@ def test_what_an_ended_child_has_started_is_ended_with_it() -> None:
 
 def test_a_child_that_has_left_its_group_is_signalled_too() -> None:
     away = f"import os, sys; os.setpgid(0, {os.getpgrp()}); print('away', flush=True); sys.stdin.read()"
-    child = Child("it", [sys.executable, "-I", "-S", "-c", away], {}, None, b"")
+    child = ChildProcess("it", [sys.executable, "-I", "-S", "-c", away], {}, None, b"")
     out = next(descriptor for descriptor, stream in child.pipes.items() if stream == 1)
     assert select.select([out], [], [], 20)[0]
     child.kill(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_a_child_that_has_left_its_group_is_signalled_too() -> None:
 
 
 def test_a_server_sees_the_end_of_its_launcher_as_the_end_of_its_input() -> None:
-    child = Child("it", [*SHELL, "read line; cat; exit 7"], {}, None, b"configuration")
+    child = ChildProcess("it", [*SHELL, "read line; cat; exit 7"], {}, None, b"configuration")
     assert not select.select([child.pidfd], [], [], 0.05)[0]
     child.ask_to_end()
     assert ended(child) == 7
@@ -80,8 +80,8 @@ def test_a_server_sees_the_end_of_its_launcher_as_the_end_of_its_input() -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_is_heard_before_the_ends_it_may_have_caused(number: signal.Signals, crew: Crew) -> None:
-    child = Child("it", [*SHELL, "exit 0"], {})
+def test_a_signal_is_heard_before_the_ends_it_may_have_caused(number: signal.Signals, crew: ProcessMonitor) -> None:
+    child = ChildProcess("it", [*SHELL, "exit 0"], {})
     crew.add(child)
     assert select.select([child.pidfd], [], [], 20)[0]
     os.kill(os.getpid(), number)
@@ -92,7 +92,7 @@ def test_a_signal_is_heard_before_the_ends_it_may_have_caused(number: signal.Sig
 def test_who_was_started_with_nohup_goes_on_ignoring_a_hangup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        crew = Crew()
+        crew = ProcessMonitor()
         os.kill(os.getpid(), signal.SIGHUP)
         assert list(crew.turn(0)) == []
         crew.close()
@@ -104,8 +104,8 @@ def test_who_was_started_with_nohup_goes_on_ignoring_a_hangup() -> None:
 def test_a_status_is_known_also_where_ended_children_are_ignored() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        crew = Crew()
-        child = Child("it", [*SHELL, "exit 5"], {})
+        crew = ProcessMonitor()
+        child = ChildProcess("it", [*SHELL, "exit 5"], {})
         crew.add(child)
         assert select.select([child.pidfd], [], [], 20)[0]
         assert [event.status for event in crew.turn(1) if isinstance(event, Exited)] == [5]
@@ -116,7 +116,7 @@ def test_a_status_is_known_also_where_ended_children_are_ignored() -> None:
 
 KILLED = """
 import os, signal, subprocess, sys
-from polytempo.launch.folder import JobFolder
+from polytempo.launch.job_folder import JobFolder
 folder = JobFolder("launcher")
 (folder.path / "job.json").write_text("a key")
 for command in (["sleep", "1000"], ["setsid", "sleep", "1000"]):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from live import PACED, Bench, wait_until
 
-from polytempo.parameter_server.manifest import find_checkpoint
+from polytempo.server.manifest import find_checkpoint
 
 
 def servers_of(launcher: int) -> list[psutil.Process]:

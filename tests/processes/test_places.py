@@ -62,7 +62,7 @@ def test_who_exits_with_a_status_has_failed(bench: Bench) -> None:
 def test_what_is_known_at_the_end_of_a_process(ending: str, badly: bool) -> None:
     program = (
         "import atexit, sys, threading\n"
-        "from polytempo.collectives.endings import ended_badly, watch_exit\n"
+        "from polytempo.collectives.shutdown import ended_badly, watch_exit\n"
         "atexit.register(lambda: print('badly', ended_badly()))\n"
         f"watch_exit(); watch_exit()\n{ending}\n"
     )

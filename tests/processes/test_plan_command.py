@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.main import run
-from polytempo.planner.profile import Layer, Profile, save_profile
+from polytempo.pipeline.layer_profile import Layer, Profile, save_profile
 
 SCRIPT = """
 import torch

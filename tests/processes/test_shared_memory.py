@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import torch
 import polytempo as pt
-from polytempo.train.flat import Copier
-from polytempo.transport.segments import Borrowed
+from polytempo.reducer.flat_buffer import Copier
+from polytempo.transport.shared_memory import Borrowed
 
 how, steps = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

@@ -17,9 +17,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
-from polytempo.records.lines import Line, action_line, apply_line, event_line
+from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import Event, Hyper, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Event, HyperItems, Joined, Left, Pushed, Ticked
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
 
@@ -42,7 +42,7 @@ class Job:
         self.version = 0
         self.recording = recording
         self.history: list[tuple[Event, float, list[Action]]] = []
-        self.lines: list[Line] = []
+        self.lines: list[RecordLine] = []
         self._pushes = 0
         self._late: set[int] = set()
         self._read: dict[tuple[int, int], int] = {}  # the version that each released step is computed on
@@ -83,7 +83,7 @@ class Job:
     def join(self, worker: int, now: float | None = None) -> list[Action]:
         return self.feed(Joined(worker), now)
 
-    def push(self, worker: int, now: float | None = None, hyper: Hyper = ()) -> list[Action]:
+    def push(self, worker: int, now: float | None = None, hyper: HyperItems = ()) -> list[Action]:
         """A member pushes the step it computes."""
         self._pushes += 1
         return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper), now)
@@ -151,6 +151,6 @@ class Job:
         self.version += 1
         self._write(apply_line(apply, self.now, 0, self.version, staleness))
 
-    def _write(self, line: Line | None) -> None:
+    def _write(self, line: RecordLine | None) -> None:
         if self.recording and line is not None:
             self.lines.append(line)

@@ -11,37 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from polytempo.coordinate.orders import Checkpoint, Order, ToShards, ToWorker, WakeAt, Write
-from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.coordinate.sequencer import Sequencer
 from polytempo.protocol.log import Reply
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import Proposal, PushId, TensorInfo
-from polytempo.records.lines import Line
+from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
+from polytempo.records.lines import RecordLine
+from polytempo.server.effects import Checkpoint, Effect, ToShards, ToWorker, WakeAt, Write
+from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.sequencer import Sequencer
 
 T = TypeVar("T")
 
 TENSORS = (TensorInfo("weight", (4, 3), "float32", 0), TensorInfo("bias", (4,), "float32", 0))
 
 
-def proposal(sync: str, **changes: Any) -> Proposal:
+def proposal(sync: str, **changes: Any) -> OptimizerSpec:
     facts: dict[str, Any] = {"apply": "server", "optimizer": "SGD", "tensors": TENSORS, "groups": ({"lr": 0.1},)}
-    return Proposal(sync=sync, **{**facts, **changes})
+    return OptimizerSpec(sync=sync, **{**facts, **changes})
 
 
 def only(kind: type[T], things: Iterable[Any]) -> list[T]:
     return [thing for thing in things if isinstance(thing, kind)]
 
 
-def entries_in(orders: Iterable[Order]) -> list[Any]:
+def entries_in(orders: Iterable[Effect]) -> list[Any]:
     return [order.entry for order in orders if isinstance(order, ToShards)]
 
 
-def replies_in(orders: Iterable[Order]) -> list[Reply]:
+def replies_in(orders: Iterable[Effect]) -> list[Reply]:
     return only(Reply, entries_in(orders))
 
 
-def told_in(orders: Iterable[Order]) -> list[tuple[int, Any]]:
+def told_in(orders: Iterable[Effect]) -> list[tuple[int, Any]]:
     return [(order.worker, order.message) for order in orders if isinstance(order, ToWorker)]
 
 
@@ -62,12 +62,12 @@ class Bench:
         self.now = 0.0
         self.lives = dict.fromkeys(range(size), 0)
         self.entries: list[Any] = []
-        self.lines: list[Line] = []
+        self.lines: list[RecordLine] = []
         self.wakes: list[float] = []
         self.checkpoints: list[Checkpoint] = []
         self.replies: dict[tuple[str, int], Reply] = {}  # the last to each worker, in each track
 
-    def take(self, orders: list[Order]) -> list[Order]:
+    def take(self, orders: list[Effect]) -> list[Effect]:
         self.entries += entries_in(orders)
         self.lines += [order.line for order in orders if isinstance(order, Write)]
         self.wakes += [order.at for order in orders if isinstance(order, WakeAt)]
@@ -85,17 +85,17 @@ class Bench:
             self.seed(0, track)
         return self
 
-    def register(self, worker: int, track: str = "0", **changes: Any) -> list[Order]:
+    def register(self, worker: int, track: str = "0", **changes: Any) -> list[Effect]:
         offered = proposal(**{"sync": self.sync, **changes})
         return self.take(self.sequencer.register(worker, self.lives[worker], track, offered, self.now))
 
-    def seed(self, worker: int, track: str = "0") -> list[Order]:
+    def seed(self, worker: int, track: str = "0") -> list[Effect]:
         return self.arrive(worker, -1, track=track, kind="seed")
 
-    def leave(self, worker: int, reason: str = "lost") -> list[Order]:
+    def leave(self, worker: int, reason: str = "lost") -> list[Effect]:
         return self.take(self.sequencer.left(worker, self.lives[worker], reason, self.now))
 
-    def come_back(self, worker: int, **changes: Any) -> list[Order]:
+    def come_back(self, worker: int, **changes: Any) -> list[Effect]:
         self.lives[worker] += 1
         return self.register(worker, **changes)
 
@@ -111,9 +111,9 @@ class Bench:
         facts: dict[str, Any] = {"version": reply.version if reply else 0, "hyper": ({"lr": 0.1},)}
         return Push(id=identity, **{**facts, **fields})
 
-    def send(self, push: Push, shards: Iterable[int] | None = None) -> list[Order]:
+    def send(self, push: Push, shards: Iterable[int] | None = None) -> list[Effect]:
         """It has arrived at these shards, one after the other."""
-        orders: list[Order] = []
+        orders: list[Effect] = []
         for shard in range(self.shards) if shards is None else shards:
             brings = push if shard == 0 else None
             orders += self.take(self.sequencer.arrived(shard, push.id, brings, self.now))
@@ -121,18 +121,18 @@ class Bench:
 
     def arrive(
         self, worker: int, step: int | None = None, shards: Iterable[int] | None = None, track: str = "0", **fields: Any
-    ) -> list[Order]:
+    ) -> list[Effect]:
         return self.send(self.head(worker, step, track, **fields), shards)
 
-    def push(self, worker: int, step: int | None = None, **fields: Any) -> list[Order]:
+    def push(self, worker: int, step: int | None = None, **fields: Any) -> list[Effect]:
         """A push, at all shards."""
         return self.arrive(worker, step, **fields)
 
-    def round(self, **fields: Any) -> list[Order]:
+    def round(self, **fields: Any) -> list[Effect]:
         """Everybody pushes once."""
         return [order for worker in range(self.size) for order in self.push(worker, **fields)]
 
     # What came of it.
 
-    def lines_of(self, *kinds: str) -> list[Line]:
+    def lines_of(self, *kinds: str) -> list[RecordLine]:
         return [line for line in self.lines if line["kind"] in kinds]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.protocol.buckets import plan_buckets, rest_of
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
-from polytempo.protocol.values import Piece, TensorInfo
+from polytempo.protocol.values import BufferRange, TensorInfo
+from polytempo.reducer.buckets import plan_buckets, rest_of
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
@@ -24,7 +24,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, list[int]]:
     return layout, order[: draw(st.integers(0, len(order)))]
 
 
-def covered(pieces: list[Piece]) -> list[tuple[int, int]]:
+def covered(pieces: list[BufferRange]) -> list[tuple[int, int]]:
     return sorted((piece.buffer, at) for piece in pieces for at in range(piece.start, piece.stop))
 
 
@@ -55,4 +55,8 @@ def test_the_usual_model_has_one_piece_a_bucket() -> None:
     layout = lay_out([TensorInfo(f"t{i}", (100,), "float32", 0) for i in range(6)], 1)
     buckets = plan_buckets(layout, range(5, -1, -1), 800)
     assert [bucket.params for bucket in buckets] == [(5, 4), (3, 2), (1, 0)]
-    assert [bucket.pieces[0] for bucket in buckets] == [(Piece(0, 1600, 2400),), (Piece(0, 800, 1600),), (Piece(0, 0, 800),)]
+    assert [bucket.pieces[0] for bucket in buckets] == [
+        (BufferRange(0, 1600, 2400),),
+        (BufferRange(0, 800, 1600),),
+        (BufferRange(0, 0, 800),),
+    ]

@@ -10,7 +10,7 @@ from clusters import EVENTFUL, STRAGGLER
 
 from polytempo.errors import BrokenInvariant
 from polytempo.records.check import check_lines
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
@@ -18,46 +18,46 @@ from polytempo.sync.spec import parse_spec
 DROPS, WARM = "asp,drop=2", "downpour:push=2,warm=9"
 
 
-def record(sync: str) -> list[Line]:
-    lines: list[Line] = []
+def record(sync: str) -> list[RecordLine]:
+    lines: list[RecordLine] = []
     simulate_job(STRAGGLER, sync, steps_each=30, record=lines.append)
     return lines
 
 
-def nth(lines: list[Line], kind: str, number: int) -> int:
+def nth(lines: list[RecordLine], kind: str, number: int) -> int:
     return [index for index, line in enumerate(lines) if line["kind"] == kind][number]
 
 
-def refused(lines: list[Line], sync: str) -> str:
+def refused(lines: list[RecordLine], sync: str) -> str:
     with pytest.raises(BrokenInvariant) as caught:
         check_lines(lines, parse_spec(sync), STRAGGLER.workers)
     return str(caught.value)
 
 
-def _other_reason(lines: list[Line]) -> None:
+def _other_reason(lines: list[RecordLine]) -> None:
     lines[nth(lines, "discard", 3)]["reason"] = "it was late"
 
 
-def _not_stale_enough(lines: list[Line]) -> None:
+def _not_stale_enough(lines: list[RecordLine]) -> None:
     lines[nth(lines, "discard", 3)]["reason"] = "staleness 2 is above 2"
 
 
-def _another_bound(lines: list[Line]) -> None:
+def _another_bound(lines: list[RecordLine]) -> None:
     lines[nth(lines, "discard", 3)]["reason"] = "staleness 9 is above 8"
 
 
-def _too_stale(lines: list[Line]) -> None:
+def _too_stale(lines: list[RecordLine]) -> None:
     lines[nth(lines, "apply", 9)]["staleness"] = [3]
 
 
-def _applied_as_well(lines: list[Line]) -> None:
+def _applied_as_well(lines: list[RecordLine]) -> None:
     at = nth(lines, "discard", -1)
     last = copy.deepcopy(lines[nth(lines, "apply", -1)])
     last["version"] += 1
     lines.insert(len(lines), {**last, "t": lines[-1]["t"], "workers": [lines[at]["worker"]]})
 
 
-def _neither(lines: list[Line]) -> None:
+def _neither(lines: list[RecordLine]) -> None:
     del lines[nth(lines, "discard", -1)]
 
 
@@ -72,7 +72,7 @@ def _neither(lines: list[Line]) -> None:
         (_neither, "has not applied these accepted pushes"),
     ],
 )
-def test_the_checker_sees_a_wrong_drop(damage: Callable[[list[Line]], None], says: str) -> None:
+def test_the_checker_sees_a_wrong_drop(damage: Callable[[list[RecordLine]], None], says: str) -> None:
     lines = record(DROPS)
     check_lines(lines, parse_spec(DROPS), STRAGGLER.workers)
     damage(lines)
@@ -118,6 +118,6 @@ def test_a_warm_start_is_one_worker_s_alone() -> None:
 
 def test_drops_are_in_the_records_of_an_eventful_cluster() -> None:
     for sync in ("asp,drop=3,lr=staleness", "asup,bound=1,drop=2"):
-        lines: list[Line] = []
+        lines: list[RecordLine] = []
         outcome = simulate_job(EVENTFUL, sync, seed=7, steps_each=15, record=lines.append)
         assert sum(line["kind"] == "discard" for line in lines) == outcome.discarded > 3

@@ -10,7 +10,7 @@ from polytempo.errors import ClusterError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Hosts, Link, Servers, Stall
 from polytempo.simulate.description import cluster_from, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal, Trace
-from polytempo.simulate.units import parse_factors, parse_rate, parse_seconds, parse_size
+from polytempo.units import parse_factors, parse_rate, parse_seconds, parse_size
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.records.check import check_lines
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.simulate.chance import random_cluster
 from polytempo.simulate.cluster import Cluster, Crash, Link
+from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release
 from polytempo.sync.spec import parse_spec
@@ -114,7 +114,7 @@ def test_the_time_of_local_steps_is_that_of_their_sum() -> None:
 
 
 def test_the_last_push_may_hold_fewer() -> None:
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(speeds(1.0), "downpour:push=4", steps_each=10, record=lines.append)
     assert [line["samples"] // 32 for line in lines if line["kind"] == "push"] == [4, 4, 2]
 
@@ -145,7 +145,7 @@ def test_staleness_is_what_others_did() -> None:
     for push, fetch in ((1, 1), (3, 2), (2, 5)):
         alone = simulate_job(replace(speeds(1.0), link=Link(0.4)), f"downpour:push={push},fetch={fetch}", steps_each=30)
         assert alone.staleness_max == 0
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(speeds(1.0, 1.0), "downpour", steps_each=6, record=lines.append)
     # A step is taken on what was fetched before the step before: the other one made 1, then 2 pushes since.
     assert [line["staleness"][0] for line in lines if line["kind"] == "apply"] == [0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2]
@@ -176,7 +176,7 @@ def test_a_drop_that_never_happens_changes_nothing() -> None:
 
 def test_a_crash_takes_the_unsent_and_the_flying_with_it() -> None:
     cluster = replace(speeds(1.0, 1.0), link=Link(0.6), crashes=(Crash(1, 7.0, 0.5),))
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(cluster, "downpour:push=3,fetch=2", steps_each=12, record=lines.append)
     pushes = [line for line in lines if line["kind"] == "push" and line["worker"] == 1]
     assert [line["step"] for line in pushes] == [0]  # the second left at 6.6 s and would arrive at 7.2 s
@@ -190,7 +190,7 @@ def test_a_crash_takes_the_unsent_and_the_flying_with_it() -> None:
 @moderately
 def test_any_cluster(sync: str, seed: int) -> None:
     cluster = random_cluster(seed)
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     outcome = simulate_job(cluster, sync, steps_each=12, record=lines.append)
     assert check_lines(lines, parse_spec(sync), cluster.workers) == len(lines)
     replay(lines, parse_spec(sync).policy(cluster.workers))

@@ -9,14 +9,14 @@ from driving import Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Constant
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release
+from polytempo.sync.asynchronous import AsynchronousPolicy
 from polytempo.sync.dssp import OVERDUE, DynamicBound, extra_steps
-from polytempo.sync.eager import Eager
 
 # The forecast.
 
@@ -100,7 +100,7 @@ class Spy:
 
 
 def strict(workers: int, lower: int, upper: int, spy: Spy) -> Job:
-    return Job(Eager(workers, DynamicBound(lower, upper, forecast=spy)), workers).start()
+    return Job(AsynchronousPolicy(workers, DynamicBound(lower, upper, forecast=spy)), workers).start()
 
 
 def releases_of(worker: int, job: Job) -> list[int]:
@@ -331,7 +331,7 @@ class Run:
 
 
 def simulate(sync: str, *step_times: float) -> Run:
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     times = {rank: Constant(seconds) for rank, seconds in enumerate(step_times)}
     cluster = Cluster(workers=len(step_times), step_times=times)
     run = Run(simulate_job(cluster, sync, seconds=SECONDS, record=lines.append), beyond={rank: [] for rank in times})

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import StuckError, UsageError
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.collective import Costs, all_reduce_seconds, halving_doubling, hierarchical, ring, tree
+from polytempo.simulate.collective_cost import Costs, all_reduce_seconds, halving_doubling, hierarchical, ring, tree
 from polytempo.simulate.durations import Constant, Exponential, Lognormal, Trace, Uniform, stretched
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker
@@ -68,7 +68,7 @@ def test_budgets() -> None:
 
 
 def test_staleness_is_the_updates_between_read_and_apply() -> None:
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(EVENTFUL, "asp", steps_each=30, record=lines.append)
     read: dict[int, int] = {}
     version = 0
@@ -83,7 +83,7 @@ def test_staleness_is_the_updates_between_read_and_apply() -> None:
 
 def test_a_crash_frees_the_others_when_it_is_noticed() -> None:
     crash = replace(STRAGGLER, crashes=(Crash(3, at=10.0, noticed_after=5.0),))
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     simulate_job(crash, "ssp:1", steps_each=40, record=lines.append)
     notice = next(index for index, line in enumerate(lines) if line["kind"] == "leave")
     assert (lines[notice]["t"], lines[notice]["worker"], lines[notice]["reason"]) == (15.0, 3, "lost")

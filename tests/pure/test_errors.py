@@ -9,7 +9,7 @@ import pytest
 
 from polytempo import errors
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.parameter_server.manifest import MANIFEST, find_checkpoint
+from polytempo.server.manifest import MANIFEST, find_checkpoint
 from polytempo.transport.keys import read_key_file
 
 BUILT_IN = {

@@ -23,8 +23,8 @@ import pytest
 from driving import Job
 
 from polytempo.sync.actions import Action, Apply, Discard, Release
+from polytempo.sync.asynchronous import AsynchronousPolicy
 from polytempo.sync.dssp import DynamicBound
-from polytempo.sync.eager import Eager
 from polytempo.sync.events import Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
@@ -208,7 +208,7 @@ def walk(case: Case, size: Size, findings: Findings) -> None:
 def policy_of(case: Case, workers: int) -> Policy:
     spec = parse_spec(case.sync)
     if spec.mode.name == "dssp":
-        return Eager(workers, DynamicBound(*spec.arguments[0], forecast=ORACLE))
+        return AsynchronousPolicy(workers, DynamicBound(*spec.arguments[0], forecast=ORACLE))
     return spec.policy(workers)
 
 

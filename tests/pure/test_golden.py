@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import pytest
 from clusters import EVENTFUL, MODES
 
-from polytempo.records.writer import to_text
-from polytempo.simulate.recording import meta_of
+from polytempo.records.files import to_text
+from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
 
 

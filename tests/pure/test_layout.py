@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.protocol.layout import ITEM_SIZES, Layout, Place, Stretch, first_difference, lay_out
+from polytempo.protocol.layout import ITEM_SIZES, Layout, Stretch, TensorPlace, first_difference, lay_out
 from polytempo.protocol.values import TensorInfo
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -32,7 +32,7 @@ def bytes_of(model: list[TensorInfo]) -> int:
     return sum(size_of(info) * ITEM_SIZES[info.dtype] for info in model)
 
 
-def of_dtype(layout: Layout, dtype: str) -> list[Place]:
+def of_dtype(layout: Layout, dtype: str) -> list[TensorPlace]:
     return [place for place in layout.places if place.info.dtype == dtype]
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from polytempo.coordinate.ledger import Account, sum_up
-from polytempo.coordinate.plan import Limits
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import Position, PushId
+from polytempo.server.job_plan import Limits
+from polytempo.server.worker_statistics import WorkerStatistics, sum_up
 
 
 def push(**fields: Any) -> Push:
     return Push(id=PushId("0", 0, 0, 0), **fields)
 
 
-def running(worker: int = 0, at: float = 0.0) -> Account:
+def running(worker: int = 0, at: float = 0.0) -> WorkerStatistics:
     """A worker that has started."""
-    account = Account(worker)
+    account = WorkerStatistics(worker)
     account.released(0, at)
     return account
 
@@ -82,7 +82,7 @@ def test_waiting_is_from_the_hold_to_the_release() -> None:
 
 
 def test_waiting_for_the_others_to_start_is_not_the_modes_doing() -> None:
-    account = Account(0)
+    account = WorkerStatistics(0)
     account.held(0.0, (1,))
     account.released(0, 30.0)
     assert account.waiting_s == 0.0
@@ -101,7 +101,7 @@ def test_the_display_counts_a_wait_while_it_goes_on() -> None:
 
 
 def test_whoever_has_not_started_has_not_been_there() -> None:
-    account = Account(1)
+    account = WorkerStatistics(1)
     assert account.state == "absent"
     assert account.present(100.0) == 0.0
     assert account.status(100.0).waited_s == 0.0
@@ -119,7 +119,7 @@ def test_a_worker_that_is_gone_is_there_no_longer_and_waits_no_more(reason: str)
 
 
 def test_one_that_dies_before_the_start_has_waited_for_nothing() -> None:
-    account = Account(0)
+    account = WorkerStatistics(0)
     account.held(0.0, (1,))
     account.left("lost", 9.0)
     assert (account.waiting_s, account.present(20.0)) == (0.0, 0.0)
@@ -177,7 +177,7 @@ def test_the_sum_is_that_of_the_workers() -> None:
 
 
 def test_a_job_that_never_started_has_figures_too() -> None:
-    total = sum_up([Account(0), Account(1)], 50.0, None)
+    total = sum_up([WorkerStatistics(0), WorkerStatistics(1)], 50.0, None)
     assert (total["seconds"], total["samples_per_second"], total["efficiency"], total["waiting"]) == (0.0, 0.0, 0.0, 0.0)
     assert (total["staleness_mean"], total["staleness_max"]) == (0.0, 0)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from polytempo.errors import PeerError
 from polytempo.protocol import log, messages
-from polytempo.protocol.log import Entry
-from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Beat, Push, Resend, Stop, decode, encode
-from polytempo.protocol.values import Message, PushId
+from polytempo.protocol.log import LogEntry
+from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Heartbeat, Push, Resend, Stop, decode, encode
+from polytempo.protocol.values import PushId, WireMessage
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
-ENTRIES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Entry)}
+ENTRIES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(LogEntry)}
 ID = PushId("0", 3, 1, 17)
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -77,8 +77,8 @@ def test_every_kind_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject
 
 def test_every_header_that_is_defined_can_travel_or_stand_in_the_log() -> None:
     both = {**vars(messages), **vars(log)}
-    defined = {name for name, value in both.items() if isinstance(value, type) and issubclass(value, Message)}
-    assert defined - {"Message"} == set(KINDS) | set(ENTRIES)
+    defined = {name for name, value in both.items() if isinstance(value, type) and issubclass(value, WireMessage)}
+    assert defined - {"WireMessage"} == set(KINDS) | set(ENTRIES)
 
 
 @pytest.mark.parametrize("kind", ENTRIES.values(), ids=ENTRIES)
@@ -186,7 +186,7 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
         header(type="Metric", worker=0, values={1: 1}),
         header(type="Entries", entries=[{"type": "Stop", "cause": ""}]),
         msgspec.msgpack.encode(["Stop", "x"]),
-        encode(Beat()) + b"\x00",
+        encode(Heartbeat()) + b"\x00",
         msgspec.json.encode(Stop(cause="x")),
     ],
 )

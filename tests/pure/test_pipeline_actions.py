@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.actions import UPDATE, Action, Schedule, from_text, to_text
+from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text, to_text
 from polytempo.pipeline.check import check
-from polytempo.pipeline.clock import run
 from polytempo.pipeline.schedules import gpipe, pipedream
+from polytempo.pipeline.timeline import run
 
 moderately = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
-ACTIONS = st.builds(Action, st.sampled_from("FB"), st.integers(0, 1000)) | st.just(UPDATE)
+ACTIONS = st.builds(ScheduleAction, st.sampled_from("FB"), st.integers(0, 1000)) | st.just(UPDATE)
 LINES = st.lists(
     st.lists(st.lists(ACTIONS, max_size=8).map(tuple), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
 )
@@ -102,7 +102,7 @@ def test_a_mistake_in_the_text_is_named(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(("kind", "microbatch"), [("F", -1), ("B", -2), ("U", 0), ("X", 0)])
 def test_no_other_actions(kind: str, microbatch: int) -> None:
     with pytest.raises(UsageError, match="expected F or B with a microbatch from 0 on, or U without one"):
-        Action(kind, microbatch)  # type: ignore[arg-type]
+        ScheduleAction(kind, microbatch)  # type: ignore[arg-type]
 
 
 def test_schedules_that_are_none() -> None:

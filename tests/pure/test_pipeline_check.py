@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import BrokenInvariant, UsageError
-from polytempo.pipeline.actions import UPDATE, Action, Line, Schedule, from_text, to_text
+from polytempo.pipeline.actions import UPDATE, ReplicaActions, Schedule, ScheduleAction, from_text, to_text
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.schedules import gpipe, make, one_f_one_b, pipedream
 
@@ -78,7 +78,7 @@ def test_mistakes_by_hand(text: str, expected: str) -> None:
 
 
 def test_gradients_of_weights_are_part_of_a_backward() -> None:
-    line = (Action("F", 0), Action("B", 0), Action("W", 0), UPDATE)
+    line = (ScheduleAction("F", 0), ScheduleAction("B", 0), ScheduleAction("W", 0), UPDATE)
     with pytest.raises(BrokenInvariant, match=r"impossible: stage 0, action 2 \(W0\): .* part of B0; leave it out"):
         check(Schedule("by hand", 1, ((line,),)))
     with pytest.raises(UsageError, match="'W0' is no action"):
@@ -102,7 +102,7 @@ def test_nothing_can_be_left_out_nor_done_twice(spec: str, replicas: tuple[int, 
             complaint(changed(schedule, stage, replica, (*line[:index], action, *line[index:])))
 
 
-def changed(schedule: Schedule, stage: int, replica: int, line: Line) -> Schedule:
+def changed(schedule: Schedule, stage: int, replica: int, line: ReplicaActions) -> Schedule:
     replicas = list(schedule.lines[stage])
     replicas[replica] = line
     return replace(schedule, lines=(*schedule.lines[:stage], tuple(replicas), *schedule.lines[stage + 1 :]))
@@ -135,24 +135,24 @@ def second_opinion(schedule: Schedule) -> Facts | None:
     stages, numbers = range(schedule.stages), range(schedule.microbatches)
     for stage, replica, line in schedule.each_line():
         mine = [number for number in numbers if number % schedule.replicas[stage] == replica]
-        wanted = Counter(Action(kind, number) for kind in ("F", "B") for number in mine)
+        wanted = Counter(ScheduleAction(kind, number) for kind in ("F", "B") for number in mine)
         if Counter(action for action in line if action != UPDATE) != wanted:
             return None
-        if any(line.index(Action("F", number)) > line.index(Action("B", number)) for number in mine):
+        if any(line.index(ScheduleAction("F", number)) > line.index(ScheduleAction("B", number)) for number in mine):
             return None
-        if any(UPDATE not in line[line.index(Action("B", number)) :] for number in mine):
+        if any(UPDATE not in line[line.index(ScheduleAction("B", number)) :] for number in mine):
             return None
     counts = [{line.count(UPDATE) for line in schedule.lines[stage]} for stage in stages]
     if any(len(count) != 1 for count in counts) or (schedule.flushes and any(count != {1} for count in counts)):
         return None
     updates = tuple(
         tuple(
-            tuple(number for number in numbers if version_at(schedule, stage, Action("B", number)) == version)
+            tuple(number for number in numbers if version_at(schedule, stage, ScheduleAction("B", number)) == version)
             for version in range(counts[stage].copy().pop())
         )
         for stage in stages
     )
-    newest = [[version_at(schedule, stage, Action("F", number)) for number in numbers] for stage in stages]
+    newest = [[version_at(schedule, stage, ScheduleAction("F", number)) for number in numbers] for stage in stages]
     used = [newest[0] if schedule.versions == "first" else newest[stage] for stage in stages]
     if any(() in made for made in updates) or (schedule.versions == "first" and len(set(updates)) > 1):
         return None
@@ -168,21 +168,21 @@ def second_opinion(schedule: Schedule) -> Facts | None:
     return Facts(flight, whole, kept, tuple(map(tuple, used)), updates, ())
 
 
-def version_at(schedule: Schedule, stage: int, action: Action) -> int:
+def version_at(schedule: Schedule, stage: int, action: ScheduleAction) -> int:
     line = schedule.lines[stage][action.microbatch % schedule.replicas[stage]]
     return line[: line.index(action)].count(UPDATE)
 
 
-def prefixes(line: Line) -> list[int]:
+def prefixes(line: ReplicaActions) -> list[int]:
     kinds = [action.kind for action in line]
     return [kinds[:end].count("F") - kinds[:end].count("B") for end in range(len(line) + 1)]
 
 
-def best_lines(schedule: Schedule, measure: Any) -> list[Line]:
+def best_lines(schedule: Schedule, measure: Any) -> list[ReplicaActions]:
     return [max(replicas, key=lambda line: max(measure(line))) for replicas in schedule.lines]
 
 
-def versions(line: Line, used: list[int]) -> list[int]:
+def versions(line: ReplicaActions, used: list[int]) -> list[int]:
     """How many versions are there after each action: the newest, and the older ones with a backward to come."""
     counts = []
     for end in range(len(line) + 1):
@@ -225,7 +225,7 @@ def mutants(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
     return schedule, replace(schedule, lines=tuple(tuple(map(tuple, stage)) for stage in lines))
 
 
-def change(draw: st.DrawFn, line: list[Action], other: list[Action]) -> None:
+def change(draw: st.DrawFn, line: list[ScheduleAction], other: list[ScheduleAction]) -> None:
     if not line:
         return
     at = draw(st.integers(0, len(line) - 1))

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import BrokenInvariant, UsageError
-from polytempo.pipeline.actions import UPDATE, Action, Schedule, from_text
-from polytempo.pipeline.clock import Span, Timeline, run
+from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text
 from polytempo.pipeline.schedules import gpipe, make, one_f_one_b, pipedream, sequential
+from polytempo.pipeline.timeline import Span, Timeline, run
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
@@ -147,7 +147,7 @@ def test_every_action_starts_as_soon_as_it_can(job: tuple[Schedule, list[list[in
                 length = forward[stage]
                 waits += [ends[stage - 1, span.action] + transfer[stage - 1]] if stage else []
             elif span.action.kind == "B":
-                again = schedule.recompute and before is not None and before.action != Action("F", number)
+                again = schedule.recompute and before is not None and before.action != ScheduleAction("F", number)
                 length = backward[stage] + (recompute[stage] if again else 0)
                 waits += [ends[stage + 1, span.action] + transfer[stage]] if stage + 1 < schedule.stages else []
             else:
@@ -156,7 +156,7 @@ def test_every_action_starts_as_soon_as_it_can(job: tuple[Schedule, list[list[in
             assert (span.start, span.end) == (max(waits), max(waits) + length)
 
 
-def nth(line: tuple[Action, ...], at: int) -> int:
+def nth(line: tuple[ScheduleAction, ...], at: int) -> int:
     return line[:at].count(UPDATE)
 
 
@@ -212,5 +212,5 @@ def test_a_wrong_schedule_has_no_times() -> None:
 
 def test_spans_of_unequal_stages() -> None:
     timeline = run(one_f_one_b(2, 2), [1, 3], [1, 3])
-    assert timeline.spans[1][0][1] == Span(Action("B", 0), 4, 7)
+    assert timeline.spans[1][0][1] == Span(ScheduleAction("B", 0), 4, 7)
     assert timeline.total == 14

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.actions import UPDATE, Action, Schedule, from_text, to_text
+from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text, to_text
 from polytempo.pipeline.check import check
-from polytempo.pipeline.clock import Timeline, run
-from polytempo.pipeline.debts import Debts
+from polytempo.pipeline.deferred_gradients import DeferredGradients
 from polytempo.pipeline.schedules import make
+from polytempo.pipeline.timeline import Timeline, run
 
 SPECS = [
     "1f1b,spare=1",
@@ -29,16 +29,16 @@ SPECS = [
 ]
 
 
-def F(number: int) -> Action:  # noqa: N802
-    return Action("F", number)
+def F(number: int) -> ScheduleAction:  # noqa: N802
+    return ScheduleAction("F", number)
 
 
-def B(number: int) -> Action:  # noqa: N802
-    return Action("B", number)
+def B(number: int) -> ScheduleAction:  # noqa: N802
+    return ScheduleAction("B", number)
 
 
 def test_an_update_needs_everything_and_a_forward_needs_room() -> None:
-    debts = Debts(2)
+    debts = DeferredGradients(2)
     for action in (F(0), F(1)):
         assert not debts.due(action, again=False)
         debts.did(action, again=False)
@@ -55,7 +55,7 @@ def test_an_update_needs_everything_and_a_forward_needs_room() -> None:
 
 
 def test_a_forward_that_is_made_again_needs_room_then() -> None:
-    debts = Debts(1)
+    debts = DeferredGradients(1)
     for number in range(3):
         debts.did(F(number), again=True)
     assert not debts.due(B(2), again=True)

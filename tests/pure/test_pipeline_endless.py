@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import BrokenInvariant
-from polytempo.pipeline.actions import UPDATE, Action, Schedule
+from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction
 from polytempo.pipeline.schedules import in_flight, make
-from polytempo.stages.endless import Endless
+from polytempo.pipeline.steady_state import SteadyState
 
 
-def endless(stage: int, replica: int, replicas: tuple[int, ...]) -> Endless:
-    return Endless(lambda count: make("pipedream", len(replicas), count, replicas), stage, replica, replicas)
+def endless(stage: int, replica: int, replicas: tuple[int, ...]) -> SteadyState:
+    return SteadyState(lambda count: make("pipedream", len(replicas), count, replicas), stage, replica, replicas)
 
 
 counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
@@ -52,11 +52,11 @@ def test_the_lag_is_what_is_under_way(replicas: tuple[int, ...]) -> None:
 
 def test_a_line_that_does_not_repeat_itself_is_refused() -> None:
     def odd(count: int) -> Schedule:
-        late = [Action(kind, number) for number in range(count // 2, count) for kind in "FB"]  # type: ignore[arg-type]
-        early = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1), UPDATE]
-        rest = [Action(kind, number) for number in range(2, count // 2) for kind in "FB"]  # type: ignore[arg-type]
+        late = [ScheduleAction(kind, number) for number in range(count // 2, count) for kind in "FB"]  # type: ignore[arg-type]
+        early = [ScheduleAction("F", 0), ScheduleAction("F", 1), ScheduleAction("B", 0), ScheduleAction("B", 1), UPDATE]
+        rest = [ScheduleAction(kind, number) for number in range(2, count // 2) for kind in "FB"]  # type: ignore[arg-type]
         line = (*early, *rest, *[x for a in late for x in ((a, UPDATE) if a.kind == "B" else (a,))])
         return Schedule("odd", count, ((line,),), flushes=False)
 
     with pytest.raises(BrokenInvariant, match="must repeat itself"):
-        Endless(odd, 0, 0, (1,))
+        SteadyState(odd, 0, 0, (1,))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.clock import run
 from polytempo.pipeline.schedules import SCHEDULES, make
+from polytempo.pipeline.timeline import run
 from polytempo.report import pipeline_picture
 from polytempo.report.pipeline_picture import LOOKS, STRIPES, WAITING, Bar, bars_of, bubble_of, clipped, draw_pipeline
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from planning import ROOTED, Plans, apart, complaint, one_host, plans_of
 
-from polytempo.collectives.check import PlanError, Run, check
+from polytempo.collectives.check import PlanError, SymbolicRun, check
 from polytempo.collectives.plans import PLANS
-from polytempo.collectives.steps import Combine, Copy, Fetch, Hosts, Meet, Put, Receive, Send, Step
+from polytempo.collectives.steps import Combine, Copy, Fetch, HostRanks, Meet, Put, Receive, Send, Step
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), list(PLANS))
@@ -82,7 +82,7 @@ def test_a_part_of_somebody_else() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "double-tree", "halving-doubling", "hierarchical"])
 def test_a_combine_done_twice_waits_for_ever_or_takes_the_wrong_message(algorithm: str) -> None:
-    hosts: Hosts = ((0, 1), (2, 3)) if algorithm == "hierarchical" else apart(4)
+    hosts: HostRanks = ((0, 1), (2, 3)) if algorithm == "hierarchical" else apart(4)
     chunks, plans = plans_of("all_reduce", algorithm, hosts)
     index = next(index for index, step in enumerate(plans[0]) if isinstance(step, Combine))
     plans[0].insert(index, plans[0][index])
@@ -128,10 +128,10 @@ def test_a_message_stored_early_must_not_hit_a_chunk_in_use() -> None:
     with pytest.raises(
         PlanError, match=r"race: rank 0 at step 1 .receive 0 from 1. writes chunk 0, which may still be on its way"
     ):
-        Run(plans, apart(3), 1).to_the_end()
+        SymbolicRun(plans, apart(3), 1).to_the_end()
     plans = [[Put(0), Receive(1, 0)], [Send(0, 0)]]
     with pytest.raises(PlanError, match=r"race: .* may store chunk 0 while an earlier step still uses it"):
-        Run(plans, one_host(2), 1).to_the_end()
+        SymbolicRun(plans, one_host(2), 1).to_the_end()
 
 
 def test_meetings_of_different_members_wait_for_ever() -> None:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from polytempo.collectives.cost import PREFERENCE, Speeds, applies, choose, predict
 from polytempo.collectives.plans import COLLECTIVES, PLANS
-from polytempo.collectives.steps import Hosts
+from polytempo.collectives.steps import HostRanks
 from polytempo.errors import UsageError
 
 settled = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 SPEEDS = Speeds(alpha=50e-6, beta=1e-9, gamma=0.1e-9, alpha_inside=10e-6, beta_inside=0.2e-9)
 
 
-def apart(size: int) -> Hosts:
+def apart(size: int) -> HostRanks:
     return tuple((rank,) for rank in range(size))
 
 
-def even(hosts: int, ranks: int) -> Hosts:
+def even(hosts: int, ranks: int) -> HostRanks:
     return tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts))
 
 
@@ -42,14 +42,16 @@ def test_every_plan_has_a_formula_and_every_algorithm_a_rank() -> None:
     sizes=st.tuples(st.integers(0, 10**10), st.integers(0, 10**10)),
     speeds=st.builds(Speeds, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
 )
-def test_more_bytes_never_take_less_time(key: tuple[str, str], hosts: Hosts, sizes: tuple[int, int], speeds: Speeds) -> None:
+def test_more_bytes_never_take_less_time(
+    key: tuple[str, str], hosts: HostRanks, sizes: tuple[int, int], speeds: Speeds
+) -> None:
     fewer, more = (predict(*key, size, hosts, speeds) for size in sorted(sizes))
     assert 0 <= fewer <= more
 
 
 @settled
 @given(collective=st.sampled_from(COLLECTIVES), hosts=HOSTS, nbytes=st.integers(0, 10**10))
-def test_the_smallest_prediction_is_chosen(collective: str, hosts: Hosts, nbytes: int) -> None:
+def test_the_smallest_prediction_is_chosen(collective: str, hosts: HostRanks, nbytes: int) -> None:
     choice = choose(collective, nbytes, hosts, SPEEDS)
     known = {algorithm for name, algorithm in PLANS if name == collective}
     assert set(choice.predicted) == {algorithm for algorithm in known if applies(algorithm, hosts)}

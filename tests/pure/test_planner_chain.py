@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planner_brute import profiles
 
 from polytempo.errors import UsageError
-from polytempo.planner.profile import Layer, Profile, chain_of, load_profile, save_profile
-from polytempo.planner.topology import Level, Topology, parse_topology
+from polytempo.pipeline.layer_profile import Layer, Profile, chain_of, load_profile, save_profile
+from polytempo.pipeline.topology import Level, Topology, parse_topology
 
 often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from polytempo.errors import UsageError
-from polytempo.planner.explain import bubble, explain, why
-from polytempo.planner.profile import Layer, Profile
-from polytempo.planner.search import plan
-from polytempo.planner.topology import parse_topology
+from polytempo.pipeline.layer_profile import Layer, Profile
+from polytempo.pipeline.plan_report import bubble, explain, why
+from polytempo.pipeline.planner import plan
+from polytempo.pipeline.topology import parse_topology
 
 LAYERS = tuple(
     Layer(f"layer{n}", t, 0, a, w) for n, (t, a, w) in enumerate(zip((4, 4, 4, 1), (2, 2, 1, 1), (1, 1, 1, 60), strict=True))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.planner.profile import Profile, chain_of, load_profile
-from polytempo.planner.search import Plan, plan
-from polytempo.planner.topology import parse_topology
+from polytempo.pipeline.layer_profile import Profile, chain_of, load_profile
+from polytempo.pipeline.planner import StagePlan, plan
+from polytempo.pipeline.topology import parse_topology
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "profiles"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the published profiles are not beside the repository")
@@ -21,7 +21,7 @@ def profile(model: str) -> Profile:
     return load_profile(FOLDER / f"{model}.json")
 
 
-def said(model: str, found: Plan) -> str:
+def said(model: str, found: StagePlan) -> str:
     stages = ", ".join(f"{stage.first}-{stage.last} x{stage.replicas}: {stage.time:.4g} s" for stage in found.stages)
     return f"{model}: {found.config} {found.seconds:.4g} s ({stages}), data parallelism {found.data_parallel_seconds:.4g} s"
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planner_brute import COMBINE, Stages, every_plan, memory_of, profiles, topologies
 
 from polytempo.errors import UsageError
-from polytempo.planner.profile import Layer, Profile
-from polytempo.planner.search import Plan, plan
-from polytempo.planner.topology import Level, Topology, parse_topology
+from polytempo.pipeline.layer_profile import Layer, Profile
+from polytempo.pipeline.planner import StagePlan, plan
+from polytempo.pipeline.topology import Level, Topology, parse_topology
 
 often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -29,12 +29,12 @@ KNOWN = chain((4, 4, 4, 1), (2, 2, 1, 1), (1, 1, 1, 60))
 FOUR = parse_topology("4:10B/s")
 
 
-def stages_of(found: Plan) -> Stages:
+def stages_of(found: StagePlan) -> Stages:
     return [(stage.first, stage.last, stage.replicas) for stage in found.stages]
 
 
 def check_equal(
-    found: Plan, profile: Profile, topology: Topology, formula: str, memory: float = math.inf, straight: bool = False
+    found: StagePlan, profile: Profile, topology: Topology, formula: str, memory: float = math.inf, straight: bool = False
 ) -> None:
     """The plan has the least value of all plans that are allowed, and its stages have that value."""
     tried = every_plan(profile.layers, 0, len(profile.layers) - 1, topology.levels, COMBINE[formula])

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import ROOTED, apart, checked, one_host, plans_of
 
-from polytempo.collectives.check import PlanError, Run
+from polytempo.collectives.check import PlanError, SymbolicRun
 from polytempo.collectives.double_tree import both_trees
 from polytempo.collectives.plans import COLLECTIVES, PLANS, algorithms_for, plan_for
 from polytempo.collectives.steps import (
     Combine,
     Copy,
     Fetch,
-    Hosts,
+    HostRanks,
     Meet,
     Place,
     Put,
@@ -35,7 +35,7 @@ SHARED = sorted(collective for collective, algorithm in PLANS if algorithm == "s
 settled = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
-def splits(size: int) -> Iterator[Hosts]:
+def splits(size: int) -> Iterator[HostRanks]:
     """One host, a host each, halves, odd and even ranks, and a large host between two small ones."""
     ranks = tuple(range(size))
     yield one_host(size)
@@ -66,7 +66,7 @@ def test_every_plan_is_right(collective: str, algorithm: str) -> None:
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Hosts:
+def places(draw: st.DrawFn) -> HostRanks:
     """Up to 24 ranks, dealt to hosts in any way."""
     ranks = draw(st.permutations(range(draw(st.integers(1, 24)))))
     cuts = draw(st.sets(st.integers(1, len(ranks)), max_size=5)) | {0, len(ranks)}
@@ -76,7 +76,9 @@ def places(draw: st.DrawFn) -> Hosts:
 
 @settled
 @given(key=st.sampled_from(list(PLANS)), hosts=places(), pieces=st.integers(1, 4), data=st.data())
-def test_every_plan_is_right_for_drawn_ranks(key: tuple[str, str], hosts: Hosts, pieces: int, data: st.DataObject) -> None:
+def test_every_plan_is_right_for_drawn_ranks(
+    key: tuple[str, str], hosts: HostRanks, pieces: int, data: st.DataObject
+) -> None:
     size = sum(map(len, hosts))
     root = data.draw(st.integers(0, size - 1)) if key[0] in ROOTED else 0
     checked(*key, one_host(size) if key[1] == "shared-memory" else hosts, pieces, root)
@@ -90,7 +92,7 @@ def test_calls_that_take_turns_with_two_halves_of_the_slots_do_not_race(names: l
         chunks, plans = plans_of(name, "shared-memory", hosts, pieces=2)
         assert chunks <= half
         calls.append([[moved(step, half * (number % 2)) for step in plan] for plan in plans])
-    Run([[step for plans in calls for step in plans[rank]] for rank in range(size)], hosts, 2 * half).to_the_end()
+    SymbolicRun([[step for plans in calls for step in plans[rank]] for rank in range(size)], hosts, 2 * half).to_the_end()
 
 
 def moved(step: Step, by: int) -> Step:
@@ -104,7 +106,7 @@ def test_without_a_meeting_in_between_the_call_after_next_would_race() -> None:
     _, plans = plans_of("all_gather", "shared-memory", one_host(3))
     twice = [[*plan, *plan] for plan in plans]
     with pytest.raises(PlanError, match=r"race: .* reads chunk . of rank .'s slot, maybe while it is put"):
-        Run(twice, one_host(3), 3).to_the_end()
+        SymbolicRun(twice, one_host(3), 3).to_the_end()
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -125,7 +127,7 @@ def test_pieces_of_a_ring_follow_each_other() -> None:
 
 @pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,), (4, 5)), ((1, 0), (3, 2))])
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_one_stream_a_host(hosts: Hosts, pieces: int) -> None:
+def test_one_stream_a_host(hosts: HostRanks, pieces: int) -> None:
     _, plans = plans_of("all_reduce", "hierarchical", hosts, pieces)
     sends = {rank: sum(isinstance(step, Send) for step in plan) for rank, plan in enumerate(plans)}
     leaders = {ranks[0] for ranks in hosts}
@@ -214,7 +216,7 @@ def test_a_place_knows_its_host() -> None:
 
 
 @pytest.mark.parametrize(("rank", "hosts"), [(0, ((0, 0),)), (0, ((1,),)), (2, ((0, 1),)), (0, ((0,), ())), (0, ())])
-def test_places_that_cannot_be(rank: int, hosts: Hosts) -> None:
+def test_places_that_cannot_be(rank: int, hosts: HostRanks) -> None:
     with pytest.raises(UsageError):
         Place(rank, hosts)
 

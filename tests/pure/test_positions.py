@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.protocol.values import Position
-from polytempo.train.positions import Pass, Positions
+from polytempo.session.positions import Pass, Positions
 
 
 class Bench:

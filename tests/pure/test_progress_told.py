@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from polytempo.coordinate.plan import Limits
 from polytempo.launch.display import Display, plain, state, told_in_words
 from polytempo.launch.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
-from polytempo.protocol.values import Progress
+from polytempo.protocol.values import TrainingProgress
+from polytempo.server.job_plan import Limits
 
 FOUR = "pipeline of 4 stages, 1f1b"
 
@@ -22,14 +22,14 @@ FOUR = "pipeline of 4 stages, 1f1b"
 @pytest.mark.parametrize(
     ("progress", "text"),
     [
-        (Progress(FOUR, 0, 0.0), f"{FOUR}: 0 steps"),
-        (Progress(FOUR, 1, 2.0, 0.5), f"{FOUR}: 1 step in 2.0 s, 2 s a step, last loss 0.5"),
-        (Progress(FOUR, 40, 3.21, 0.123456), f"{FOUR}: 40 steps in 3.2 s, 0.0803 s a step, last loss 0.1235"),
-        (Progress("pipedream", 2, 3.0), "pipedream: 2 steps in 3.0 s, 1.5 s a step"),
-        (Progress(FOUR, 1, 1.0, float("nan")), f"{FOUR}: 1 step in 1.0 s, 1 s a step, last loss nan"),
+        (TrainingProgress(FOUR, 0, 0.0), f"{FOUR}: 0 steps"),
+        (TrainingProgress(FOUR, 1, 2.0, 0.5), f"{FOUR}: 1 step in 2.0 s, 2 s a step, last loss 0.5"),
+        (TrainingProgress(FOUR, 40, 3.21, 0.123456), f"{FOUR}: 40 steps in 3.2 s, 0.0803 s a step, last loss 0.1235"),
+        (TrainingProgress("pipedream", 2, 3.0), "pipedream: 2 steps in 3.0 s, 1.5 s a step"),
+        (TrainingProgress(FOUR, 1, 1.0, float("nan")), f"{FOUR}: 1 step in 1.0 s, 1 s a step, last loss nan"),
     ],
 )
-def test_progress_in_words(progress: Progress, text: str) -> None:
+def test_progress_in_words(progress: TrainingProgress, text: str) -> None:
     assert told_in_words(progress) == text
 
 
@@ -38,7 +38,7 @@ def worker(step: int, present: float) -> WorkerStatus:
 
 
 def test_the_plain_line_is_about_what_trains() -> None:
-    told = Progress(FOUR, 3, 6.0, 0.5)
+    told = TrainingProgress(FOUR, 3, 6.0, 0.5)
     alone = Status(seconds=7.0, used=0.0, workers=(worker(0, 0.0),), progress=told)
     assert plain("bsp", alone) == told_in_words(told)
     pushing = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0),))
@@ -64,7 +64,7 @@ def test_what_a_request_says_about_pushes(options: dict[str, Any], ignored: list
 
 @pytest.mark.parametrize("pushing", [False, True])
 def test_a_terminal_shows_a_line_instead_of_a_table_of_workers_who_push_nothing(pushing: bool) -> None:
-    told = Progress(FOUR, 3, 6.0, 0.5)
+    told = TrainingProgress(FOUR, 3, 6.0, 0.5)
     status = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0 if pushing else 0.0),), progress=told)
     console = Console(width=100, record=True, file=StringIO())
     console.print(Display("bsp", quiet=True)._picture(status))

@@ -18,8 +18,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from polytempo.records.check import check_lines
+from polytempo.records.files import to_text
 from polytempo.records.replay import replay
-from polytempo.records.writer import to_text
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.spec import parse_spec

@@ -13,19 +13,18 @@ from clusters import EVENTFUL, INSTANT, MODES, STRAGGLER
 from polytempo.cli.main import run
 from polytempo.errors import BrokenInvariant, RecordError
 from polytempo.records.check import check_lines
-from polytempo.records.lines import Line
-from polytempo.records.reader import read_events, read_meta
+from polytempo.records.files import EVENTS, META, RecordWriter, read_events, read_meta, to_text
+from polytempo.records.lines import RecordLine
 from polytempo.records.replay import decisions, replay
-from polytempo.records.writer import EVENTS, META, RecordWriter, to_text
-from polytempo.simulate.chance import random_cluster
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.recording import meta_of
+from polytempo.simulate.outcome import meta_of
+from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 
 
-def record(cluster: Cluster, sync: str, **budget: float) -> list[Line]:
-    lines: list[Line] = []
+def record(cluster: Cluster, sync: str, **budget: float) -> list[RecordLine]:
+    lines: list[RecordLine] = []
     simulate_job(cluster, sync, record=lines.append, **(budget or {"steps_each": 30}))
     return lines
 
@@ -40,7 +39,7 @@ def test_every_mode_keeps_its_promises_and_replays(cluster: Cluster, sync: str) 
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
-    lines: list[Line] = []
+    lines: list[RecordLine] = []
     with RecordWriter(tmp_path / "record") as writer:
         outcome = simulate_job(STRAGGLER, "ssp:3", steps=40, record=lambda line: (lines.append(line), writer.write(line)))
         writer.close(meta_of(outcome, STRAGGLER, seed=0))
@@ -71,54 +70,54 @@ def test_the_first_lines_are_those_of_the_contract() -> None:
     ]
 
 
-def find(lines: list[Line], kind: str, nth: int = 0) -> int:
+def find(lines: list[RecordLine], kind: str, nth: int = 0) -> int:
     return [index for index, line in enumerate(lines) if line["kind"] == kind][nth]
 
 
-def _earlier(lines: list[Line]) -> None:
+def _earlier(lines: list[RecordLine]) -> None:
     lines[50]["t"] = -1.0
 
 
-def _twice(lines: list[Line]) -> None:
+def _twice(lines: list[RecordLine]) -> None:
     at = find(lines, "release", 10)
     lines.insert(at, copy.deepcopy(lines[at]))
 
 
-def _wrong_slowest(lines: list[Line]) -> None:
+def _wrong_slowest(lines: list[RecordLine]) -> None:
     lines[find(lines, "release", 10)]["slowest"] += 1
 
 
-def _lost_release(lines: list[Line]) -> None:
+def _lost_release(lines: list[RecordLine]) -> None:
     held = next(line for line in lines[find(lines, "hold", 8) :] if line["kind"] == "hold")
     worker, step = held["worker"], held["step"]
     lines.remove(next(x for x in lines if x["kind"] == "release" and (x["worker"], x["step"]) == (worker, step)))
 
 
-def _applied_twice(lines: list[Line]) -> None:
+def _applied_twice(lines: list[RecordLine]) -> None:
     lines[find(lines, "apply", 3)]["workers"] = [0, 0]
     lines[find(lines, "apply", 3)]["staleness"] = [0, 0]
 
 
-def _never_applied(lines: list[Line]) -> None:
+def _never_applied(lines: list[RecordLine]) -> None:
     del lines[find(lines, "apply", -1)]
 
 
-def _skipped_version(lines: list[Line]) -> None:
+def _skipped_version(lines: list[RecordLine]) -> None:
     lines[find(lines, "apply", 3)]["version"] += 1
 
 
-def _needless_hold(lines: list[Line]) -> None:
+def _needless_hold(lines: list[RecordLine]) -> None:
     release = lines[find(lines, "release", 12)]
     hold = {"kind": "hold", "waiting_for": [3], "waiting_count": 1, "reason": "no need"}
     lines.insert(lines.index(release), {**hold, "t": release["t"], "worker": release["worker"], "step": release["step"]})
 
 
-def _late_joiner_at_zero(lines: list[Line]) -> None:
+def _late_joiner_at_zero(lines: list[RecordLine]) -> None:
     at = find(lines, "push", -1)
     lines.insert(at, {"t": lines[at]["t"], "kind": "join", "worker": 9, "step": 0})
 
 
-def _too_far(lines: list[Line]) -> None:
+def _too_far(lines: list[RecordLine]) -> None:
     hold = lines[find(lines, "hold", 8)]
     lines[lines.index(hold)] = {
         "t": hold["t"],
@@ -129,11 +128,11 @@ def _too_far(lines: list[Line]) -> None:
     }
 
 
-def _push_without_release(lines: list[Line]) -> None:
+def _push_without_release(lines: list[RecordLine]) -> None:
     lines[find(lines, "push", 8)]["step"] += 1
 
 
-def _miscounted(lines: list[Line]) -> None:
+def _miscounted(lines: list[RecordLine]) -> None:
     lines[find(lines, "hold", 8)]["waiting_count"] += 5
 
 
@@ -154,7 +153,7 @@ BREAKS = (
 
 
 @pytest.mark.parametrize("damage", BREAKS, ids=lambda damage: damage.__name__)
-def test_the_checker_sees_a_broken_record(damage: Callable[[list[Line]], None]) -> None:
+def test_the_checker_sees_a_broken_record(damage: Callable[[list[RecordLine]], None]) -> None:
     lines = record(STRAGGLER, "ssp:3")
     check_lines(lines, parse_spec("ssp:3"), 4)
     damage(lines)

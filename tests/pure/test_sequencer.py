@@ -7,12 +7,12 @@ from itertools import permutations
 import pytest
 from sequencing import Bench, entries_in, only, replies_in, told_in
 
-from polytempo.coordinate.orders import ToShards
-from polytempo.coordinate.track import REMEMBERED
 from polytempo.protocol.log import Drop, LoadState, ReadHere, Reply, Seed, Update
-from polytempo.protocol.messages import Held, Metric, Read, Refused
-from polytempo.protocol.values import Part, PushId
+from polytempo.protocol.messages import Held, MetricReport, ReadRequest, Refused
+from polytempo.protocol.values import PushId, UpdatePart
 from polytempo.records.replay import replay
+from polytempo.server.effects import ToShards
+from polytempo.server.optimizer_clock import REMEMBERED
 from polytempo.sync.spec import parse_spec
 
 # When a push counts.
@@ -53,7 +53,7 @@ def test_a_round_is_summed_in_order_of_rank_whoever_came_first(order: tuple[int,
     for worker in order:
         bench.push(worker, samples=worker + 1.0)
     (update,) = only(Update, bench.entries)
-    assert update.parts == tuple(Part(PushId("0", worker, 0, 0), worker + 1.0) for worker in range(3))
+    assert update.parts == tuple(UpdatePart(PushId("0", worker, 0, 0), worker + 1.0) for worker in range(3))
     assert (update.version, update.rate, update.barrier) == (1, 1.0, True)
 
 
@@ -294,13 +294,13 @@ def test_a_question_of_nobody_or_about_nothing_has_no_answer() -> None:
 
 def test_a_read_is_one_entry_of_the_log() -> None:
     bench = Bench("asp", size=2).start()
-    request = Read(track="0", worker=1, request=4, what="state")
+    request = ReadRequest(track="0", worker=1, request=4, what="state")
     assert entries_in(bench.sequencer.read(request)) == [ReadHere(track="0", worker=1, request=4, what="state")]
 
 
 def test_what_does_not_exist_cannot_be_read() -> None:
     bench = Bench("asp", size=2).start()
-    orders = bench.sequencer.read(Read(track="7", worker=1, request=4, what="params"))
+    orders = bench.sequencer.read(ReadRequest(track="7", worker=1, request=4, what="params"))
     assert told_in(orders) == [(1, Refused(reason="there is no optimizer 7 to read"))]
     assert entries_in(orders) == []
 
@@ -308,7 +308,7 @@ def test_what_does_not_exist_cannot_be_read() -> None:
 def test_a_figure_cannot_pass_for_anything_else_in_the_record() -> None:
     bench = Bench("asp", size=2).start()
     forged: dict[str, float | int | str] = {"kind": "push", "t": -1.0, "worker": 0, "step": 0, "loss": 0.5}
-    bench.take(bench.sequencer.metric(Metric(worker=1, values=forged), 5.0))
+    bench.take(bench.sequencer.metric(MetricReport(worker=1, values=forged), 5.0))
     line = bench.lines[-1]
     assert (line["t"], line["kind"], line["worker"]) == (5.0, "metric", 1)
 

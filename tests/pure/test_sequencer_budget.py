@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sequencing import Bench, entries_in, only, replies_in
 
-from polytempo.coordinate.orders import Checkpoint
-from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
 from polytempo.protocol.log import Reply, Save, Update
 from polytempo.protocol.values import Position
+from polytempo.server.effects import Checkpoint
+from polytempo.server.job_plan import Limits
 
 LIMITS = {
     "steps": Limits(steps=7),

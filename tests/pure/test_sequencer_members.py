@@ -9,7 +9,7 @@ from sequencing import TENSORS, Bench, entries_in, only, proposal, replies_in, t
 
 from polytempo.protocol.log import Drop, ForgetWorker, Reply, Seed, Setup, Update
 from polytempo.protocol.messages import Departed, Held, Refused, SendSeed
-from polytempo.protocol.values import Part, PushId, TensorInfo
+from polytempo.protocol.values import PushId, TensorInfo, UpdatePart
 from polytempo.sync.spec import MODES
 
 every_mode = pytest.mark.parametrize("sync", [mode.example for mode in MODES.values()])
@@ -209,7 +209,7 @@ def test_a_push_that_was_counted_survives_its_worker() -> None:
     bench.push(1, samples=3.0)
     assert entries_in(bench.leave(1)) == [ForgetWorker(worker=1, incarnation=0, counted=(mine,))]
     (update, reply) = entries_in(bench.push(0))
-    assert Part(mine, 3.0) in update.parts
+    assert UpdatePart(mine, 3.0) in update.parts
     assert reply.worker == 0
 
 
@@ -278,7 +278,7 @@ def test_the_refused_push_of_a_new_life_is_not_that_of_the_old_one() -> None:
     bench.push(0)
     bench.push(2)
     (update,) = only(Update, bench.entries)
-    assert Part(PushId("0", 1, 0, 0), 5.0) in update.parts
+    assert UpdatePart(PushId("0", 1, 0, 0), 5.0) in update.parts
 
 
 @every_mode

@@ -15,13 +15,13 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from sequencing import Bench, told_in
 
-from polytempo.coordinate.orders import Order, ToShards, Write
-from polytempo.parameter_server.receipts import Receipts
 from polytempo.protocol.log import Drop, ForgetWorker, Reply, Update
 from polytempo.protocol.messages import Held, Push
 from polytempo.protocol.values import PushId
 from polytempo.records.check import check_lines
 from polytempo.records.replay import replay
+from polytempo.server.effects import Effect, ToShards, Write
+from polytempo.server.io_loop import Receipts
 from polytempo.sync.spec import MODES, parse_spec
 
 ALL = (*(mode.example for mode in MODES.values()), "ssp:1", "dssp:0..2", "every:2", "every:2,wait=1", "delay:2")
@@ -56,7 +56,7 @@ class Game(Bench):
 
     # What is ordered, looked at in order.
 
-    def take(self, orders: list[Order]) -> list[Order]:
+    def take(self, orders: list[Effect]) -> list[Effect]:
         for order in super().take(orders):
             if isinstance(order, Write):
                 self._line(order.line)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from polytempo.errors import SpecError
-from polytempo.sync.asp import Open
+from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.corrections import Compensation, Corrections
 from polytempo.sync.delay import Delay
-from polytempo.sync.downpour import Downpour, LocalSteps
+from polytempo.sync.downpour import DownpourPolicy, LocalSteps
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.dssp_paper import PrintedBound
-from polytempo.sync.eager import Eager
 from polytempo.sync.every import Periodic
 from polytempo.sync.spec import MODES, PLANNED, parse_spec
 from polytempo.sync.ssp import Bound
@@ -42,7 +41,7 @@ def test_rounds(text: str, backups: int) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "memory"),
     [
-        ("asp", Open, {}),
+        ("asp", Unbounded, {}),
         ("ssp:3", Bound, {"bound": 3}),
         ("ssp:0", Bound, {"bound": 0}),
         ("dssp:3..15", DynamicBound, {"lower": 3, "upper": 15}),
@@ -51,7 +50,7 @@ def test_rounds(text: str, backups: int) -> None:
         ("every:8", Periodic, {"period": 8, "timed": False}),
         ("every:8,wait=2", Periodic, {"period": 8, "timed": True}),
         ("every:8,wait=0.5", Periodic, {"period": 8, "timed": True}),
-        ("asup", Open, {}),
+        ("asup", Unbounded, {}),
         ("asup,bound=3", Bound, {"bound": 3}),
         ("asup:bound=3,momentum=0.5,rho=0,eps=1,initial=1", Bound, {"bound": 3}),
         ("ssp:3,drop=8,dc=0.04,lr=staleness,decay=0.5,momentum=async", Bound, {"bound": 3}),
@@ -59,7 +58,7 @@ def test_rounds(text: str, backups: int) -> None:
 )
 def test_gates(text: str, kind: type, memory: dict[str, object]) -> None:
     policy = parse_spec(text).policy(WORKERS)
-    assert isinstance(policy, Eager)
+    assert isinstance(policy, AsynchronousPolicy)
     assert type(policy.gate) is kind
     assert {name: getattr(policy.gate, name) for name in memory} == memory
     assert policy.scale is None
@@ -86,7 +85,7 @@ def test_delays(text: str, delay: int) -> None:
 def test_downpour(text: str, push: int, warm: int, local: LocalSteps) -> None:
     spec = parse_spec(text)
     policy = spec.policy(WORKERS)
-    assert isinstance(policy, Downpour)
+    assert isinstance(policy, DownpourPolicy)
     assert (policy.push, policy.warm, policy.scale) == (push, warm, None)
     assert spec.local == local
     assert spec.text == text
@@ -135,7 +134,7 @@ SCALED = (
 @pytest.mark.parametrize(("option", "scale"), [("scale=1", 1.0), ("scale=0.25", 0.25), (" scale=2e-1", 0.2)])
 def test_scales(head: str, option: str, scale: float) -> None:
     policy = parse_spec(f"{head},{option}").policy(WORKERS)
-    assert isinstance(policy, Eager | Delay | Downpour)
+    assert isinstance(policy, AsynchronousPolicy | Delay | DownpourPolicy)
     assert policy.scale == scale
 
 
@@ -170,8 +169,8 @@ def test_every_example_builds_and_says_its_name() -> None:
 def test_each_policy_is_a_fresh_one() -> None:
     spec = parse_spec("dssp:3..15")
     one, other = spec.policy(WORKERS), spec.policy(WORKERS)
-    assert isinstance(one, Eager)
-    assert isinstance(other, Eager)
+    assert isinstance(one, AsynchronousPolicy)
+    assert isinstance(other, AsynchronousPolicy)
     assert one is not other
     assert one.gate is not other.gate
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.report.numbers import percentages, plain_number
-from polytempo.report.summary import summary_line
+from polytempo.report.summary import percentages, plain_number, summary_line
 
 FIGURES: dict[str, Any] = {
     "steps": 600,

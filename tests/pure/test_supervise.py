@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.launch.supervise import AllDone, EndJob, Report, Supervisor, last_error, waited_too_long
+from polytempo.launch.job_facts import JobFacts
+from polytempo.launch.supervisor import AllDone, EndJob, FailureReport, Supervisor, last_error, waited_too_long
 from polytempo.protocol.messages import Status, WorkerStatus
-from polytempo.train.job import JobFacts
 
 
 def waiting(worker: int, held: float, *others: int) -> WorkerStatus:
@@ -72,7 +72,7 @@ def test_after_a_push_a_failure_is_what_min_workers_is_about() -> None:
     supervisor = Supervisor(3, least=2)
     supervisor.training()
     warning = "worker 1 failed with exit status 1; going on with 2 of 3"
-    assert supervisor.exited(1, *FAILED, accepted=True) == [Report(1, *FAILED, warning)]
+    assert supervisor.exited(1, *FAILED, accepted=True) == [FailureReport(1, *FAILED, warning)]
     ended = "worker 0 failed with exit status 1; 1 of 3 workers are left, at least 2 are needed"
     assert supervisor.exited(0, *FAILED, accepted=True) == [EndJob(ended, 0)]
 
@@ -80,21 +80,21 @@ def test_after_a_push_a_failure_is_what_min_workers_is_about() -> None:
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_death_by_a_signal_is_no_mistake_of_the_script_whenever_it_comes(accepted: bool) -> None:
     supervisor = Supervisor(2, least=1, trains=True)
-    assert [type(order) for order in supervisor.exited(1, *KILLED, accepted=accepted)] == [Report]
+    assert [type(order) for order in supervisor.exited(1, *KILLED, accepted=accepted)] == [FailureReport]
     assert not supervisor.ending
 
 
 def test_a_finished_worker_that_never_pushed_is_fine() -> None:
     supervisor = Supervisor(1, least=1)
     finished = ("finished", "finished")
-    assert supervisor.exited(0, *finished, accepted=False) == [Report(0, *finished), AllDone()]
+    assert supervisor.exited(0, *finished, accepted=False) == [FailureReport(0, *finished), AllDone()]
 
 
 def test_what_may_never_push_follows_min_workers_if_it_was_given() -> None:
     """A pipeline, or torch.distributed: there is no first push to wait for."""
     supervisor = Supervisor(3, least=1, tolerant=True)
-    assert [type(order) for order in supervisor.exited(2, *FAILED, accepted=False)] == [Report]
-    assert supervisor.exited(1, *KILLED, accepted=False)[0] == Report(
+    assert [type(order) for order in supervisor.exited(2, *FAILED, accepted=False)] == [FailureReport]
+    assert supervisor.exited(1, *KILLED, accepted=False)[0] == FailureReport(
         1, *KILLED, "worker 1 was killed by SIGKILL; going on with 1 of 3"
     )
     assert not supervisor.ending

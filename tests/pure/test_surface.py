@@ -176,10 +176,10 @@ def test_what_is_read_from_the_environment() -> None:
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
-    assert sorted(found) == ["agent.py", "children.py", "description.py", "job.py", "local.py"]
-    assert found["children.py"] == ["os.environ, **environment},"]
-    assert found["local.py"] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
-    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *found["description.py"]])
+    assert sorted(found) == ["agent.py", "child_process.py", "job_facts.py", "local_job.py", "process_configuration.py"]
+    assert found["child_process.py"] == ["os.environ, **environment},"]
+    assert found["local_job.py"] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
+    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *found["process_configuration.py"]])
     ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
-    assert all(re.search(ours, use) for use in found["job.py"])
+    assert all(re.search(ours, use) for use in found["job_facts.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

@@ -17,8 +17,8 @@ from torch import nn
 
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Constant
-from polytempo.virtual.data import Shards
-from polytempo.virtual.train import TrainingRun, train_virtually
+from polytempo.simulate.sharded_data import Shards
+from polytempo.simulate.virtual_training import TrainingRun, train_virtually
 
 BATCH = 4
 START = 0.25

@@ -8,7 +8,7 @@ import torch
 
 from polytempo.protocol.values import TableInfo
 from polytempo.tables.routing import cut_range, join_range, route
-from polytempo.tables.table import RowPush, Table
+from polytempo.tables.table_shard import RowPush, TableShard
 
 Some = tuple[list[int], torch.Tensor] | tuple[list[int], torch.Tensor, float]
 
@@ -18,7 +18,7 @@ class Sharded:
 
     def __init__(self, info: TableInfo, shards: int = 1) -> None:
         self.info, self.shards = info, shards
-        self.tables = [Table(info, shard, shards) for shard in range(shards)]
+        self.tables = [TableShard(info, shard, shards) for shard in range(shards)]
         self.version = 0
 
     def pull(self, ids: Sequence[int]) -> torch.Tensor:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from polytempo.parameter_server.optimizers import is_whole
-from polytempo.parameter_server.state import RunState, as_bytes, dtype_name
-from polytempo.parameter_server.store import Store
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import Proposal, PushId, TensorInfo
+from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
+from polytempo.server.optimizer_state import SegmentState, as_bytes, dtype_name
+from polytempo.server.optimizers import is_whole
+from polytempo.server.shard import Shard
 from polytempo.transport.channel import Bytes
 
 Tensors = Sequence[torch.Tensor]
@@ -38,9 +38,9 @@ class Stores:
             TensorInfo(f"p{index}", tuple(tensor.shape), dtype_name(tensor.dtype), of_group[index])
             for index, tensor in enumerate(tensors)
         )
-        self.proposal = Proposal("bsp", apply, optimizer, infos, self.hyper, clip_norm)
+        self.proposal = OptimizerSpec("bsp", apply, optimizer, infos, self.hyper, clip_norm)
         self.layout = lay_out(infos, shards, is_whole(optimizer))
-        self.stores = [Store(self.proposal, shard, shards) for shard in range(shards)]
+        self.stores = [Shard(self.proposal, shard, shards) for shard in range(shards)]
         for shard, store in enumerate(self.stores):
             store.seed(self.cut(tensors, shard))
 
@@ -82,7 +82,7 @@ class Stores:
         ]
         self.update((1.0, filled), absent=absent, **fields)
 
-    def state(self) -> list[RunState]:
+    def state(self) -> list[SegmentState]:
         return [run for store in self.stores for run in store.state()]
 
 

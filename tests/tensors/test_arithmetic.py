@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from polytempo.collectives import arithmetic
-from polytempo.collectives.arithmetic import reduce_into, weighted_mean
+from polytempo.collectives import reduce_ops
+from polytempo.collectives.reduce_ops import reduce_into, weighted_mean
 
 BLOCK = 1 << 8  # in these tests
 
@@ -21,7 +21,7 @@ WEIGHTS = {"equal": [2.0] * 5, "unequal": [1.0, 5.0, 0.25, 3.0, 7.0], "one of no
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(arithmetic, "BLOCK", BLOCK)
+    monkeypatch.setattr(reduce_ops, "BLOCK", BLOCK)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -127,8 +127,8 @@ def test_the_result_does_not_depend_on_how_a_tensor_is_cut(cuts: list[int], weig
 @pytest.mark.parametrize("weighing", WEIGHTS)
 def test_a_tensor_of_many_real_blocks_is_added_up_like_any(weighing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert arithmetic.BLOCK > BLOCK
-    terms = some(2, 2 * arithmetic.BLOCK + 3, torch.float32)
+    assert reduce_ops.BLOCK > BLOCK
+    terms = some(2, 2 * reduce_ops.BLOCK + 3, torch.float32)
     out = torch.empty_like(terms[0])
     weighted_mean(terms, WEIGHTS[weighing][:2], out)
     weights = WEIGHTS[weighing]
@@ -140,7 +140,7 @@ def test_a_tensor_of_many_real_blocks_is_added_up_like_any(weighing: str, monkey
 def test_the_result_does_not_depend_on_the_size_of_blocks(weighing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     terms, results = some(5, 1000, torch.float32), []
     for block in (3, 64, 999, 1000, 5000):
-        monkeypatch.setattr(arithmetic, "BLOCK", block)
+        monkeypatch.setattr(reduce_ops, "BLOCK", block)
         out = torch.empty(1000)
         weighted_mean(terms, WEIGHTS[weighing], out)
         results.append(out)

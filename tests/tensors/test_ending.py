@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import polytempo as pt
-from polytempo.train.ending import shown_frames
-from polytempo.train.session import init, shutdown
+from polytempo.launch.script_error import shown_frames
+from polytempo.session.session import init, shutdown
 
 
 def shown(call: Callable[[], object]) -> list[str]:

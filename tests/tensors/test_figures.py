@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.records.reader import read_events, read_meta
-from polytempo.records.writer import RecordWriter
-from polytempo.train.figures import plain_figures
+from polytempo.records.files import RecordWriter, read_events, read_meta
+from polytempo.session.metrics import plain_figures
 
 
 @pytest.mark.parametrize(

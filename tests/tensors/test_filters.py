@@ -8,9 +8,8 @@ import numpy
 import pytest
 import torch
 
+from polytempo.compression.chain import parse_chain, parse_compression
 from polytempo.errors import UsageError
-from polytempo.filters.chain import parse_chain
-from polytempo.filters.directions import parse_compression
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "significant:0.5", "significant:0.5+fp16")

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polytempo.compression import key_cache
+from polytempo.compression.key_cache import OVERHEAD, KeyLists, KeyReceiver, KeySender, digest_of
+from polytempo.compression.sparsification import kkt_keep
 from polytempo.errors import PeerError, UsageError
-from polytempo.filters import keys
-from polytempo.filters.keys import OVERHEAD, KeyLists, KeyReceiver, KeySender, digest_of
-from polytempo.filters.kkt import kkt_keep
 
 settled = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -46,7 +46,7 @@ LISTS = [ids_of(*range(start, start + length)) for start in (0, 5) for length in
 def test_every_list_arrives_as_it_was(limits: tuple[int, int], chosen: list[int], losses: list[str], hashes: int) -> None:
     """Whatever either side forgets, and also where many lists have the same digest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "digest_of", lambda ids: digest_of(ids) % hashes)
+        patch.setattr(key_cache, "digest_of", lambda ids: digest_of(ids) % hashes)
         sender, receiver = KeySender(limits[0]), KeyReceiver(limits[1])
         for index, loss in zip(chosen, losses, strict=False):
             ids = LISTS[index].clone()
@@ -57,7 +57,7 @@ def test_every_list_arrives_as_it_was(limits: tuple[int, int], chosen: list[int]
             for side, name in ((sender, "sender"), (receiver, "receiver")):
                 assert side.lists.nbytes <= side.lists.limit_bytes
                 if loss in (name, "both"):
-                    side.lists.drop(keys.digest_of(LISTS[index]))
+                    side.lists.drop(key_cache.digest_of(LISTS[index]))
 
 
 @settled

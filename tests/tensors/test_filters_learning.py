@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from polytempo.filters.chain import Chain, parse_chain
+from polytempo.compression.chain import CompressionChain, parse_chain
 
 LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "significant:0.5", "significant:0.5+fp16")
 
@@ -31,7 +31,7 @@ def descend(
     return x
 
 
-def forget(chains: list[Chain]) -> None:
+def forget(chains: list[CompressionChain]) -> None:
     for chain in chains:
         chain.load({"residual": torch.zeros_like(chain.residual)})
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polytempo.compression.chain import parse_chain
+from polytempo.compression.encoding import ByteArray
 from polytempo.errors import PeerError
-from polytempo.filters.chain import parse_chain
-from polytempo.filters.forms import Bytes
 
 settled = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 
@@ -188,7 +188,7 @@ def test_the_largest_numbers_of_a_dtype_leave_nothing_but_numbers(text: str, dty
 # What another process may send.
 
 
-def decoded_or_refused(text: str, message: list[Bytes], size: int, dtype: torch.dtype) -> torch.Tensor | None:
+def decoded_or_refused(text: str, message: list[ByteArray], size: int, dtype: torch.dtype) -> torch.Tensor | None:
     try:
         result = parse_chain(text).decode(message, size, dtype)
     except PeerError as error:
@@ -221,7 +221,7 @@ def test_random_bytes_are_refused_or_a_tensor(
     decoded_or_refused(text, random, size, dtype)
 
 
-def message_of(text: str, size: int = 20) -> list[Bytes]:
+def message_of(text: str, size: int = 20) -> list[ByteArray]:
     return parse_chain(text).new(size, torch.float32).encode(torch.arange(1.0, size + 1))
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.filters.chain import parse_chain
-from polytempo.filters.forms import Bytes
+from polytempo.compression.chain import parse_chain
+from polytempo.compression.encoding import ByteArray
 
 settled = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -69,7 +69,7 @@ class Reference:
         return places, sent, read
 
 
-def numbers(buffer: Bytes, dtype: torch.dtype) -> list[float]:
+def numbers(buffer: ByteArray, dtype: torch.dtype) -> list[float]:
     """What lies in a buffer, without torch."""
     data = buffer.tobytes()
     if dtype == torch.bfloat16:  # the upper half of a float32

@@ -9,9 +9,9 @@ import pytest
 import torch
 from shards import Plain, Stores
 
-from polytempo.parameter_server import optimizers
-from polytempo.parameter_server.optimizers import ELEMENTWISE, FUSED, settle
-from polytempo.parameter_server.store import Store
+from polytempo.server import optimizers
+from polytempo.server.optimizers import ELEMENTWISE, FUSED, settle
+from polytempo.server.shard import Shard
 
 SHAPES = ((31, 7), (5,), (11, 3))
 LARGE_FROM = 100  # elements, in these tests
@@ -61,7 +61,7 @@ def hyper_of(name: str, setting: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def store_of(name: str, start: Sequence[torch.Tensor], hyper: tuple[dict[str, Any], ...], alone: bool) -> Stores:
     stores = Stores(start, 1, name, hyper)
-    stores.stores = [Store(stores.proposal, 0, 1, alone=alone)]
+    stores.stores = [Shard(stores.proposal, 0, 1, alone=alone)]
     stores.stores[0].seed(stores.cut(start, 0))
     return stores
 

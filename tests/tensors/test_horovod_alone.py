@@ -14,10 +14,10 @@ import torch
 
 import polytempo.horovod as hvd
 from polytempo.errors import PeerError, UsageError
-from polytempo.horovod.buckets import Bucket, Travel, buckets_of
-from polytempo.horovod.matching import Matching
-from polytempo.horovod.records import Call, Kind, call_of, digest, read_row, row_of
-from polytempo.train.plain import decode, encode
+from polytempo.horovod.gradient_buckets import GradientBucket, Travel, buckets_of
+from polytempo.horovod.negotiation_matching import Matching
+from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, read_row, row_of
+from polytempo.train.safe_serialization import decode, encode
 
 ARGUMENTS: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
 
@@ -227,7 +227,7 @@ def test_what_an_optimizer_refuses() -> None:
 
 
 def test_buckets_go_backwards_and_keep_dtypes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polytempo.horovod.buckets.CAPACITY", 16)
+    monkeypatch.setattr("polytempo.horovod.gradient_buckets.CAPACITY", 16)
     dtypes = (torch.float32, torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
     params = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
     buckets = buckets_of(params, Travel(hvd.Average, hvd.Compression.none))
@@ -237,7 +237,7 @@ def test_buckets_go_backwards_and_keep_dtypes_apart(monkeypatch: pytest.MonkeyPa
 
 def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
     params = [torch.nn.Parameter(torch.zeros(2, 2).t()), torch.nn.Parameter(torch.zeros(3))]
-    bucket = Bucket(params, Travel(hvd.Average, hvd.Compression.none))
+    bucket = GradientBucket(params, Travel(hvd.Average, hvd.Compression.none))
     params[0].grad = torch.arange(4.0).view(2, 2)
     bucket.fill()
     assert not bucket.is_outdated()
@@ -252,7 +252,9 @@ def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
 def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
     param = torch.nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]).to_sparse(1)
-    apart, dense = (Bucket([param], Travel(hvd.Average, hvd.Compression.none, sparse_as_dense=it)) for it in (False, True))
+    apart, dense = (
+        GradientBucket([param], Travel(hvd.Average, hvd.Compression.none, sparse_as_dense=it)) for it in (False, True)
+    )
     for bucket in (apart, dense):
         bucket.fill()
     assert apart.sparse_params() == [param]
@@ -266,12 +268,12 @@ def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
 
 # Which calls belong together.
 
-REDUCE = Call(Kind.ALLREDUCE, op=1, count=10)
-WAIT, JOIN, BARRIER = Call(Kind.WAIT), Call(Kind.JOIN), Call(Kind.BARRIER)
+REDUCE = Call(CallKind.ALLREDUCE, op=1, count=10)
+WAIT, JOIN, BARRIER = Call(CallKind.WAIT), Call(CallKind.JOIN), Call(CallKind.BARRIER)
 
 
 def named(name: str) -> Call:
-    return call_of(Kind.ALLREDUCE, name, op=1, count=10)
+    return call_of(CallKind.ALLREDUCE, name, op=1, count=10)
 
 
 def test_a_record_comes_back_as_it_was() -> None:
@@ -279,10 +281,10 @@ def test_a_record_comes_back_as_it_was() -> None:
         REDUCE,
         JOIN,
         named("x"),
-        call_of(Kind.BROADCAST, "layer.weight", dtype=3, root=1, scale=digest(2.0), own=-1),
+        call_of(CallKind.BROADCAST, "layer.weight", dtype=3, root=1, scale=digest(2.0), own=-1),
     ):
         assert read_row(row_of(call)) == call
-    long = call_of(Kind.ALLGATHER, "ä" * 60)
+    long = call_of(CallKind.ALLGATHER, "ä" * 60)
     assert (read_row(row_of(long)).key, read_row(row_of(long)).name) == (long.key, "ä" * 28)
 
 
@@ -292,7 +294,7 @@ def test_calls_that_differ_are_named() -> None:
         ([REDUCE, REDUCE, BARRIER], "rank 0 calls allreduce(10 float32, Sum) where rank 2 calls barrier;"),
         ([REDUCE, replace(REDUCE, shape=7)], "allreduce(10 float32, Sum) with another shape; all ranks must"),
         ([REDUCE, replace(REDUCE, scale=7)], "allreduce(10 float32, Sum) with another factor; all ranks must"),
-        ([Call(Kind.STEP, count=1), Call(Kind.STEP, count=2)], "step() with another size"),
+        ([Call(CallKind.STEP, count=1), Call(CallKind.STEP, count=2)], "step() with another size"),
     ):
         table = Matching(range(len(calls)))
         (match,) = table.hear(calls).matches
@@ -331,10 +333,10 @@ def test_when_all_wait_all_are_told() -> None:
 
 def test_what_goes_on_after_a_join() -> None:
     table = Matching([0, 1])
-    for kind in (Kind.ALLREDUCE, Kind.STEP, Kind.BARRIER):
+    for kind in (CallKind.ALLREDUCE, CallKind.STEP, CallKind.BARRIER):
         (match,) = table.hear([Call(kind), JOIN]).matches
         assert (match.error, set(match.calls)) == ("", {0})
-    (match,) = table.hear([Call(Kind.BROADCAST, count=3), JOIN]).matches
+    (match,) = table.hear([Call(CallKind.BROADCAST, count=3), JOIN]).matches
     assert "rank 0 calls broadcast(3 float32, root_rank=0), but rank 1 has called join()" in match.error
     assert table.hear([JOIN, JOIN]).last == 0, "the last one to come"
     assert [match.error for match in table.hear([REDUCE, REDUCE]).matches] == [""], "calls are counted anew"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.optim.compensation import compensated
+from polytempo.optim.delay_compensation import compensated
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 numbers = st.floats(-100, 100, allow_nan=False)

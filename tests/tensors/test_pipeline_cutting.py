@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.stages.cutting import balanced, cut, layers_of
-from polytempo.stages.parcels import Form, Parcel, described, pack, unpacked
-from polytempo.stages.parts import Part, tied
+from polytempo.pipeline.model_part import ModelPart, tied
+from polytempo.pipeline.partition import balanced, cut, layers_of
+from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, pack, unpacked
 
 CPU = torch.device("cpu")
 
@@ -148,7 +148,7 @@ class Chooses(nn.Module):
         return self.two(x)  # type: ignore[no-any-return]
 
 
-def through(parts: list[Part], x: torch.Tensor) -> Any:
+def through(parts: list[ModelPart], x: torch.Tensor) -> Any:
     value: Any = (x,)
     for part in parts:
         value = part.module(*(value if isinstance(value, tuple) else (value,)))
@@ -188,9 +188,9 @@ def tensors() -> st.SearchStrategy[torch.Tensor]:
     return st.builds(lambda shape, dtype: (torch.randn(shape) * 5).to(dtype), shapes, st.sampled_from(DTYPES))
 
 
-def sent(parcel: Parcel) -> Parcel:
+def sent(parcel: StageMessage) -> StageMessage:
     """As bytes, and back."""
-    form = Form(described(parcel))
+    form = MessageForm(described(parcel))
     data = numpy.empty(form.size, dtype=numpy.uint8)
     pack(parcel, form, data)
     return unpacked(data, form, CPU)
@@ -209,7 +209,7 @@ def test_a_parcel_comes_back_as_it_was(values: list[Any], number: int, figure: f
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
-    parcel = Parcel(values, len(values) == 1, number, 7, figure)
+    parcel = StageMessage(values, len(values) == 1, number, 7, figure)
     back = sent(parcel)
     assert (back.single, back.number, back.version, back.figure) == (parcel.single, number, 7, figure)
     for was, now in zip(values, back.values, strict=True):
@@ -228,14 +228,14 @@ def test_tensors_that_are_not_in_one_piece() -> None:
         torch.tensor([1 + 2j]).conj(),
         torch.ones(1).expand(5),
     ]
-    parcel = Parcel(strange)
+    parcel = StageMessage(strange)
     back = sent(parcel)
     assert all(torch.equal(now, was) for now, was in zip(back.values, strange, strict=True))
 
 
 def test_memory_is_held_as_long_as_anything_that_came_in_it() -> None:
-    parcel = Parcel([torch.ones(50_000), torch.ones(3)])
-    form = Form(described(parcel))
+    parcel = StageMessage([torch.ones(50_000), torch.ones(3)])
+    form = MessageForm(described(parcel))
     data = numpy.empty(form.size, dtype=numpy.uint8)
     memory = weakref.ref(data)
     pack(parcel, form, data)

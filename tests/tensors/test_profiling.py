@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.planner.topology import Level
-from polytempo.stages.auto import topology_of
-from polytempo.stages.pipe import Pipeline
-from polytempo.stages.profiling import profile
+from polytempo.pipeline.auto_stages import topology_of
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.profiler import profile
+from polytempo.pipeline.topology import Level
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,10 +10,10 @@ import torch
 from shards import Plain, Stores, Tensors
 
 from polytempo.errors import UsageError
-from polytempo.parameter_server.optimizers import ELEMENTWISE, WHOLE, build
-from polytempo.parameter_server.state import of_tensor
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import PushId
+from polytempo.server.optimizer_state import of_tensor
+from polytempo.server.optimizers import ELEMENTWISE, WHOLE, build
 
 counts = pytest.mark.parametrize("shards", [1, 2, 3])
 

@@ -11,9 +11,9 @@ import torch
 from shards import Plain, Stores
 
 from polytempo.errors import PeerError
-from polytempo.parameter_server.state import RunState, as_tensor, pack, unpack
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import PushId
+from polytempo.server.optimizer_state import SegmentState, as_tensor, pack, unpack
 
 ONES = torch.ones(8)
 ADAM = ({"lr": 0.1},)
@@ -206,7 +206,7 @@ def test_state_comes_out_of_its_bytes_as_it_went_in() -> None:
         "eta": 0.5,
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
-    (run,) = unpack(*pack([RunState("float32", 2, 5, state)]))
+    (run,) = unpack(*pack([SegmentState("float32", 2, 5, state)]))
     assert (run.dtype, run.start, run.stop) == ("float32", 2, 5)
     assert run.state.keys() == state.keys()
     for name, value in state.items():

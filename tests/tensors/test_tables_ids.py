@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.values import TableInfo
-from polytempo.tables.ids import checked_ids, coalesce
+from polytempo.tables.initializers import check_start, start_values
 from polytempo.tables.routing import cut_range, join_range, range_ids, range_slots, route
-from polytempo.tables.starts import check_start, start_values
+from polytempo.tables.row_batches import checked_ids, coalesce
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

@@ -12,7 +12,7 @@ from sharded_tables import Sharded, same, some
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TableInfo
-from polytempo.tables.rules import RULES, checked_hyper, rule
+from polytempo.tables.row_optimizers import RULES, checked_hyper, rule
 
 Row = list[float]
 Kept = dict[str, Any]

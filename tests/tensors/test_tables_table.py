@@ -13,10 +13,10 @@ from sharded_tables import Sharded, same, some
 
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.protocol.values import TableInfo
-from polytempo.tables import changes
-from polytempo.tables.checks import check_table
-from polytempo.tables.rules import RULES
-from polytempo.tables.table import RowPush, Table
+from polytempo.tables import clocks
+from polytempo.tables.row_optimizers import RULES
+from polytempo.tables.table_shard import RowPush, TableShard
+from polytempo.tables.validation import check_table
 
 moderately = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -171,7 +171,7 @@ def test_a_range_is_the_list_of_its_ids(rule: str, dtype: str, shards: int) -> N
 
 
 def test_ranges_and_lists_meet_in_a_round() -> None:
-    table, values = Table(described("sgd", start="zeros"), 0, 1), some(4, 3)
+    table, values = TableShard(described("sgd", start="zeros"), 0, 1), some(4, 3)
     pushes = [
         RowPush(None, values, span=(2, 6)),
         RowPush(None, values, span=(4, 8)),
@@ -189,7 +189,7 @@ def test_ranges_and_lists_meet_in_a_round() -> None:
 
 
 def test_a_range_stamps_its_ids_and_a_list_all_of_them() -> None:
-    table, values = Table(described(), 0, 1), some(5, 3)
+    table, values = TableShard(described(), 0, 1), some(5, 3)
     assert (table.clock(0, ROWS), table.version_of(0, ROWS)) == ({}, -1)
     table.update([RowPush(torch.tensor([2]), values[:1], 1.0, 0, 4)], {}, 1.0, 11)
     table.update([RowPush(None, values, 1.0, 0, 6, (5, 10)), RowPush(None, values, 1.0, 3, 2, (8, 13))], {}, 1.0, 12)
@@ -205,8 +205,8 @@ def test_a_range_stamps_its_ids_and_a_list_all_of_them() -> None:
 @kinds
 def test_a_mirror_that_takes_what_changed_is_the_table(rows: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long ago it last asked, and however little of the past is kept as lists."""
-    monkeypatch.setattr(changes, "FEW", few)
-    table = Table(described("adagrad", rows, mirrored=True), 0, 1)
+    monkeypatch.setattr(clocks, "FEW", few)
+    table = TableShard(described("adagrad", rows, mirrored=True), 0, 1)
     first = table.pull(torch.arange(ROWS))
     mirrors = {lag: (first.clone(), 0) for lag in (1, 2, 5)}
     for version in range(1, 12):
@@ -230,7 +230,7 @@ def test_a_mirror_that_takes_what_changed_is_the_table(rows: int, few: int, monk
 
 def test_a_table_that_is_not_mirrored_does_not_know_what_changed() -> None:
     with pytest.raises(UsageError, match="table 't' is not mirrored"):
-        Table(described(), 0, 1).changed_since(0)
+        TableShard(described(), 0, 1).changed_since(0)
 
 
 # Checkpoints.
@@ -325,16 +325,16 @@ def test_a_push_that_cannot_be_is_refused_and_nothing_is_changed(case: str) -> N
 
 def test_a_round_that_weighs_nothing_is_refused() -> None:
     with pytest.raises(PeerError, match="one has a weight above 0"):
-        Table(described(), 1, 2).update([RowPush(torch.tensor([1]), some(1, 3), 0.0)], {}, 1.0, 1)
+        TableShard(described(), 1, 2).update([RowPush(torch.tensor([1]), some(1, 3), 0.0)], {}, 1.0, 1)
 
 
 def test_pulls_and_fills_are_looked_at_too() -> None:
-    table = Table(described(), 1, 2)
+    table = TableShard(described(), 1, 2)
     refused = [
         lambda: table.pull(torch.tensor([2])),
         lambda: table.pull_range(0, 24),
         lambda: table.fill(torch.tensor([1]), some(1, 2)),
-        lambda: Table(described(rows=0), 0, 1).pull_range(0, 4),
+        lambda: TableShard(described(rows=0), 0, 1).pull_range(0, 4),
     ]
     for call in refused:
         with pytest.raises(PeerError, match="table 't' on shard"):
@@ -354,7 +354,7 @@ def test_pulls_and_fills_are_looked_at_too() -> None:
     ],
 )
 def test_a_table_that_cannot_be_is_refused(info: TableInfo, words: str) -> None:
-    for call in (lambda: check_table(info), lambda: Table(info, 0, 1)):
+    for call in (lambda: check_table(info), lambda: TableShard(info, 0, 1)):
         with pytest.raises(PolytempoError) as refusal:
             call()
         assert isinstance(refusal.value, UsageError)
@@ -373,7 +373,7 @@ def resident() -> int:
 def test_a_large_table_costs_what_was_pushed_to(start: str) -> None:
     """20 million rows of 16 numbers are 1.3 GB, with their state 2.6 GB."""
     before = resident()
-    table = Table(TableInfo("t", 20_000_000, 16, start=start, rule="adagrad"), 0, 1)
+    table = TableShard(TableInfo("t", 20_000_000, 16, start=start, rule="adagrad"), 0, 1)
     ids = torch.arange(500) * 40_000
     table.pull(ids)
     table.update([RowPush(ids, torch.ones(500, 16))], {}, 1.0, 1)
@@ -384,7 +384,7 @@ def test_a_large_table_costs_what_was_pushed_to(start: str) -> None:
 
 
 def test_an_unbounded_table_grows_and_stays_what_a_bounded_one_is() -> None:
-    growing, wide = (Table(described("adagrad", rows, mirrored=True), 0, 1) for rows in (0, 1_100_000))
+    growing, wide = (TableShard(described("adagrad", rows, mirrored=True), 0, 1) for rows in (0, 1_100_000))
     for step in range(20):
         ids = torch.arange(step * 50, step * 50 + 60).flip(0) * 1003
         for table in (growing, wide):

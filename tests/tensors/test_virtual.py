@@ -14,12 +14,11 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
+from polytempo.simulate.datasets import FASHION_MNIST, digits, fashion_mnist, find_task
 from polytempo.simulate.durations import Lognormal
-from polytempo.virtual.data import Shards, as_tensors
-from polytempo.virtual.tasks import FASHION_MNIST, digits, fashion_mnist, find_task
-from polytempo.virtual.train import model_bytes, train_virtually
-from polytempo.virtual.trainee import Trainee
-from polytempo.virtual.versions import Versions
+from polytempo.simulate.sharded_data import Shards, as_tensors
+from polytempo.simulate.virtual_trainer import VirtualTrainer, WeightHistory
+from polytempo.simulate.virtual_training import model_bytes, train_virtually
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -162,20 +161,20 @@ EVENTFUL = Cluster(
     "sync", ["bsp", "bsp+backup:1", "asp", "ssp:3", "dssp:1..6", "every:4", "every:4,wait=1", "delay:3", "asp,drop=1,dc=1"]
 )
 def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainees: list[Trainee] = []
+    trainees: list[VirtualTrainer] = []
     most = [0]
-    make = Trainee.__init__
+    make = VirtualTrainer.__init__
 
-    def remember(self: Trainee, *args: object) -> None:
+    def remember(self: VirtualTrainer, *args: object) -> None:
         make(self, *args)  # type: ignore[arg-type]
         trainees.append(self)
 
-    def apply(self: Trainee, *args: object, original: Callable[..., None] = Trainee.apply) -> None:
+    def apply(self: VirtualTrainer, *args: object, original: Callable[..., None] = VirtualTrainer.apply) -> None:
         original(self, *args)
         most[0] = max(most[0], self.versions.copies)
 
-    monkeypatch.setattr(Trainee, "__init__", remember)
-    monkeypatch.setattr(Trainee, "apply", apply)
+    monkeypatch.setattr(VirtualTrainer, "__init__", remember)
+    monkeypatch.setattr(VirtualTrainer, "apply", apply)
     task = digits()
     train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, steps_each=40)
     assert trainees[0].versions.newest >= 40
@@ -188,7 +187,7 @@ def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypa
 
 def test_versions_alone() -> None:
     tensor = torch.zeros(2)
-    versions = Versions([tensor])
+    versions = WeightHistory([tensor])
     versions.keep(0)
     versions.keep(0)
     versions.advance()

@@ -13,11 +13,11 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
-from polytempo.optim.spread import COORDINATES, Spread
+from polytempo.optim.gradient_divergence import COORDINATES, GradientDivergence
 from polytempo.simulate.cluster import Cluster
-from polytempo.virtual.tasks import digits
-from polytempo.virtual.train import train_virtually
-from polytempo.virtual.trainee import Trainee
+from polytempo.simulate.datasets import digits
+from polytempo.simulate.virtual_trainer import VirtualTrainer
+from polytempo.simulate.virtual_training import train_virtually
 
 RATE = 0.2
 EACH = RATE / len(SPEEDS)
@@ -187,9 +187,9 @@ def test_corrections_of_nothing(options: str) -> None:
 
 
 def test_statistics_are_merged_as_those_of_one_population(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainees: list[Trainee] = []
-    make = Trainee.__init__
-    monkeypatch.setattr(Trainee, "__init__", lambda self, *args: (trainees.append(self), make(self, *args))[1])
+    trainees: list[VirtualTrainer] = []
+    make = VirtualTrainer.__init__
+    monkeypatch.setattr(VirtualTrainer, "__init__", lambda self, *args: (trainees.append(self), make(self, *args))[1])
     task = digits()
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))
     run = train_virtually(model, task.data, task.loss, sync="asp", cluster=Cluster(workers=3, batch=8), steps=31)
@@ -224,7 +224,7 @@ def test_alone_there_is_no_spread(sync: str) -> None:
 def test_spread_looks_at_few_coordinates_evenly(shapes: list[tuple[int, ...]]) -> None:
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.zeros(shape) for shape in shapes]
-    spread = Spread(parameters)
+    spread = GradientDivergence(parameters)
     every = []
     for worker in range(4):
         gradient = [torch.randn(shape, generator=generator) + 1 for shape in shapes]

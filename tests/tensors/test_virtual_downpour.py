@@ -12,11 +12,11 @@ from scalar import SPEEDS, START, Downpour, gradients, train
 from torch import nn
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
+from polytempo.simulate.datasets import digits
 from polytempo.simulate.durations import Lognormal
-from polytempo.virtual.data import Shards
-from polytempo.virtual.local import LocalTrainee, Replica
-from polytempo.virtual.tasks import digits
-from polytempo.virtual.train import train_virtually
+from polytempo.simulate.sharded_data import Shards
+from polytempo.simulate.virtual_local_trainer import Replica, VirtualLocalTrainer
+from polytempo.simulate.virtual_training import train_virtually
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -123,9 +123,9 @@ def test_nothing_is_kept_that_nobody_needs(sync: str, monkeypatch: pytest.Monkey
         assert len(self.sent) <= 1  # beside the one that was settled just now
         assert self.forgotten + len(self.steps) >= self.settled + sum(len(sent) for sent, _ in self.sent)
 
-    begin = LocalTrainee.begin
+    begin = VirtualLocalTrainer.begin
     monkeypatch.setattr(Replica, "settle", watch)
-    monkeypatch.setattr(LocalTrainee, "begin", lambda self, worker: (trainees.append(self), begin(self, worker)))
+    monkeypatch.setattr(VirtualLocalTrainer, "begin", lambda self, worker: (trainees.append(self), begin(self, worker)))
     task = digits()
     run = train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, optimizer=SGD, steps_each=40)
     assert 0 < longest[0] <= 12

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from polytempo.stages.weight_gradients import Job, SplitBackward, may_split
+from polytempo.pipeline.weight_gradients import Job, SplitBackward, may_split
 
 X = torch.randn(4, 6, dtype=torch.float64)
 PICTURES = torch.randn(4, 3, 7, 6, dtype=torch.float64)

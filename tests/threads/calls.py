@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.group import Group
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 
@@ -105,17 +105,17 @@ class Call:
         """Something that must be overwritten."""
         return torch.ones(self.size, dtype=self.dtype)
 
-    def make(self, group: Group, background: bool = False) -> Made:
+    def make(self, group: RankGroup, background: bool = False) -> Made:
         """Make the call; ranks are the group's."""
         made: Made = getattr(self, f"_{self.collective}")(group, background)
         return made
 
-    def _all_reduce(self, group: Group, background: bool) -> Made:
+    def _all_reduce(self, group: RankGroup, background: bool) -> Made:
         mine = self.values(group.rank)
         wanted = combined(self.op, [self.values(rank) for rank in range(group.size)])
         return Made(group.all_reduce([mine], self.op, self.algorithm, background), [wanted], [mine])
 
-    def _reduce(self, group: Group, background: bool) -> Made:
+    def _reduce(self, group: RankGroup, background: bool) -> Made:
         mine = self.values(group.rank)
         made = Made(group.reduce(mine, self.root, self.op, self.algorithm, background))
         if group.rank == self.root:
@@ -125,44 +125,44 @@ class Call:
             made.before, made.untouched = [self.values(group.rank)], [mine]
         return made
 
-    def _broadcast(self, group: Group, background: bool) -> Made:
+    def _broadcast(self, group: RankGroup, background: bool) -> Made:
         mine = self.values(group.rank)
         return Made(group.broadcast([mine], self.root, self.algorithm, background), [self.values(self.root)], [mine])
 
-    def _all_gather(self, group: Group, background: bool) -> Made:
+    def _all_gather(self, group: RankGroup, background: bool) -> Made:
         mine, outputs = self.values(group.rank), [self.empty() for _ in range(group.size)]
         wanted = [self.values(rank) for rank in range(group.size)]
         task = group.all_gather(outputs, mine, self.algorithm, background)
         return Made(task, wanted, outputs, [self.values(group.rank)], [mine])
 
-    def _gather(self, group: Group, background: bool) -> Made:
+    def _gather(self, group: RankGroup, background: bool) -> Made:
         at_root = group.rank == self.root
         mine, outputs = self.values(group.rank), [self.empty() for _ in range(group.size)] if at_root else None
         task = group.gather(outputs, mine, self.root, self.algorithm, background)
         wanted = [self.values(rank) for rank in range(group.size)] if at_root else []
         return Made(task, wanted, outputs or [], [self.values(group.rank)], [mine])
 
-    def _scatter(self, group: Group, background: bool) -> Made:
+    def _scatter(self, group: RankGroup, background: bool) -> Made:
         output = self.empty()
         inputs = [self.values(self.root, rank) for rank in range(group.size)] if group.rank == self.root else None
         task = group.scatter(output, inputs, self.root, self.algorithm, background)
         before = [piece.clone() for piece in inputs or ()]
         return Made(task, [self.values(self.root, group.rank)], [output], before, inputs or [])
 
-    def _reduce_scatter(self, group: Group, background: bool) -> Made:
+    def _reduce_scatter(self, group: RankGroup, background: bool) -> Made:
         inputs, output = [self.values(group.rank, to) for to in range(group.size)], self.empty()
         wanted = combined(self.op, [self.values(rank, group.rank) for rank in range(group.size)])
         task = group.reduce_scatter(output, inputs, self.op, self.algorithm, background)
         return Made(task, [wanted], [output], [self.values(group.rank, to) for to in range(group.size)], inputs)
 
-    def _all_to_all(self, group: Group, background: bool) -> Made:
+    def _all_to_all(self, group: RankGroup, background: bool) -> Made:
         inputs = [self.values(group.rank, to) for to in range(group.size)]
         outputs = [self.empty() for _ in range(group.size)]
         wanted = [self.values(rank, group.rank) for rank in range(group.size)]
         task = group.all_to_all(outputs, inputs, self.algorithm, background, even=True)
         return Made(task, wanted, outputs, [piece.clone() for piece in inputs], inputs)
 
-    def _barrier(self, group: Group, background: bool) -> Made:
+    def _barrier(self, group: RankGroup, background: bool) -> Made:
         return Made(group.barrier(background))
 
 

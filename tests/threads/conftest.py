@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from polytempo.reducer import bucket_overlap, collective_reducer
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train import ahead, rounds
-from polytempo.transport import segments
+from polytempo.transport import shared_memory
 
 #: How many cases of a test `make check` runs at most.
 CASES = 2
@@ -51,9 +51,9 @@ def wire(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # of its own: a test's must be undone before it looks what is left
         patch.setattr(ThreadJob, "wire", request.param)
         patch.setattr(GroupJob, "wire", request.param)
-        patch.setattr(segments, "SHARE_FROM", 1)
-        patch.setattr(ahead, "LIMIT", 100)  # small models, too, have several buckets
-        patch.setattr(rounds, "BUCKET", 100)
+        patch.setattr(shared_memory, "SHARE_FROM", 1)
+        patch.setattr(bucket_overlap, "LIMIT", 100)  # small models, too, have several buckets
+        patch.setattr(collective_reducer, "BUCKET", 100)
         yield
 
 

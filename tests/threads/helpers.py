@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from polytempo.records.check import check_lines
+from polytempo.records.files import read_events, read_meta
 from polytempo.records.lines import MAIN, MEAN, of_track
-from polytempo.records.reader import read_events, read_meta
 from polytempo.records.replay import replay
+from polytempo.session.session import Session
 from polytempo.sync.spec import parse_spec
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

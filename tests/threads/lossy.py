@@ -6,29 +6,29 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from polytempo.client.client import Client
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
-    Ask,
     Held,
+    PartialPush,
     Push,
-    Read,
+    PushStatus,
     ReadAnswer,
+    ReadRequest,
     Repeat,
     Resend,
-    Staged,
     Told,
     decode,
 )
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
-from polytempo.train.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Shelf
+from polytempo.transport.shared_memory import SharedMemoryRegistry
 
 #: What a worker sends or is sent again: the beginning and the end of a job are the launcher's care.
-REPEATED = (Push, Staged, Ask, Repeat, Read, Answer, Held, Told, Resend, ReadAnswer)
+REPEATED = (Push, PartialPush, PushStatus, Repeat, ReadRequest, Answer, Held, Told, Resend, ReadAnswer)
 
 #: How often a message arrives: 1 is well, 0 is lost, 2 is doubled. It is asked about each message of `REPEATED`.
 Fate = Callable[[AnyMessage, bool], int]
@@ -105,7 +105,7 @@ class LossyJob(ThreadJob):
     """A job over unreliable channels; `disturb` says from when on, and how."""
 
     def session(self, rank: int) -> Session:
-        pool = Pool(Shelf() if self.wire == "ipc" else None)
+        pool = Pool(SharedMemoryRegistry() if self.wire == "ipc" else None)
         channels = [UnreliableChannel(self.connect(index, pool)) for index in range(self.plan.shards)]
         return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 

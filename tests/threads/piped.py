@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo.stages import runtime
-from polytempo.stages.pipe import Pipeline
-from polytempo.stages.stage import MakeOptimizer, Stage
+from polytempo.pipeline import runtime
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.stage import MakeOptimizer, Stage
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
-from polytempo.train.session import Session
 
 Batch = tuple[Any, Any]
 SGD: MakeOptimizer = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731

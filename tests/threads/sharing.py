@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from wires import Client, Wire, filled
 
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Peer
 from polytempo.transport.connect import LIMIT
-from polytempo.transport.mesh import Mesh
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import SHARE_FROM, Shelf
+from polytempo.transport.local_peers import LocalPeers
+from polytempo.transport.shared_memory import SHARE_FROM, SharedMemoryRegistry
 from polytempo.transport.stream import StreamChannel
 
 PATIENCE = 20.0
@@ -54,11 +54,11 @@ class Pair(Wire):
 
     def __init__(self, limit: int = 1 << 40) -> None:
         super().__init__("ipc", limit)
-        self.shelf = self.pool.shelf = Shelf()
+        self.shelf = self.pool.shelf = SharedMemoryRegistry()
 
     def join(self) -> tuple[StreamChannel, Peer]:
         """A new channel, and the endpoint's side of it."""
-        channel = StreamChannel(self.path, Pool(Shelf()), LIMIT)
+        channel = StreamChannel(self.path, Pool(SharedMemoryRegistry()), LIMIT)
         self.channels.append(channel)
         channel.send(b"hello")
         count = len(self.received)
@@ -84,7 +84,7 @@ def pair(nothing_is_left: None) -> Iterator[Pair]:
     made.close()
 
 
-def shared(shelf: Shelf | None, size: int = SIZE, seed: int = 0) -> Bytes:
+def shared(shelf: SharedMemoryRegistry | None, size: int = SIZE, seed: int = 0) -> Bytes:
     assert shelf is not None
     memory = shelf.allocate(size)
     memory[:] = filled(size, seed)
@@ -99,13 +99,13 @@ class Place:
 
     def __init__(self) -> None:
         self.directory = tempfile.mkdtemp(dir="/tmp", prefix="pt-")
-        self.meshes: dict[int, Mesh] = {}
+        self.meshes: dict[int, LocalPeers] = {}
 
-    def open(self, *ranks: int) -> list[Mesh]:
-        self.meshes.update({rank: Mesh(self.directory, rank) for rank in ranks})
+    def open(self, *ranks: int) -> list[LocalPeers]:
+        self.meshes.update({rank: LocalPeers(self.directory, rank) for rank in ranks})
         return [self.meshes[rank] for rank in ranks]
 
-    def met(self, count: int) -> list[Mesh]:
+    def met(self, count: int) -> list[LocalPeers]:
         """So many, all connected."""
         meshes = self.open(*range(count))
         together([lambda m=m: m.meet(range(count)) for m in meshes])

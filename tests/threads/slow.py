@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from polytempo.client.client import Client
 from polytempo.protocol.messages import STRANGER_LIMIT
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
-from polytempo.train.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
-from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamEndpoint
 from polytempo.transport.zeromq import ZmqEndpoint
 

@@ -9,9 +9,9 @@ import torch
 from helpers import Batch, made_from_seed
 from torch import nn
 
-from polytempo.parameter_server.state import as_tensor
-from polytempo.protocol.rows import Pull
-from polytempo.train.session import Session
+from polytempo.protocol.values import Pull
+from polytempo.server.optimizer_state import as_tensor
+from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
 
 VOCABULARY, USED, DIM = 20, 15, 4  # ids from USED on never come: their rows must keep their bits

@@ -30,11 +30,11 @@ from torch import nn
 
 import polytempo
 from polytempo.errors import UsageError
+from polytempo.launch.job_facts import JobFacts
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.exchange import Exchange
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -211,7 +211,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
         done.wait(20)
         optimizer.consolidate()
         assert_equal([buffer.clone() for buffer in own.buffers()], means[-1])
-        assert isinstance(optimizer._exchange, Exchange)
+        assert isinstance(optimizer._exchange, ServerReducer)
         return weights(own), means[-1], [info.name for info in optimizer._exchange.proposal.tensors]
 
     done = threading.Barrier(2)

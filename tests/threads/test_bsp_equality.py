@@ -27,11 +27,11 @@ from helpers import (
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
-from polytempo.parameter_server.optimizers import ELEMENTWISE, WHOLE
+from polytempo.launch.job_facts import JobFacts
+from polytempo.server.optimizers import ELEMENTWISE, WHOLE
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 

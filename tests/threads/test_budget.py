@@ -7,11 +7,11 @@ import torch
 from helpers import copied, made_params, set_gradients, until
 from lossy import LossyJob, disturb, first_answers
 
-from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
+from polytempo.server.job_plan import Limits
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

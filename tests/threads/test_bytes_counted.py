@@ -18,8 +18,8 @@ from worlds import (
 )
 
 from polytempo.collectives.cost import Speeds
-from polytempo.collectives.group import Group
-from polytempo.collectives.single import receive, send
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World
 
 __all__ = ["all_worlds", "nothing_left", "worlds_of"]
@@ -30,7 +30,7 @@ TWO_BY_TWO: Hosts = ((0, 1), (2, 3))
 Sent = list[dict[int, int]]
 
 
-def sent_by(worlds: list[World], work: Callable[[Group], object]) -> Sent:
+def sent_by(worlds: list[World], work: Callable[[RankGroup], object]) -> Sent:
     """What each rank sends to each other, while all do this in a new group."""
 
     def counted(world: World) -> dict[int, int]:
@@ -49,7 +49,7 @@ def totals(sent: Sent) -> list[int]:
     return [sum(counts.values()) for counts in sent]
 
 
-def all_reduce(count: int, how: str) -> Callable[[Group], object]:
+def all_reduce(count: int, how: str) -> Callable[[RankGroup], object]:
     return lambda group: group.all_reduce([torch.ones(count)], algorithm=how).wait()
 
 
@@ -87,10 +87,10 @@ def test_what_does_not_divide_evenly_is_still_sent_but_once(worlds_of: Cache, si
 def test_half_a_ring_sends_half(worlds_of: Cache, size: int) -> None:
     worlds = worlds_of("memory", size)
 
-    def gather(group: Group) -> object:
+    def gather(group: RankGroup) -> object:
         return group.all_gather([torch.empty(100) for _ in range(size)], torch.ones(100), "ring").wait()
 
-    def scatter(group: Group) -> object:
+    def scatter(group: RankGroup) -> object:
         return group.reduce_scatter(torch.empty(100), [torch.ones(100) for _ in range(size)], "sum", "ring").wait()
 
     for half in (gather, scatter):
@@ -131,13 +131,13 @@ def test_a_broadcast_by_a_chain_sends_everything_once_over_each_of_its_links(wor
 def test_what_goes_straight_is_sent_once(worlds_of: Cache) -> None:
     worlds, parts = worlds_of("memory", 3), [torch.ones(10) for _ in range(3)]
 
-    def gather(group: Group) -> object:
+    def gather(group: RankGroup) -> object:
         return group.gather(parts if group.rank == 1 else None, torch.ones(10), 1, "linear").wait()
 
-    def scatter(group: Group) -> object:
+    def scatter(group: RankGroup) -> object:
         return group.scatter(torch.empty(10), parts if group.rank == 1 else None, 1, "linear").wait()
 
-    def swap(group: Group) -> object:
+    def swap(group: RankGroup) -> object:
         return group.all_to_all([torch.empty(10) for _ in range(3)], parts, "linear").wait()
 
     assert sent_by(worlds, gather) == [{1: 40, 2: 0}, {0: 0, 2: 0}, {0: 0, 1: 40}]
@@ -178,7 +178,7 @@ def test_with_three_hosts_the_leaders_form_a_ring(worlds_of: Cache) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_message_counts_once_and_only_its_payload(worlds_of: Cache, kind: str) -> None:
-    def work(group: Group) -> object:
+    def work(group: RankGroup) -> object:
         if group.rank == 0:
             return [send(group, torch.ones(size), 1).wait() for size in (0, 1, 50_000)]
         return [receive(group, torch.ones(size), 0).wait() for size in (0, 1, 50_000)]

@@ -18,12 +18,12 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.parameter_watch import AT_MOST, COMPARED, ParameterWatch
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train import communicate, states
+from polytempo.train import broadcast_state, communication
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.train.watch import AT_MOST, COMPARED, ParameterWatch
-from polytempo.transport import segments
+from polytempo.transport import shared_memory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -460,15 +460,15 @@ def test_parameters_that_share_memory_are_refused_where_servers_keep_each(when: 
 def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script does that came from Horovod. Who is late must not be refused for what others have pushed since."""
     here = threading.local()
-    monkeypatch.setattr(states, "current", lambda: here.session)
-    monkeypatch.setattr(communicate, "current", lambda: here.session)
+    monkeypatch.setattr(broadcast_state, "current", lambda: here.session)
+    monkeypatch.setattr(communication, "current", lambda: here.session)
     pushed = threading.Event()
 
     def work(session: Session) -> None:
         here.session = session
         model = copy.deepcopy(START)
         optimizer = DistributedOptimizer(sgd(model), model, session=session)
-        states.broadcast_parameters(model.state_dict(), root=0)
+        broadcast_state.broadcast_parameters(model.state_dict(), root=0)
         with torch.no_grad():
             for param in model.parameters() if session.rank else ():
                 assert param._version  # else nothing is tested
@@ -489,8 +489,8 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
         for tensor, value in zip(tensors, [OTHER.state_dict()[name] for name in sorted(OTHER.state_dict())], strict=True):
             tensor.numpy()[...] = value.numpy()
 
-    monkeypatch.setattr(states, "current", lambda: here.session)
-    monkeypatch.setattr(states, "broadcast", written)
+    monkeypatch.setattr(broadcast_state, "current", lambda: here.session)
+    monkeypatch.setattr(broadcast_state, "broadcast", written)
 
     def work(session: Session) -> list[torch.Tensor]:
         here.session = session
@@ -498,7 +498,7 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, session=session)
         if session.rank == 0:
             model.load_state_dict(OTHER.state_dict())
-        states.broadcast_parameters(model.state_dict(), root=0)
+        broadcast_state.broadcast_parameters(model.state_dict(), root=0)
         optimizer.step()
         return weights(model)
 
@@ -512,7 +512,7 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
 
 def test_the_mean_of_buffers_is_taken_again_and_again_without_more_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadJob, "wire", "ipc")
-    monkeypatch.setattr(segments, "SHARE_FROM", 1)
+    monkeypatch.setattr(shared_memory, "SHARE_FROM", 1)
     counts: dict[int, int] = {}
     meeting = threading.Barrier(2)
 

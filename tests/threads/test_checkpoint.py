@@ -30,9 +30,9 @@ from helpers import (
 from torch import nn
 
 from polytempo.errors import PolytempoError, UsageError
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers import copied, made_params, set_gradients, until
 
+from polytempo.client.client import Client
 from polytempo.protocol.messages import Welcome
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.transport import cores
-from polytempo.transport.cores import Companion, Seat
+from polytempo.transport import cpu_affinity
+from polytempo.transport.cpu_affinity import Companion, CoreSlot
 
 pytestmark = [
     pytest.mark.timeout(30),
@@ -37,7 +37,7 @@ def own_mask() -> Iterator[set[int]]:
 @pytest.fixture(autouse=True)
 def nothing_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test says otherwise, exchanges count as far apart."""
-    monkeypatch.setattr(cores, "BRIEF", 0.0)
+    monkeypatch.setattr(cpu_affinity, "BRIEF", 0.0)
 
 
 class Sleeper(threading.Thread):
@@ -101,10 +101,12 @@ def test_an_exception_that_passes_leaves_this_thread_free(sleeper: Sleeper, own_
 def test_while_exchanges_follow_each_other_closely_nothing_is_asked_twice(
     sleeper: Sleeper, own_mask: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "BRIEF", 1e9)
+    monkeypatch.setattr(cpu_affinity, "BRIEF", 1e9)
     asked: list[int] = []
     plain = os.sched_setaffinity
-    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda thread, mask: asked.append(thread) or plain(thread, mask))
+    monkeypatch.setattr(
+        cpu_affinity.os, "sched_setaffinity", lambda thread, mask: asked.append(thread) or plain(thread, mask)
+    )
     companion = Companion(sleeper.number)
     for _ in range(5):
         with companion:
@@ -119,7 +121,7 @@ def test_after_a_long_time_of_computing_this_thread_is_free_again(
 ) -> None:
     companion = Companion(sleeper.number)
     for brief, free in ((1e9, False), (1e9, False), (0.0, True)):
-        monkeypatch.setattr(cores, "BRIEF", brief)
+        monkeypatch.setattr(cpu_affinity, "BRIEF", brief)
         with companion:
             pass
         assert (os.sched_getaffinity(0) == own_mask) == (free or len(own_mask) == 1)
@@ -143,7 +145,7 @@ def test_who_may_not_bind_threads_does_without_and_asks_once(error: Exception, m
         asked.append(thread)
         raise error
 
-    monkeypatch.setattr(cores.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(cpu_affinity.os, "sched_setaffinity", refuse)
     companion, entered = Companion(12345), 0
     for _ in range(3):
         with companion:
@@ -155,7 +157,7 @@ def test_who_may_not_bind_threads_does_without_and_asks_once(error: Exception, m
 def test_without_a_way_to_know_the_core_nothing_is_bound(
     sleeper: Sleeper, own_mask: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(cpu_affinity.ctypes, "CDLL", lambda name: object())
     with Companion(sleeper.number):
         assert os.sched_getaffinity(0) == own_mask
     assert os.sched_getaffinity(sleeper.number) == own_mask
@@ -239,7 +241,7 @@ def test_a_worker_that_computes_with_several_threads_does_not_call(monkeypatch: 
 
 
 def test_who_waits_in_its_seat_keeps_its_core_until_it_is_awake(own_mask: set[int]) -> None:
-    seat = Seat(1)
+    seat = CoreSlot(1)
     for _ in range(3):
         with seat:
             assert len(os.sched_getaffinity(0)) == 1
@@ -251,7 +253,7 @@ def test_who_waits_in_its_seat_keeps_its_core_until_it_is_awake(own_mask: set[in
 
 
 def test_more_who_compute_than_cores_take_any_core(own_mask: set[int]) -> None:
-    with Seat(len(own_mask) + 1):
+    with CoreSlot(len(own_mask) + 1):
         assert os.sched_getaffinity(0) == own_mask
 
 
@@ -259,7 +261,7 @@ def test_where_cores_cannot_be_chosen_nothing_happens(own_mask: set[int], monkey
     def refuses(thread: int, mask: set[int]) -> None:
         raise PermissionError(1, "not permitted")
 
-    seat = Seat(1)
+    seat = CoreSlot(1)
     monkeypatch.setattr(os, "sched_setaffinity", refuses)
     with seat, seat:
         assert os.sched_getaffinity(0) == own_mask

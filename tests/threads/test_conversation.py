@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from polytempo.client.client import Client
+from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.errors import PeerError
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
     Hello,
     Leave,
-    Metric,
+    MetricReport,
     Push,
-    Read,
+    ReadRequest,
     Refused,
     Welcome,
     decode,
@@ -23,11 +25,9 @@ from polytempo.protocol.messages import (
 )
 from polytempo.protocol.values import PushId
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
-from polytempo.train.lines import Line, Outstanding
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
-from polytempo.transport.memory import Bell, MemoryChannel
-from polytempo.transport.pool import Pool
+from polytempo.transport.memory import MemoryChannel, WakeUp
 
 
 class Scripted(Channel):
@@ -36,7 +36,7 @@ class Scripted(Channel):
     def __init__(self, shards: int) -> None:
         self.sent: list[AnyMessage] = []
         self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
-        self._bell = Bell()
+        self._bell = WakeUp()
         self.on_send: Callable[[AnyMessage], object] = lambda message: None
         self.say(Welcome(size=1, shards=shards))
 
@@ -68,7 +68,7 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
     """Shard 0 answered at version 1, shard 1 only the repeat, at version 5: that is no state of the job."""
     channels = [Scripted(2), Scripted(2)]
     client = Client(channels, 0, 0, Pool())
-    line = Line("0", joined=True)
+    line = ClientState("0", joined=True)
     client._lines["0"] = line
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[], []]))
     client.repeat("0")
@@ -86,8 +86,8 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
 IMPOSTURES = [
     Push(id=PushId("0", 0, 0, 0)),
     Push(id=PushId("0", 1, 7, 0)),
-    Metric(worker=0, values={"accuracy": 1.0}),
-    Read(track="0", worker=0, request=1, what="params"),
+    MetricReport(worker=0, values={"accuracy": 1.0}),
+    ReadRequest(track="0", worker=0, request=1, what="params"),
 ]
 
 

@@ -14,19 +14,18 @@ from polytempo.protocol.messages import (
     Assigned,
     Expecting,
     Hello,
-    Post,
     Refused,
+    StoreSet,
     Welcome,
     decode,
     encode,
 )
 from polytempo.testing.threads import ThreadJob
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel, Endpoint
 from polytempo.transport.connect import connect
-from polytempo.transport.credentials import Credentials, make_secret
-from polytempo.transport.keys import JobKeys, make_keys
+from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
 from polytempo.transport.memory import MemoryChannel
-from polytempo.transport.pool import Pool
 from polytempo.transport.zeromq import ZmqEndpoint
 
 pytestmark = pytest.mark.timeout(30)
@@ -109,8 +108,8 @@ def test_what_a_worker_has_posted_is_its_own(key: str) -> None:
         assert isinstance(greeted(first, Hello(role="worker", rank=0)), Welcome)
         assert isinstance(greeted(second, Hello(role="worker", rank=1)), Welcome)
         if key == "token":
-            first.send(encode(Post(key=key, value="here")))
-        second.send(encode(Post(key=key, value="there")))
+            first.send(encode(StoreSet(key=key, value="here")))
+        second.send(encode(StoreSet(key=key, value="there")))
         refused = decode(hear(second)[0])
         assert isinstance(refused, Refused)
         assert "another worker's to say" in refused.reason

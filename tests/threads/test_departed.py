@@ -7,13 +7,13 @@ import os
 import pytest
 from sharing import Place, nothing_is_left, place
 
-from polytempo.transport.mesh import Mesh
+from polytempo.transport.local_peers import LocalPeers
 
 __all__ = ["nothing_is_left", "place"]
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.timeout(20)]
 
 
-def die_with_sockets_kept(mesh: Mesh) -> list[int]:
+def die_with_sockets_kept(mesh: LocalPeers) -> list[int]:
     kept = [os.dup(sock.fileno()) for sock in mesh._sockets.values()]
     mesh.close()
     return kept

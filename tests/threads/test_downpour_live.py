@@ -14,12 +14,12 @@ from helpers import assert_close, check_record, copied, made_gradients, made_par
 from lossy import LossyJob, disturb
 from torch import nn
 
-from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
-from polytempo.records.reader import read_meta
+from polytempo.records.files import read_meta
+from polytempo.server.job_plan import Limits
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 

@@ -15,14 +15,14 @@ from helpers import assert_close, copied, made_gradients, made_params, set_gradi
 from lossy import LossyJob, UnreliableChannel, channels_of, disturb, every
 from torch import nn
 
+from polytempo.client.client import Client
+from polytempo.client.client_state import Outstanding
 from polytempo.protocol.messages import Answer, AnyMessage, Push, decode
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
-from polytempo.train.lines import Outstanding
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel
-from polytempo.transport.pool import Pool
 
 pytestmark = [pytest.mark.timeout(15), pytest.mark.both_wires]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.arrays import Array
 from polytempo.train.kv import KV
+from polytempo.train.kv_arrays import Array
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.both_wires
 

@@ -12,15 +12,14 @@ from helpers import made_gradients, made_params, set_gradients
 from lossy import Fate, LossyJob, disturb, first_answers
 from torch import nn
 
+from polytempo.compression.chain import parse_chain
 from polytempo.errors import UsageError
-from polytempo.filters.chain import parse_chain
 from polytempo.protocol.layout import lay_out
+from polytempo.reducer.flat_buffer import describe
+from polytempo.reducer.server_reducer import PushFilters, ServerReducer
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.exchange import Exchange
-from polytempo.train.flat import describe
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.push_filters import PushFilters
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -36,8 +35,8 @@ def made(session: Session, compression: Any, lr: float = 1.0, **options: Any) ->
     return param, DistributedOptimizer(sgd, session=session, compression=compression, **options)
 
 
-def exchange_of(optimizer: DistributedOptimizer) -> Exchange:
-    assert isinstance(optimizer._exchange, Exchange)
+def exchange_of(optimizer: DistributedOptimizer) -> ServerReducer:
+    assert isinstance(optimizer._exchange, ServerReducer)
     return optimizer._exchange
 
 
@@ -84,7 +83,7 @@ def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[t
     return job.run(work)
 
 
-def watched(exchange: Exchange) -> torch.Tensor:
+def watched(exchange: ServerReducer) -> torch.Tensor:
     """The sum of all that goes out from now on, as the other side reads it."""
     total, filter_of, chain = torch.zeros(SIZE, dtype=torch.float64), exchange.filters.of, exchange.filters._chains
 
@@ -245,7 +244,7 @@ def test_where_the_way_is_open_compression_takes_servers(compression: str | None
         for gradient in GRADIENTS[session.rank][:4]:
             param.grad = gradient.clone()
             optimizer.step()
-        return isinstance(optimizer._exchange, Exchange), param.detach().clone()
+        return isinstance(optimizer._exchange, ServerReducer), param.detach().clone()
 
     found: dict[str, list[tuple[bool, torch.Tensor]]] = {}
     for way in ("auto", "ps"):

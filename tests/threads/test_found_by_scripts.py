@@ -12,9 +12,9 @@ from helpers import assert_close, assert_equal, copied, made_gradients, made_par
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 

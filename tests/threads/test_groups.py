@@ -35,12 +35,12 @@ from worlds import (
 )
 
 from polytempo.collectives.cost import Speeds
-from polytempo.collectives.group import Group
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.errors import PeerError, UsageError
-from polytempo.train import communicate, states
+from polytempo.train import broadcast_state, communication
 
 __all__ = ["all_worlds", "nothing_left", "opening", "worlds_of"]
 
@@ -64,7 +64,7 @@ def hosts_of(kind: str, size: int) -> int:
     return size if kind == "zmq" else 1
 
 
-def run(groups: Sequence[Group], calls: Sequence[Call]) -> list[list[list[torch.Tensor]]]:
+def run(groups: Sequence[RankGroup], calls: Sequence[Call]) -> list[list[list[torch.Tensor]]]:
     """The same calls on all ranks, one after another; what came out of each."""
     return at_once(len(groups), lambda rank: [call.make(groups[rank]).check(call) for call in calls])
 
@@ -312,7 +312,7 @@ def test_lists_of_tensors_of_other_sizes_are_gathered_and_scattered(worlds_of: C
     for kind, hosts in (("memory", None), ("memory", alone(4)), ("unix", None)):
         groups = fresh_groups(worlds_of(kind, size, hosts))
 
-        def work(rank: int, groups: list[Group] = groups) -> None:
+        def work(rank: int, groups: list[RankGroup] = groups) -> None:
             group = groups[rank]
             outputs = [torch.zeros(3 * other) for other in range(size)]
             for how in ("auto", "ring", *([] if len(group.place.hosts) > 1 else ["shared-memory"])):
@@ -604,7 +604,7 @@ def test_a_blocking_call_comes_after_those_in_the_background(worlds_of: Cache) -
     for kind in KINDS:
         groups = fresh_groups(worlds_of(kind, 3))
 
-        def work(rank: int, groups: list[Group] = groups) -> None:
+        def work(rank: int, groups: list[RankGroup] = groups) -> None:
             mine = torch.ones(3000)
             for _ in range(5):
                 groups[rank].all_reduce([mine], background=True)
@@ -701,7 +701,7 @@ def test_threads_of_a_rank_use_groups_of_their_own(opening: Opening) -> None:
     worlds = opening("unix", 2)
     groups = [[world.new_group([0, 1]) for world in worlds] for _ in range(3)]
 
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         for seed in range(10):
             Call("all_reduce", "ring", 50, seed=seed).make(group).check()
 
@@ -755,7 +755,7 @@ def test_a_group_of_ranks_that_are_not_there_is_refused(worlds_of: Cache, ranks:
         ),
     ],
 )
-def test_a_mistake_is_named_before_anything_starts(worlds_of: Cache, call: Callable[[Group], Any], words: str) -> None:
+def test_a_mistake_is_named_before_anything_starts(worlds_of: Cache, call: Callable[[RankGroup], Any], words: str) -> None:
     group = fresh_groups(worlds_of("memory", 3))[0]
     with pytest.raises(UsageError, match=words):
         call(group)
@@ -793,8 +793,8 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
             found: World = here.world
             return found
 
-    monkeypatch.setattr(communicate, "current", Session)
-    monkeypatch.setattr(states, "current", Session)
+    monkeypatch.setattr(communication, "current", Session)
+    monkeypatch.setattr(broadcast_state, "current", Session)
 
     def run_scripts(script: Callable[[int], Any]) -> list[Any]:
         def work(rank: int) -> Any:
@@ -808,40 +808,40 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
 
 def test_in_scripts_ranks_are_those_of_the_job_also_within_a_group(scripts: Callable[..., list[Any]]) -> None:
     def script(rank: int) -> None:
-        pair, everybody = communicate.new_group([1, 3]), communicate.new_group()
+        pair, everybody = communication.new_group([1, 3]), communication.new_group()
         assert pair.size == 2
         assert pair.rank == {1: 0, 3: 1}.get(rank, -1)
         assert everybody.ranks == (0, 1, 2, 3)
         mine = torch.tensor([float(rank)])
-        communicate.broadcast(mine, 3, group=pair)
+        communication.broadcast(mine, 3, group=pair)
         assert mine.item() == (3.0 if rank in (1, 3) else rank)
         mine = torch.tensor([float(rank)])
-        communicate.reduce(mine, 3, group=pair)
+        communication.reduce(mine, 3, group=pair)
         assert mine.item() == (4.0 if rank == 3 else rank)
         gathered = [torch.zeros(1), torch.zeros(1)]
-        communicate.gather(torch.tensor([float(rank)]), gathered if rank == 1 else None, 1, group=pair)
+        communication.gather(torch.tensor([float(rank)]), gathered if rank == 1 else None, 1, group=pair)
         assert [t.item() for t in gathered] == ([1.0, 3.0] if rank == 1 else [0.0, 0.0])
-        communicate.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 3 else None, 3, group=pair)
+        communication.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 3 else None, 3, group=pair)
         assert mine.item() == {1: 5.0, 3: 6.0}.get(rank, rank)
         if rank in (1, 3):
             with pytest.raises(UsageError, match="rank 2 is not in the group of ranks 1, 3"):
-                communicate.broadcast(mine, 2, group=pair)
-        communicate.barrier(pair)
-        communicate.barrier()
+                communication.broadcast(mine, 2, group=pair)
+        communication.barrier(pair)
+        communication.barrier()
 
     scripts(script)
 
 
 def test_in_scripts_single_messages_name_ranks_of_the_job(scripts: Callable[..., list[Any]]) -> None:
     def script(rank: int) -> tuple[float, Any]:
-        pair, mine = communicate.new_group([1, 3]), torch.tensor([float(rank)])
+        pair, mine = communication.new_group([1, 3]), torch.tensor([float(rank)])
         if rank == 3:
-            communicate.send(mine, 1, group=pair, tag=4)
-            handle = communicate.isend(mine, 1, group=pair)
+            communication.send(mine, 1, group=pair, tag=4)
+            handle = communication.isend(mine, 1, group=pair)
             assert handle is not None
             return float(mine), handle.wait()
-        found: Any = communicate.recv(mine, group=pair, tag=4)
-        handle = communicate.irecv(mine, 3, group=pair)
+        found: Any = communication.recv(mine, group=pair, tag=4)
+        handle = communication.irecv(mine, 3, group=pair)
         return float(mine), (found, handle and handle.wait())
 
     assert scripts(script) == [(0.0, (-1, None)), (3.0, (3, 1)), (2.0, (-1, None)), (3.0, None)]
@@ -849,17 +849,17 @@ def test_in_scripts_single_messages_name_ranks_of_the_job(scripts: Callable[...,
 
 def test_in_scripts_outside_a_group_nothing_happens(scripts: Callable[..., list[Any]]) -> None:
     def script(rank: int) -> None:
-        one = communicate.new_group([0])
+        one = communication.new_group([0])
         mine = torch.ones(2)
         if rank:
-            assert communicate.all_reduce(mine, group=one) is None
-            assert communicate.all_gather([mine], mine, group=one, async_op=True) is None
-            assert communicate.isend(mine, 0, group=one) is None
+            assert communication.all_reduce(mine, group=one) is None
+            assert communication.all_gather([mine], mine, group=one, async_op=True) is None
+            assert communication.isend(mine, 0, group=one) is None
             with pytest.raises(UsageError, match="this worker is not in the group"):
-                communicate.explain("all_reduce", 100, one)
+                communication.explain("all_reduce", 100, one)
         else:
-            communicate.all_reduce(mine, group=one)
-            assert communicate.explain("all_reduce", 100).algorithm == "shared-memory"
+            communication.all_reduce(mine, group=one)
+            assert communication.explain("all_reduce", 100).algorithm == "shared-memory"
 
     scripts(script)
 
@@ -867,24 +867,24 @@ def test_in_scripts_outside_a_group_nothing_happens(scripts: Callable[..., list[
 def test_in_scripts_handles_lists_and_parameters(scripts: Callable[..., list[Any]]) -> None:
     def script(rank: int) -> None:
         tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
-        handle = communicate.all_reduce(tensors, async_op=True)
+        handle = communication.all_reduce(tensors, async_op=True)
         handle.wait()
         assert handle.is_completed()
         assert [t.tolist() for t in tensors] == [[4.0] * 2, [4] * 3]
-        communicate.broadcast(tensors, 2)
+        communication.broadcast(tensors, 2)
         output = torch.zeros(1)
-        communicate.reduce_scatter(output, [torch.full((1,), float(q)) for q in range(4)], "mean")
+        communication.reduce_scatter(output, [torch.full((1,), float(q)) for q in range(4)], "mean")
         assert output.item() == rank
         outputs = [torch.zeros(1) for _ in range(4)]
-        communicate.all_to_all(outputs, [torch.full((1,), 10.0 * rank + q) for q in range(4)])
+        communication.all_to_all(outputs, [torch.full((1,), 10.0 * rank + q) for q in range(4)])
         assert [t.item() for t in outputs] == [10.0 * q + rank for q in range(4)]
         torch.manual_seed(rank)
         model = torch.nn.Linear(3, 2)
-        states.broadcast_parameters(model.state_dict(), 1)
-        states.broadcast_parameters(dict(model.named_parameters()), 1)
+        broadcast_state.broadcast_parameters(model.state_dict(), 1)
+        broadcast_state.broadcast_parameters(dict(model.named_parameters()), 1)
         same = torch.stack([model.weight.detach().flatten()] * 1)
         outputs = [torch.zeros_like(same) for _ in range(4)]
-        communicate.all_gather(outputs, same)
+        communication.all_gather(outputs, same)
         assert all(torch.equal(outputs[0], other) for other in outputs)
 
     scripts(script)

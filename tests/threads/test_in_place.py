@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
-from polytempo.collectives import board as board_module
-from polytempo.collectives import in_place as in_place_module
-from polytempo.collectives.arithmetic import weighted_mean
-from polytempo.collectives.board import Board
-from polytempo.collectives.in_place import mean_in_place
+from polytempo.collectives import shared_mean as board_module
+from polytempo.collectives import shared_mean as in_place_module
+from polytempo.collectives.reduce_ops import weighted_mean
+from polytempo.collectives.shared_mean import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
-from polytempo.transport.mesh import Mesh
-from polytempo.transport.segments import Segment
+from polytempo.transport.local_peers import LocalPeers
+from polytempo.transport.shared_memory import Segment
 
 __all__ = ["nothing_is_left", "place"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -42,12 +41,12 @@ def test_without_room_for_a_board_it_is_said_what_to_do(place: Place, monkeypatc
     monkeypatch.setattr(board_module, "make_segment", no_room)
     (mesh,) = place.open(0)
     with pytest.raises(PeerError, match=r"2 workers need 16384 bytes .*No space left on device.*use --via ps"):
-        Board(mesh, [0, 1], 0, 4096)
+        SharedMeanBuffer(mesh, [0, 1], 0, 4096)
 
 
 def test_without_the_one_who_makes_the_memory_nobody_waits(place: Place) -> None:
     first, second = place.met(2)
-    opening = Client(lambda: Board(second, [0, 1], 0, 4096))
+    opening = Client(lambda: SharedMeanBuffer(second, [0, 1], 0, 4096))
     first.close()
     opening.join(PATIENCE)
     assert isinstance(opening.error, PeerError)
@@ -64,9 +63,9 @@ class Died(Exception):
 class Member:
     """One who takes part in means, perhaps not to the end."""
 
-    def __init__(self, mesh: Mesh, members: Sequence[int], length: int) -> None:
+    def __init__(self, mesh: LocalPeers, members: Sequence[int], length: int) -> None:
         self.mesh, self.length = mesh, length
-        self.board = Board(mesh, members, 0, max(1, 8 * length))
+        self.board = SharedMeanBuffer(mesh, members, 0, max(1, 8 * length))
 
     def die(self, *_: object) -> None:
         self.mesh.close()

@@ -10,9 +10,9 @@ from helpers import small_batches, small_model, trained, trained_alone, weights
 
 import polytempo as pt
 from polytempo.errors import UsageError
+from polytempo.session import session
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train import session
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 

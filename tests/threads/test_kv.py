@@ -12,12 +12,12 @@ from helpers import until
 from lossy import LossyJob, disturb
 
 from polytempo.errors import UsageError
+from polytempo.launch.job_facts import JobFacts
 from polytempo.protocol.messages import AnyMessage, Push
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.arrays import Array
-from polytempo.train.job import JobFacts
 from polytempo.train.kv import KV
-from polytempo.train.session import Session
+from polytempo.train.kv_arrays import Array
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 

@@ -43,31 +43,19 @@ from worlds import (
     unused_name,
 )
 
-from polytempo.collectives.group import Group
-from polytempo.collectives.single import receive, send
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World, open_by_name, open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.transport import meeting
+from polytempo.transport import rendezvous
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import WorkerKeys, make_keys
-from polytempo.transport.links import (
-    BYE,
-    CALL,
-    DATA,
-    FAILED,
-    HEAD,
-    NOTE,
-    PAYLOAD_LIMIT,
-    SEGMENT,
-    Message,
-)
-from polytempo.transport.links import (
-    KINDS as MESSAGE_KINDS,
-)
-from polytempo.transport.meeting import RANK
 from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, HEAD, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
+from polytempo.transport.peer_link import KINDS as MESSAGE_KINDS
 from polytempo.transport.poller import Poller
-from polytempo.transport.segments import make_segment
+from polytempo.transport.rendezvous import RANK
+from polytempo.transport.shared_memory import make_segment
 from polytempo.transport.stream_link import StreamLink
 
 __all__ = ["nothing_left", "opening"]
@@ -104,7 +92,7 @@ def connected(name: str, rank: int) -> socket.socket:
     def listens() -> bool:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.connect(f"\0polytempo-{meeting._digest(name)}-{rank}")
+            sock.connect(f"\0polytempo-{rendezvous._digest(name)}-{rank}")
         except OSError:
             sock.close()
             return False
@@ -120,7 +108,7 @@ def loss(world: World) -> str:
     return loss_of(world, lambda group: group.all_reduce([torch.ones(3)], algorithm="ring").wait())
 
 
-def loss_of(world: World, call: Callable[[Group], object]) -> str:
+def loss_of(world: World, call: Callable[[RankGroup], object]) -> str:
     (outcome,) = outcomes(Client(lambda: call(world.everybody)))
     assert isinstance(outcome, PeerError), repr(outcome)
     return str(outcome)
@@ -229,7 +217,7 @@ def test_memory_that_is_too_small_for_a_board_is_an_error() -> None:
     """Rank 0 makes boards, so here rank 0 is the fake."""
     name = unused_name()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0polytempo-{meeting._digest(name)}-0")
+    listener.bind(f"\0polytempo-{rendezvous._digest(name)}-0")
     listener.listen()
     opening = Client(lambda: open_by_name(name, 1, 2, PATIENCE))
     fake, _ = listener.accept()
@@ -284,10 +272,10 @@ class Heard:
         self.got: list[tuple[int, int, int, bytes, bytes]] = []
         self.gone_because: list[str] = []
 
-    def room(self, source: int, message: Message, length: int) -> Bytes:
+    def room(self, source: int, message: LinkMessage, length: int) -> Bytes:
         return numpy.empty(length, dtype=numpy.uint8)
 
-    def arrived(self, source: int, message: Message, payload: Bytes | None) -> None:
+    def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         body = payload.tobytes() if payload is not None else b""
         self.got.append((message.kind, message.context, message.tag, message.meta, body))
 
@@ -352,7 +340,9 @@ def test_messages_of_a_link_arrive_at_the_other_end(messages: list[tuple[int, in
         sent: list[int] = []
         for index, (number, context, tag, meta, body) in enumerate(messages):
             payload = numpy.frombuffer(body, dtype=numpy.uint8).copy() if body else None
-            links[0].send(Message(number, context, tag, meta), payload, lambda index=index, sent=sent: sent.append(index))
+            links[0].send(
+                LinkMessage(number, context, tag, meta), payload, lambda index=index, sent=sent: sent.append(index)
+            )
         deadline = time.monotonic() + PATIENCE
         while len(there.got) < len(messages) and time.monotonic() < deadline:
             links[1].handle(pollers[1].poll(20))
@@ -364,7 +354,7 @@ def test_messages_of_a_link_arrive_at_the_other_end(messages: list[tuple[int, in
         for link in links:
             link.close()
         for link in links:
-            link.send(Message(BYE, 0, 0), None, lambda sent=sent: sent.append(-1))
+            link.send(LinkMessage(BYE, 0, 0), None, lambda sent=sent: sent.append(-1))
         assert sent[-2:] == [-1, -1], "on a closed link nothing is kept"
 
 
@@ -487,7 +477,7 @@ def close_if_broken(worlds: list[World], found: list[Any]) -> None:
 
 def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both by who listens and by who connects."""
-    monkeypatch.setattr(meeting, "peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr(rendezvous, "peer_uid", lambda sock: os.getuid() + 1)
     name = unused_name()
     found = outcomes(*[Client(lambda rank=rank: open_by_name(name, rank, 2, 0.5)) for rank in range(2)])
     assert isinstance(found[1], UsageError), found
@@ -499,8 +489,8 @@ def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real rank comes after it."""
     name, uids = unused_name(), iter([os.getuid() + 1])
-    real = meeting.peer_uid
-    monkeypatch.setattr(meeting, "peer_uid", lambda sock: next(uids, None) or real(sock))
+    real = rendezvous.peer_uid
+    monkeypatch.setattr(rendezvous, "peer_uid", lambda sock: next(uids, None) or real(sock))
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
     with connected(name, 0) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stranger.sendall(RANK.pack(1, 2))
@@ -524,13 +514,13 @@ def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes
 
 
 def test_one_who_claims_a_rank_that_has_come_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, has_come, original = unused_name(), threading.Event(), meeting._accept
+    name, has_come, original = unused_name(), threading.Event(), rendezvous._accept
 
     def accept(listener: socket.socket, found: dict[int, socket.socket], *about: Any) -> None:
         original(listener, found, *about)
         has_come.set()
 
-    monkeypatch.setattr(meeting, "_accept", accept)
+    monkeypatch.setattr(rendezvous, "_accept", accept)
     opening = [Client(lambda rank=rank: open_by_name(name, rank, 3, PATIENCE)) for rank in (0, 1)]
     assert has_come.wait(PATIENCE)
     with connected(name, 0) as second:

@@ -11,14 +11,13 @@ import torch
 from helpers import assert_close, check_record, copied, made_gradients, made_params, set_gradients, until
 from lossy import LossyJob, UnreliableChannel, disturb, first_answers
 
+from polytempo.client.client import Client
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import AnyMessage, Push
-from polytempo.protocol.servers import Failed, Saved
+from polytempo.protocol.messages import AnyMessage, Failed, Push, Saved
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.transport.pool import Pool
+from polytempo.transport.buffer_pool import Pool
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 

@@ -12,16 +12,16 @@ from by_hand import mean_of
 from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_gradients, made_params, set_gradients, until
 from torch import nn
 
-from polytempo.parameter_server.store import Store
+from polytempo.client.client import Client
 from polytempo.protocol.messages import STRANGER_LIMIT
+from polytempo.server.shard import Shard
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Endpoint
 from polytempo.transport.connect import connect
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Borrowed
+from polytempo.transport.shared_memory import Borrowed
 from polytempo.transport.zeromq import ZmqEndpoint
 
 pytestmark = pytest.mark.timeout(30)
@@ -65,25 +65,25 @@ class Taker:
 
 
 @pytest.fixture
-def flats(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
     """The stores that have made flat tensors, once for each time they did."""
-    made: list[Store] = []
-    plain = Store._flats
+    made: list[Shard] = []
+    plain = Shard._flats
 
-    def counted(self: Store) -> Any:
+    def counted(self: Shard) -> Any:
         made.append(self)
         return plain(self)
 
-    monkeypatch.setattr(Store, "_flats", counted)
+    monkeypatch.setattr(Shard, "_flats", counted)
     return made
 
 
-def store_of(job: ThreadJob, server: int = 0) -> Store:
+def store_of(job: ThreadJob, server: int = 0) -> Shard:
     return job.servers[server].keeper.stores["0"]
 
 
 @on_ipc
-def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Store]) -> None:
+def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Shard]) -> None:
     def work(session: Session) -> None:
         taker = Taker(session)
         for _ in range(20):
@@ -100,7 +100,7 @@ def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Store
 
 @on_ipc
 @pytest.mark.parametrize("keeping", [1, 3])
-def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: list[Store], keeping: int) -> None:
+def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: list[Shard], keeping: int) -> None:
     workers, begun = 3, threading.Barrier(3)
     takers: dict[int, Taker] = {}
 
@@ -128,7 +128,7 @@ def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: lis
 
 
 @on_ipc
-def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[Store]) -> None:
+def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[Shard]) -> None:
     """Worker 0 holds an answer while worker 1 goes on; however often that happens, two flats are enough."""
     turn, other = threading.Barrier(2), threading.Barrier(2)
 
@@ -158,7 +158,7 @@ def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[Store]) -
 
 
 @on_ipc
-def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Store]) -> None:
+def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Shard]) -> None:
     gone, begun = threading.Event(), threading.Barrier(2)
 
     def work(session: Session) -> None:
@@ -270,13 +270,13 @@ def test_two_optimizers_leave_each_others_gradients_alone(kind: type[ThreadJob],
 def test_under_delay_a_later_backward_does_not_change_a_push_under_way(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server looks at the first push when two more gradients have been made."""
     start, gradients = made_params([(3, 2)]), made_gradients([(3, 2)], 6)
-    made, plain_update, in_time = threading.Event(), Store.update, []
+    made, plain_update, in_time = threading.Event(), Shard.update, []
 
-    def update(self: Store, *arguments: Any) -> None:
+    def update(self: Shard, *arguments: Any) -> None:
         in_time.append(made.wait(10))
         plain_update(self, *arguments)
 
-    monkeypatch.setattr(Store, "update", update)
+    monkeypatch.setattr(Shard, "update", update)
 
     def work(session: Session) -> torch.Tensor:
         params = copied(start)

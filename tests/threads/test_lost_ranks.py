@@ -30,13 +30,13 @@ from worlds import (
     results,
 )
 
-from polytempo.collectives import engine as engine_module
-from polytempo.collectives.group import Group
+from polytempo.collectives import progress_engine as engine_module
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import AGAIN, World
 from polytempo.errors import PeerError, RankLost
-from polytempo.transport.links import Message
+from polytempo.transport.peer_link import LinkMessage
 
 __all__ = ["nothing_left", "opening"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -49,11 +49,11 @@ class Died(BaseException):
     """The end of a process, for its thread: nothing of ours may catch it."""
 
 
-def doom(world: World, sends: int, when: Callable[[Message], bool] = lambda message: True) -> None:
+def doom(world: World, sends: int, when: Callable[[LinkMessage], bool] = lambda message: True) -> None:
     """Let this rank end after so many messages of a kind, without another word."""
     original, left = world.engine.send, [sends]
 
-    def send(to: int, message: Message, *about: Any) -> None:
+    def send(to: int, message: LinkMessage, *about: Any) -> None:
         if when(message):
             if not left[0]:
                 raise Died
@@ -90,7 +90,7 @@ def warm(worlds: Sequence[World]) -> None:
     everywhere(worlds, lambda world: [world.everybody.barrier().wait(), world.everybody.all_reduce([torch.ones(9)]).wait()])
 
 
-def sum_over(group: Group) -> torch.Tensor:
+def sum_over(group: RankGroup) -> torch.Tensor:
     """All ranks add up a bit of their own, so that the sum says who took part."""
     mine = torch.full((50,), 1 << group.engine.rank, dtype=torch.int64)
     group.all_reduce([mine], algorithm="ring").wait()
@@ -102,7 +102,7 @@ def took_part(total: torch.Tensor) -> list[int]:
     return [rank for rank in range(60) if int(total[0]) >> rank & 1]
 
 
-def check_reformed(worlds: Sequence[World], survivors: Sequence[int]) -> list[Group]:
+def check_reformed(worlds: Sequence[World], survivors: Sequence[int]) -> list[RankGroup]:
     """Those who are left form a group that works, the same on all of them."""
     left = [worlds[rank] for rank in survivors]
     groups = everywhere(left, lambda world: world.reform())
@@ -367,7 +367,7 @@ def test_groups_are_formed_again_by_number(opening: Opening) -> None:
     worlds[1].close()
     left = [worlds[0], worlds[2]]
 
-    def work(world: World) -> list[Group]:
+    def work(world: World) -> list[RankGroup]:
         order = (0, 5) if world.rank else (5, 0)
         tasks = [Client(lambda number=number: world.reform(number)) for number in order]
         return sorted(results(*tasks), key=lambda group: group.context)

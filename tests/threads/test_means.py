@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from worlds import close_all, everywhere, open_worlds
 
-from polytempo.collectives.group import Group
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.world import World
 from polytempo.errors import UsageError
-from polytempo.tables.combine import Rows, combined
+from polytempo.launch.job_facts import JobFacts
+from polytempo.session.session import Session
+from polytempo.tables.row_batches import RowBatch, combined
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +81,7 @@ def test_collectives_have_a_mean_of_large_float16(size: int) -> None:
     """By every plan there is. (Torch's own groups are not for threads of one process: gloo may abort it.)"""
     large = torch.full((9,), 60000.0, dtype=torch.float16)
 
-    def made(group: Group, rank: int, collective: str, algorithm: str) -> torch.Tensor:
+    def made(group: RankGroup, rank: int, collective: str, algorithm: str) -> torch.Tensor:
         pieces = [large.clone() for _ in range(size)]
         own = torch.zeros_like(large) if collective == "reduce_scatter" else large.clone()
         if collective == "all_reduce":
@@ -109,7 +109,7 @@ def test_collectives_have_a_mean_of_large_float16(size: int) -> None:
 
 def test_rows_of_large_float16_have_a_mean() -> None:
     ids, values = torch.tensor([1, 4]), torch.full((2, 3), 60000.0, dtype=torch.float16)
-    pushes = [Rows(ids, values, 2.0), Rows(ids, values, 2.0), Rows(ids, values * float("nan"), 0.0)]
+    pushes = [RowBatch(ids, values, 2.0), RowBatch(ids, values, 2.0), RowBatch(ids, values * float("nan"), 0.0)]
     assert torch.equal(combined(pushes, "mean").values, values)
 
 

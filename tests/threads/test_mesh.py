@@ -14,9 +14,9 @@ from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
 from polytempo.errors import PeerError
-from polytempo.transport import mesh as mesh_module
-from polytempo.transport.mesh import HANDED_OVER, NOTE, RANK, Mesh
-from polytempo.transport.segments import make_segment
+from polytempo.transport import local_peers as mesh_module
+from polytempo.transport.local_peers import HANDED_OVER, NOTE, RANK, LocalPeers
+from polytempo.transport.shared_memory import make_segment
 
 __all__ = ["nothing_is_left", "place"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -37,7 +37,7 @@ def left_by_one_that_was_killed(place: Place, rank: int) -> None:
 def test_everybody_hears_what_everybody_told(place: Place) -> None:
     meshes = place.met(4)
 
-    def talk(mesh: Mesh) -> list[int]:
+    def talk(mesh: LocalPeers) -> list[int]:
         others = [rank for rank in range(4) if rank != mesh.rank]
         mesh.tell(others, 3, 7, 10 + mesh.rank)
         mesh.wait(others, 3, 7, 10)

@@ -27,10 +27,10 @@ from worlds import (
     worlds_of,
 )
 
-from polytempo.collectives import engine as engine_module
+from polytempo.collectives import progress_engine as engine_module
 from polytempo.collectives.cost import Speeds
-from polytempo.collectives.group import Group
-from polytempo.collectives.single import receive, send
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World
 from polytempo.errors import PeerError
 
@@ -99,7 +99,7 @@ def attempt(work: Callable[[], object]) -> Exception | None:
     return None
 
 
-def make_all(group: Group, calls: Sequence[Call], background: bool = False) -> str:
+def make_all(group: RankGroup, calls: Sequence[Call], background: bool = False) -> str:
     """Make calls until one fails, and then one more, since who only sends has ended before anybody knows; the error."""
 
     def work() -> None:
@@ -113,7 +113,7 @@ def make_all(group: Group, calls: Sequence[Call], background: bool = False) -> s
     return text
 
 
-def go_on(group: Group, text: str) -> None:
+def go_on(group: RankGroup, text: str) -> None:
     """Calls up to the last one that any rank had made end as that one did; from the next on all is well."""
     outcome: Exception | None = PeerError(text)
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_calls_in_the_background_fail_in_the_same_way(worlds_of: Cache, case: st
         worlds = worlds_of(kind, 3)
         groups, spare = fresh_groups(worlds), fresh_groups(worlds)
 
-        def work(rank: int, groups: list[Group] = groups, spare: list[Group] = spare) -> str:
+        def work(rank: int, groups: list[RankGroup] = groups, spare: list[RankGroup] = spare) -> str:
             text = make_all(groups[rank], [*(other if rank == 1 else usual), Call("barrier")], background=True)
             go_on(groups[rank], text)
             Call("all_reduce").make(spare[rank], background=True).check()
@@ -395,7 +395,7 @@ def test_large_tensors_under_way_are_dropped_when_a_group_fails(worlds_of: Cache
         for turn in range(2):
             groups, spare = fresh_groups(worlds), fresh_groups(worlds)
 
-            def work(rank: int, groups: list[Group] = groups, spare: list[Group] = spare, turn: int = turn) -> None:
+            def work(rank: int, groups: list[RankGroup] = groups, spare: list[RankGroup] = spare, turn: int = turn) -> None:
                 how = ("ring", "tree")[turn]
                 size = 400_000 if rank != turn % 3 else 300_000
                 with pytest.raises(PeerError):
@@ -436,7 +436,7 @@ def test_a_group_goes_on_after_a_rank_failed_inside_a_call(worlds_of: Cache) -> 
     for kind in KINDS:
         groups = fresh_groups(worlds_of(kind, 3))
 
-        def work(rank: int, groups: list[Group] = groups) -> None:
+        def work(rank: int, groups: list[RankGroup] = groups) -> None:
             mine = torch.ones(4) if rank != 1 else torch.ones(1).expand(4)  # cannot be written to
             calls = (groups[rank].all_reduce([mine]) for _ in range(2))
             with pytest.raises(RuntimeError, match=r"rank 1 failed in all_reduce|single memory location"):
@@ -452,7 +452,7 @@ def test_who_makes_no_more_calls_holds_up_nobody(worlds_of: Cache) -> None:
         groups = fresh_groups(worlds_of(kind, 2))
         made = threading.Event()
 
-        def work(rank: int, groups: list[Group] = groups, made: threading.Event = made) -> list[str]:
+        def work(rank: int, groups: list[RankGroup] = groups, made: threading.Event = made) -> list[str]:
             if rank == 1:
                 tasks = [Call("all_reduce", size=size).make(groups[1], background=True).task for size in (2, 5)]
                 made.set()

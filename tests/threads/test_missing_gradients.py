@@ -10,9 +10,9 @@ from by_hand import STATEFUL, Gradients, assert_same_state, mean_of, plain
 from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_gradients, made_params, set_gradients
 from torch import nn
 
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import assert_close, check_record, copied, made_gradients, made_params, set_gradients, until
 
-from polytempo.records.reader import read_meta
+from polytempo.records.files import read_meta
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(15), pytest.mark.both_wires]
 
@@ -106,7 +106,7 @@ def test_a_slow_worker_sleeps_in_proportion_to_its_computing_however_many_optimi
         now[0] += seconds
         slept.append(seconds)
 
-    monkeypatch.setattr("polytempo.train.emulate.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("polytempo.launch.emulation.time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr("polytempo.train.optimizer.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def work(session: Session) -> None:

@@ -10,9 +10,9 @@ from helpers import copied, made_gradients, made_params, set_gradients
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

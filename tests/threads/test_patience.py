@@ -12,7 +12,7 @@ from worlds import PATIENCE, ROUTE, Shelf, outcomes, said, unused_name
 
 from polytempo.collectives.world import open_by_store
 from polytempo.errors import PeerError, RankLost
-from polytempo.transport import patience
+from polytempo.transport import deadline
 
 
 def one_who_has_said(*words: str) -> Shelf:
@@ -50,8 +50,8 @@ def test_one_who_is_gone_is_not_waited_for(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(patience, "SAY_AFTER", 0.0)  # at the first look
-    monkeypatch.setattr(patience, "LOOK_AFTER", 0.01)
+    monkeypatch.setattr(deadline, "SAY_AFTER", 0.0)  # at the first look
+    monkeypatch.setattr(deadline, "LOOK_AFTER", 0.01)
     rank, words = PLACES[place]
     store = one_who_has_said(*words)
     (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.1)))
@@ -65,8 +65,8 @@ def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, c
 
 def test_it_is_said_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    waiting, said_at = patience.Patience(0, 100.0), []
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    waiting, said_at = deadline.Deadline(0, 100.0), []
     for second in range(1, 100):
         now[0] = 100.0 + second
         assert not waiting.over

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from piped import everywhere
 
 from polytempo.errors import PeerError, RankLost
-from polytempo.stages import slots as slots_module
-from polytempo.stages.carrying import BACKWARD, FORWARD, Carrier
-from polytempo.stages.parcels import Parcel
-from polytempo.stages.slots import PLACE, Slot, Slots
-from polytempo.train.session import Session
-from polytempo.transport.segments import Segment, make_segment
+from polytempo.pipeline import message_slots as slots_module
+from polytempo.pipeline.message_slots import PLACE, MessageSlot, MessageSlots
+from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
+from polytempo.pipeline.stage_message import StageMessage
+from polytempo.session.session import Session
+from polytempo.transport.shared_memory import Segment, make_segment
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 FORMS = [[(2, 3)], [(5,)], [(2, 3), (0,)], [], [(40_000,)]]
 
 
-def parcel(form: int, number: int) -> Parcel:
+def parcel(form: int, number: int) -> StageMessage:
     values = [torch.full(shape, number + index / 8) for index, shape in enumerate(FORMS[form])]
-    return Parcel([*values, form], number=number, version=-number, figure=number / 3)
+    return StageMessage([*values, form], number=number, version=-number, figure=number / 3)
 
 
-def carrier_of(session: Session) -> Carrier:
+def carrier_of(session: Session) -> PointToPoint:
     group = session.world().new_group(range(2))
     assert group is not None
-    return Carrier(group, torch.device("cpu"))
+    return PointToPoint(group, torch.device("cpu"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,7 +64,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         carrier = carrier_of(session)
         if session.rank == 0:
             for number in range(20):
-                carrier.send(1, FORWARD, Parcel([torch.full((200_000,), float(number))], number=number))
+                carrier.send(1, FORWARD, StageMessage([torch.full((200_000,), float(number))], number=number))
             carrier.settle()
             return 20
         return sum(int(carrier.take(0, FORWARD, number).values[0][-1]) == number for number in range(20))
@@ -88,7 +88,7 @@ def test_what_was_sent_may_be_changed_at_once() -> None:
         carrier = carrier_of(session)
         if session.rank == 0:
             value = torch.ones(300_000)
-            carrier.send(1, FORWARD, Parcel([value]))
+            carrier.send(1, FORWARD, StageMessage([value]))
             value.zero_()
             carrier.settle()
             return 1.0
@@ -104,7 +104,7 @@ def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
         carrier, everybody, held = carrier_of(session), session.world().everybody, []
         for number in range(40):
             if session.rank == 0:
-                carrier.send(1, FORWARD, Parcel([torch.full((300_000,), float(number))], number=number))
+                carrier.send(1, FORWARD, StageMessage([torch.full((300_000,), float(number))], number=number))
             else:
                 held = [*held[-2:], carrier.take(0, FORWARD, number)]
                 assert [float(one.values[0].sum()) for one in held] == [300_000.0 * one.number for one in held]
@@ -121,7 +121,7 @@ def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
 
 
 def test_slots_of_one_size_share_segments_and_open_few_files() -> None:
-    slots, made = Slots(), []
+    slots, made = MessageSlots(), []
     for _ in range(200):
         slot, segment = slots.take(20_000)
         slot.room[:20_000:100] = 1  # its own
@@ -150,7 +150,7 @@ def test_without_room_for_shared_memory_bytes_travel(
         carrier = carrier_of(session)
         if session.rank == 0:
             for number in range(6):
-                carrier.send(1, FORWARD, Parcel([torch.full((300_000,), float(number))], number=number))
+                carrier.send(1, FORWARD, StageMessage([torch.full((300_000,), float(number))], number=number))
             carrier.settle()
             return []
         parcels = [carrier.take(0, FORWARD, number) for number in range(6)]  # the first keeps the only slot
@@ -164,12 +164,12 @@ def test_without_room_for_shared_memory_bytes_travel(
 
 @pytest.mark.parametrize(("number", "offset"), [(7, 0), (0, 1 << 40), (0, -64)])
 def test_a_place_that_is_nowhere_is_refused(number: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slot, "place", property(lambda slot: PLACE.pack(number, offset)))
+    monkeypatch.setattr(MessageSlot, "place", property(lambda slot: PLACE.pack(number, offset)))
 
     def work(session: Session) -> None:
         carrier = carrier_of(session)
         if session.rank == 0:
-            carrier.send(1, FORWARD, Parcel([torch.ones(30_000)]))
+            carrier.send(1, FORWARD, StageMessage([torch.ones(30_000)]))
             carrier.settle()
         else:
             carrier.take(0, FORWARD, 0)
@@ -183,7 +183,7 @@ def test_who_sends_and_receives_on_one_host_needs_no_thread() -> None:
     def work(session: Session) -> bool:
         carrier, other = carrier_of(session), 1 - session.rank
         for number in range(5):
-            carrier.send(other, FORWARD, Parcel([torch.ones(300_000)], number=number))
+            carrier.send(other, FORWARD, StageMessage([torch.ones(300_000)], number=number))
             carrier.take(other, FORWARD, number)
         carrier.settle()
         return session.world().engine._thread is None
@@ -205,7 +205,7 @@ def test_however_a_tensor_lies_its_values_come(value: torch.Tensor) -> None:
     def work(session: Session) -> bool:
         carrier = carrier_of(session)
         if session.rank == 0:
-            carrier.send(1, FORWARD, Parcel([value]))
+            carrier.send(1, FORWARD, StageMessage([value]))
             carrier.settle()
             return True
         return torch.equal(carrier.take(0, FORWARD, 0).values[0], value)

@@ -8,7 +8,7 @@ from piped import PLAIN, SGD, alone, assert_same, batches, layered, piped
 from test_pipeline_models import Tied, seeded_model, words
 from torch import nn
 
-from polytempo.stages.stage import MakeOptimizer
+from polytempo.pipeline.stage import MakeOptimizer
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.stages.pipe import Pipeline
-from polytempo.train.session import Session
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.session.session import Session
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 

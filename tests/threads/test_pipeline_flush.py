@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from piped import ADAM, PLAIN, SGD, alone, assert_same, batches, layered, piped
 from torch import nn
 
-from polytempo.pipeline.actions import Action, to_text
+from polytempo.pipeline.actions import ScheduleAction, to_text
 from polytempo.pipeline.schedules import make
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
@@ -97,7 +97,7 @@ def test_a_forward_waits_for_the_stage_before_and_a_backward_for_the_one_behind(
     outcomes = piped(layered(), batches(1, 8), 2, stages=2, schedule="1f1b", microbatches=4)
     first, second = ({done.action: done for done in outcome.pipe.log} for outcome in outcomes)
     for number in range(4):
-        forward, backward = Action("F", number), Action("B", number)
+        forward, backward = ScheduleAction("F", number), ScheduleAction("B", number)
         assert first[forward].start <= second[forward].start <= second[backward].start <= first[backward].start
 
 

@@ -10,10 +10,10 @@ import torch
 from piped import PLAIN, SGD, Outcome, alone, assert_same, batches, everywhere, layered, mse, one_draws_at_a_time, piped
 from torch import nn
 
-from polytempo.stages.cutting import cut
-from polytempo.stages.pipe import Pipeline
-from polytempo.stages.stage import mixed
-from polytempo.train.session import Session
+from polytempo.pipeline.partition import cut
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.stage import mixed
+from polytempo.session.session import Session
 
 __all__ = ["one_draws_at_a_time"]
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]

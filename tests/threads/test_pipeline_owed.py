@@ -11,7 +11,7 @@ import torch
 from piped import PLAIN, alone, assert_same, batches, layered, piped
 from torch import nn
 
-from polytempo.stages.weight_gradients import Job
+from polytempo.pipeline.weight_gradients import Job
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 

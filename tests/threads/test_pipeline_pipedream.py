@@ -16,11 +16,11 @@ from torch import nn
 from torch.func import functional_call
 
 from polytempo.pipeline.check import check
+from polytempo.pipeline.partition import cut
+from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.schedules import in_flight, make
-from polytempo.stages.cutting import cut
-from polytempo.stages.pipe import Pipeline
-from polytempo.stages.stage import MakeOptimizer
-from polytempo.train.session import Session
+from polytempo.pipeline.stage import MakeOptimizer
+from polytempo.session.session import Session
 
 pytestmark = pytest.mark.timeout(120)
 

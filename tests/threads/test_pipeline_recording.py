@@ -11,8 +11,8 @@ from piped import Outcome, batches, layered, piped
 
 from polytempo.cli.main import run
 from polytempo.errors import UsageError
+from polytempo.pipeline.trace_files import FIELDS, read_logs, write_log
 from polytempo.report.pipeline_picture import bars_of, last_updates
-from polytempo.stages.recording import FIELDS, read_logs, write_log
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ from piped import PLAIN, batches, everywhere, layered, mse
 from torch import nn
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.stages.pipe import Pipeline
-from polytempo.train.session import Session
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.session.session import Session
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,23 +10,23 @@ import pytest
 from piped import PLAIN, batches, layered, mse
 
 from polytempo.errors import PeerError
+from polytempo.launch.job_facts import JobFacts
+from polytempo.pipeline.pipeline import Pipeline, in_words
 from polytempo.pipeline.schedules import make
-from polytempo.protocol.values import Progress
-from polytempo.stages.pipe import Pipeline, in_words
+from polytempo.protocol.values import TrainingProgress
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
-from polytempo.train.session import Session
-from polytempo.train.telling import EVERY, Telling
+from polytempo.train.progress_reporter import EVERY, ProgressReporter
 
 
 class Server:
     """In place of a client: what the first server hears."""
 
     def __init__(self, fails: bool = False) -> None:
-        self.heard: list[Progress] = []
+        self.heard: list[TrainingProgress] = []
         self.fails = fails
 
-    def metric(self, values: dict[str, Any], progress: Progress) -> None:
+    def metric(self, values: dict[str, Any], progress: TrainingProgress) -> None:
         if self.fails:
             raise PeerError("server 0 is gone")
         assert values == {"steps": progress.steps} | ({} if progress.loss is None else {"loss": progress.loss})
@@ -40,10 +40,10 @@ class Clock:
         return self.now
 
 
-def telling(server: Server | None, clock: Clock, rank: int = 0) -> tuple[Telling, Session]:
+def telling(server: Server | None, clock: Clock, rank: int = 0) -> tuple[ProgressReporter, Session]:
     session = Session(None, JobFacts(2, ()), rank)
     session.client = cast("Any", server)
-    return Telling(session, "it", clock), session
+    return ProgressReporter(session, "it", clock), session
 
 
 def test_it_is_told_at_once_then_at_most_once_a_second_and_at_the_end() -> None:

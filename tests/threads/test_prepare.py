@@ -10,12 +10,12 @@ import torch
 from helpers import small_model
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
+from polytempo.launch.job_facts import JobFacts
+from polytempo.server.job_plan import Limits
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.prepare import prepare
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(30)
 

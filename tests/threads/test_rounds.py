@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.protocol.ballot import Ballot, outcome, size_of, unpack
-from polytempo.sums import in_order
+from polytempo.reducer import collective_reducer
+from polytempo.reducer.ballot import Ballot, outcome, size_of, unpack
+from polytempo.reducer.collective_reducer import CollectiveReducer
+from polytempo.session.session import Session
+from polytempo.summation import in_order
 from polytempo.testing.threads import GroupJob
-from polytempo.train import rounds
-from polytempo.train.by_group import GroupExchange
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +31,7 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.fixture(autouse=True)
 def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "BUCKET", 100)
+    monkeypatch.setattr(collective_reducer, "BUCKET", 100)
 
 
 def wrapped(session: Session, model: nn.Module, **options: object) -> tuple[nn.Module, DistributedOptimizer]:
@@ -192,7 +192,7 @@ def die_in(session: Session, point: str) -> None:
         raise Died
 
     exchange = session.joining[0].__self__._exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, GroupExchange)
+    assert isinstance(exchange, CollectiveReducer)
     made = exchange._rounds
     if point == "before it reduced":
         made._launch = die  # type: ignore[method-assign]

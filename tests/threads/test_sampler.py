@@ -10,11 +10,11 @@ import pytest
 import torch
 from helpers import begun, copied, made_params, set_gradients, until
 
+from polytempo.launch.job_facts import JobFacts
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

@@ -17,16 +17,16 @@ from helpers import until
 from torch import nn
 
 from polytempo.errors import JobEnded, PeerError
+from polytempo.launch.checkpoint_watch import CheckpointWatch
 from polytempo.launch.request import RunRequest
-from polytempo.launch.saves import Saves
-from polytempo.parameter_server import checkpoint as checkpoints
-from polytempo.parameter_server import first as first_server
-from polytempo.parameter_server.checkpoint import finish_checkpoint
-from polytempo.parameter_server.manifest import find_checkpoint, newest_since, whole_checkpoints
+from polytempo.server import checkpoint as checkpoints
+from polytempo.server import coordinator as first_server
+from polytempo.server.checkpoint import finish_checkpoint
+from polytempo.server.manifest import find_checkpoint, newest_since, whole_checkpoints
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -102,7 +102,7 @@ def test_one_that_was_written_later_though_of_an_earlier_step_is_named(tmp_path:
 def test_the_newest_is_what_the_job_itself_has_written(tmp_path: Path) -> None:
     old = made(tmp_path, 100)
     went_on_from = made(tmp_path, 10)
-    saves = Saves(tmp_path, went_on_from)
+    saves = CheckpointWatch(tmp_path, went_on_from)
     assert saves.newest() == str(went_on_from), "nothing was saved yet"
     made(tmp_path, 20, "step-00000020.partial")
     assert saves.newest() == str(went_on_from), "it is not whole"
@@ -120,7 +120,7 @@ def test_the_newest_is_what_the_job_itself_has_written(tmp_path: Path) -> None:
 
 def test_what_a_killed_server_has_begun_is_removed_and_nothing_else(tmp_path: Path) -> None:
     made(tmp_path, 5, "step-00000005.partial")
-    saves = Saves(tmp_path, None)
+    saves = CheckpointWatch(tmp_path, None)
     made(tmp_path, 10)
     made(tmp_path, 20, "step-00000020.partial")
     saves.clear()

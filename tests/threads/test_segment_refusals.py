@@ -12,10 +12,10 @@ import pytest
 from sharing import SIZE, Pair, descriptors, nothing_is_left, pair, shared
 from wires import STRANGER_LIMIT
 
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.connect import LIMIT
 from polytempo.transport.framing import ENTRY, MAGIC, NONE, PREFIX
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Shelf
+from polytempo.transport.shared_memory import SharedMemoryRegistry
 from polytempo.transport.stream import StreamChannel
 
 __all__ = ["nothing_is_left", "pair"]
@@ -89,7 +89,7 @@ def test_what_is_no_shared_memory_at_all_is_refused(pair: Pair, tmp_path: Path) 
 
 def test_strangers_cannot_hand_over_memory() -> None:
     with closing(Pair(STRANGER_LIMIT)) as pair:
-        worker = Shelf()
+        worker = SharedMemoryRegistry()
         channel = StreamChannel(pair.path, Pool(worker), LIMIT)
         pair.channels.append(channel)
         channel.send(b"", [shared(worker)])

@@ -15,13 +15,13 @@ import torch
 from sharing import SIZE, Pair, descriptors, mapped, nothing_is_left, pair, shared
 from wires import filled, hear, same
 
-from polytempo.parameter_server.state import as_tensor
-from polytempo.transport import segments
+from polytempo.server.optimizer_state import as_tensor
+from polytempo.transport import shared_memory
+from polytempo.transport.buffer_pool import KEEP_FROM, Pool
 from polytempo.transport.channel import Bytes
 from polytempo.transport.connect import LIMIT
-from polytempo.transport.framing import SEGMENT_COUNT_LIMIT, Reader, Writer
-from polytempo.transport.pool import KEEP_FROM, Pool
-from polytempo.transport.segments import SHARE_FROM, Borrowed, Shelf, address_of, make_segment
+from polytempo.transport.framing import SEGMENT_COUNT_LIMIT, FrameReader, FrameWriter
+from polytempo.transport.shared_memory import SHARE_FROM, Borrowed, SharedMemoryRegistry, address_of, make_segment
 from polytempo.transport.stream import StreamChannel
 
 __all__ = ["nothing_is_left", "pair"]
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 @pytest.mark.parametrize(("size", "is_shared"), [(0, False), (1, False), (SHARE_FROM - 1, False), (SHARE_FROM, True)])
 def test_memory_is_zeroed_and_shared_if_it_is_large_enough(size: int, is_shared: bool) -> None:
-    shelf = Shelf()
+    shelf = SharedMemoryRegistry()
     memory = shelf.allocate(size)
     assert (memory.nbytes, int(memory.sum()), memory.dtype) == (size, 0, numpy.uint8)
     assert (shelf.find(memory) is not None) == is_shared
 
 
 def test_a_buffer_is_found_where_it_lies() -> None:
-    shelf = Shelf()
+    shelf = SharedMemoryRegistry()
     memories = [shelf.allocate(SIZE + 4096 * number) for number in range(4)]
     for memory in memories:
         found = shelf.find(memory[100 : 100 + SHARE_FROM])
@@ -51,7 +51,7 @@ def test_a_buffer_is_found_where_it_lies() -> None:
 
 
 def test_what_is_not_ours_or_too_small_is_not_found() -> None:
-    shelf, other = Shelf(), Shelf()
+    shelf, other = SharedMemoryRegistry(), SharedMemoryRegistry()
     memory = shelf.allocate(SIZE)
     assert shelf.find(numpy.zeros(SIZE, dtype=numpy.uint8)) is None
     assert shelf.find(other.allocate(SIZE)) is None
@@ -61,7 +61,7 @@ def test_what_is_not_ours_or_too_small_is_not_found() -> None:
 
 def test_memory_ends_with_its_last_view_and_not_before() -> None:
     gc.collect()  # of other tests
-    shelf, before, open_before = Shelf(), mapped(), descriptors()
+    shelf, before, open_before = SharedMemoryRegistry(), mapped(), descriptors()
     memory = shelf.allocate(SIZE)
     tensor = as_tensor(memory, "uint8")[8:]
     assert mapped() == before + 1
@@ -83,7 +83,7 @@ def test_a_segment_cannot_be_shrunk_nor_inherited() -> None:
 
 
 def test_a_loan_is_done_when_its_word_is_cleared_and_somebody_looks() -> None:
-    shelf, done = Shelf(), list[str]()
+    shelf, done = SharedMemoryRegistry(), list[str]()
     first, second = (shelf.lend(lambda name=name: done.append(name)) for name in ("first", "second"))
     assert first is not None
     assert second is not None
@@ -101,8 +101,8 @@ def test_a_loan_is_done_when_its_word_is_cleared_and_somebody_looks() -> None:
 
 def test_words_that_came_back_are_used_again_and_those_written_off_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who borrowed what was written off may still live, and clear it later."""
-    monkeypatch.setattr(segments, "LOANS", 2)
-    shelf, done = Shelf(), list[int]()
+    monkeypatch.setattr(shared_memory, "LOANS", 2)
+    shelf, done = SharedMemoryRegistry(), list[int]()
     one, two = shelf.lend(lambda: done.append(1)), shelf.lend(lambda: done.append(2))
     assert one is not None
     assert two is not None
@@ -206,7 +206,7 @@ def test_a_closed_connection_returns_no_loans_of_others(pair: Pair) -> None:
 
 def test_a_push_is_read_where_its_sender_has_it(pair: Pair) -> None:
     channel, _ = pair.join()
-    worker = Shelf()
+    worker = SharedMemoryRegistry()
     sender = StreamChannel(pair.path, Pool(worker), LIMIT)
     pair.channels.append(sender)
     bucket = shared(worker, 4 * SIZE)
@@ -246,14 +246,14 @@ def test_what_was_borrowed_is_passed_on_as_bytes(pair: Pair) -> None:
 
 
 def test_a_segment_is_handed_over_once() -> None:
-    shelf = Shelf()
-    writer, values, other = Writer(Pool(shelf)), shelf.allocate(SIZE), shelf.allocate(SIZE)
+    shelf = SharedMemoryRegistry()
+    writer, values, other = FrameWriter(Pool(shelf)), shelf.allocate(SIZE), shelf.allocate(SIZE)
     counts = [len(writer.write(b"", buffers, None)[0][0][1]) for buffers in ([values], [values], [other, values], [other])]
     assert counts == [1, 0, 1, 0]
 
 
 def test_borrowed_buffers_are_not_kept_for_later() -> None:
-    pool = Pool(Shelf())
+    pool = Pool(SharedMemoryRegistry())
     memory = numpy.zeros(KEEP_FROM, dtype=numpy.uint8)
     pool.give(memory.view(Borrowed))
     assert address_of(pool.take(KEEP_FROM)) != address_of(memory)
@@ -274,7 +274,7 @@ def test_a_tensor_of_borrowed_memory_is_not_a_copy(pair: Pair) -> None:
 
 
 def test_more_loans_than_there_are_words_for_carry_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "LOANS", 2)
+    monkeypatch.setattr(shared_memory, "LOANS", 2)
     with closing(Pair()) as pair:
         channel, peer = pair.join()
         values = shared(pair.shelf)
@@ -292,10 +292,10 @@ def test_without_memory_for_the_words_of_loans_bytes_are_sent(pair: Pair, monkey
     channel, peer = pair.join()
     values = shared(pair.shelf)
 
-    def no_room(size: int) -> segments.Segment:
+    def no_room(size: int) -> shared_memory.Segment:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments, "make_segment", no_room)
+    monkeypatch.setattr(shared_memory, "make_segment", no_room)
     back = pair.lent(peer, values)
     assert same(hear(channel)[1], [values])
     assert back == [1]
@@ -312,8 +312,8 @@ POOR = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 import numpy
-from polytempo.transport.segments import Shelf
-shelf = Shelf()
+from polytempo.transport.shared_memory import SharedMemoryRegistry
+shelf = SharedMemoryRegistry()
 for size in (1 << 20, 1 << 21, 1 << 15):
     memory = shelf.allocate(size)
     assert memory.nbytes == size and not memory.any() and shelf.find(memory) is None
@@ -332,7 +332,7 @@ def test_too_little_memory_is_said_once_and_bytes_are_sent_instead() -> None:
 
 def test_a_forked_child_gives_back_nothing_that_its_parent_reads() -> None:
     """It inherits the views of a loan, and drops them: the owner of the memory must not take that for the reader's word."""
-    reader, segment = Reader(Pool(), LIMIT), make_segment(4096)
+    reader, segment = FrameReader(Pool(), LIMIT), make_segment(4096)
     reader._segments.append(segment)
     word = segment.view(0, 1)
     word[0] = 1

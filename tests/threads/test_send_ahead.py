@@ -11,12 +11,12 @@ from helpers import assert_close, assert_equal, loss_of, small_batches, small_mo
 from lossy import LossyJob, disturb
 from torch import nn
 
-from polytempo.protocol.messages import AnyMessage, Push, Staged
+from polytempo.client.client import Client
+from polytempo.protocol.messages import AnyMessage, PartialPush, Push
+from polytempo.reducer import bucket_overlap
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train import ahead
-from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -26,7 +26,7 @@ Change = Callable[[list[nn.Parameter]], Any]
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LIMIT", 100)
+    monkeypatch.setattr(bucket_overlap, "LIMIT", 100)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
     tell = Client._tell
 
     def spy(self: Client, shard: int, message: AnyMessage, buffers: Any = ()) -> None:
-        if isinstance(message, Staged) or (isinstance(message, Push) and message.kind == "gradient"):
+        if isinstance(message, PartialPush) or (isinstance(message, Push) and message.kind == "gradient"):
             found.append(message)
         tell(self, shard, message, buffers)
 
@@ -90,7 +90,7 @@ def test_the_first_buckets_are_those_of_the_last_layers_as_the_first_backward_sh
 
     with ThreadJob(1) as job:
         job.run(work)
-    second = [message for message in sent if isinstance(message, Staged) and message.id.step == 1]
+    second = [message for message in sent if isinstance(message, PartialPush) and message.id.step == 1]
     assert [message.bucket for message in second] == sorted(message.bucket for message in second)  # as they become ready
     assert second[0].pieces[0].start == 0  # the last layer, which stands first in the bucket
 
@@ -146,7 +146,7 @@ def test_a_bucket_that_is_lost_on_the_way_is_a_push_that_is_sent_again(sync: str
     lost = []
 
     def fate(message: AnyMessage, outward: bool) -> int:
-        if isinstance(message, Staged) and message.id.step in (1, 4) and message.bucket == 0 and message.id not in lost:
+        if isinstance(message, PartialPush) and message.id.step in (1, 4) and message.bucket == 0 and message.id not in lost:
             lost.append(message.id)
             return 0
         return 1

@@ -11,11 +11,11 @@ from helpers import Batch, assert_close, assert_equal, joined, loss_of, made_fro
 from tabled import DIM, USED, VOCABULARY, Lookup, count_pulls, lookup_batches
 from torch import nn
 
+from polytempo.launch.job_facts import JobFacts
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

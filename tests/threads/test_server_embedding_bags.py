@@ -9,10 +9,10 @@ import torch
 from helpers import assert_close
 from torch import nn
 
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

@@ -29,8 +29,8 @@ from worlds import (
     worlds_of,
 )
 
-from polytempo.collectives.group import Group
-from polytempo.collectives.single import receive, send
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World
 from polytempo.errors import PeerError, UsageError
 
@@ -43,7 +43,7 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor([float(value)])
 
 
-def got(group: Group, source: int | None = None, tag: int = 0) -> tuple[float, int]:
+def got(group: RankGroup, source: int | None = None, tag: int = 0) -> tuple[float, int]:
     """Receive one number; it, and whose it was."""
     place = number(-1)
     who: int = receive(group, place, source, tag).wait()
@@ -51,16 +51,16 @@ def got(group: Group, source: int | None = None, tag: int = 0) -> tuple[float, i
 
 
 @pytest.fixture
-def pair(worlds_of: Cache, kind: str) -> list[Group]:
+def pair(worlds_of: Cache, kind: str) -> list[RankGroup]:
     return fresh_groups(worlds_of(kind, 2))
 
 
 @pytest.fixture
-def three(worlds_of: Cache, kind: str) -> list[Group]:
+def three(worlds_of: Cache, kind: str) -> list[RankGroup]:
     return fresh_groups(worlds_of(kind, 3))
 
 
-def both(groups: list[Group], one: Callable[[Group], object], other: Callable[[Group], object]) -> list[object]:
+def both(groups: list[RankGroup], one: Callable[[RankGroup], object], other: Callable[[RankGroup], object]) -> list[object]:
     """One thing on rank 0, another on rank 1."""
     return at_once(2, lambda rank: (one, other)[rank](groups[rank]))
 
@@ -70,10 +70,10 @@ def both(groups: list[Group], one: Callable[[Group], object], other: Callable[[G
 
 @every_link
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_sent_is_received(pair: list[Group], dtype: torch.dtype) -> None:
+def test_what_is_sent_is_received(pair: list[RankGroup], dtype: torch.dtype) -> None:
     sent = values(dtype, (3, 4), 5)
 
-    def take(group: Group) -> int:
+    def take(group: RankGroup) -> int:
         place = torch.ones(3, 4, dtype=dtype)
         who: int = receive(group, place, 0).wait()
         assert torch.equal(place, sent)
@@ -83,13 +83,13 @@ def test_what_is_sent_is_received(pair: list[Group], dtype: torch.dtype) -> None
 
 
 @every_link
-def test_a_message_of_nothing_is_a_message(pair: list[Group]) -> None:
-    def give(group: Group) -> None:
+def test_a_message_of_nothing_is_a_message(pair: list[RankGroup]) -> None:
+    def give(group: RankGroup) -> None:
         for shape in ((0,), (3, 0), (0, 2)):
             send(group, torch.ones(shape), 1, tag=9).wait()
         send(group, number(3), 1).wait()
 
-    def take(group: Group) -> tuple[float, int]:
+    def take(group: RankGroup) -> tuple[float, int]:
         for shape in ((0,), (3, 0), (0, 2)):
             assert receive(group, torch.ones(shape), 0, tag=9).wait() == 0
         return got(group)
@@ -98,10 +98,10 @@ def test_a_message_of_nothing_is_a_message(pair: list[Group]) -> None:
 
 
 @every_link
-def test_tensors_that_are_not_contiguous_are_sent_and_filled(pair: list[Group]) -> None:
+def test_tensors_that_are_not_contiguous_are_sent_and_filled(pair: list[RankGroup]) -> None:
     sent = values(torch.float32, (4, 6), 1)
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         room = torch.zeros(6, 8)
         receive(group, room.t()[1:5, :], 0).wait()
         assert torch.equal(room.t()[1:5, :], sent)
@@ -110,7 +110,7 @@ def test_tensors_that_are_not_contiguous_are_sent_and_filled(pair: list[Group]) 
         receive(group, room, 0).wait()
         assert torch.equal(room, sent)
 
-    def give(group: Group) -> None:
+    def give(group: RankGroup) -> None:
         send(group, sent.t().contiguous().t(), 1).wait()
         send(group, torch.nn.Parameter(sent), 1).wait()
 
@@ -123,14 +123,14 @@ def test_a_sent_tensor_may_be_changed_at_once(worlds_of: Cache) -> None:
         groups = fresh_groups(worlds_of(kind, 2))
         told = threading.Event()
 
-        def give(group: Group, told: threading.Event = told) -> None:
+        def give(group: RankGroup, told: threading.Event = told) -> None:
             for size in (10, 100_000):
                 mine = torch.ones(size)
                 send(group, mine, 1).wait()
                 mine.fill_(2.0)
             told.set()
 
-        def take(group: Group, told: threading.Event = told) -> None:
+        def take(group: RankGroup, told: threading.Event = told) -> None:
             assert told.wait(PATIENCE)
             for size in (10, 100_000):
                 place = torch.zeros(size)
@@ -144,14 +144,14 @@ def test_a_sent_tensor_may_be_changed_at_once(worlds_of: Cache) -> None:
 
 
 @every_link
-def test_tags_tell_messages_apart_whatever_the_order(pair: list[Group]) -> None:
+def test_tags_tell_messages_apart_whatever_the_order(pair: list[RankGroup]) -> None:
     tags = [0, 7, -3, 1 << 62, -(1 << 62), 1]
 
-    def give(group: Group) -> None:
+    def give(group: RankGroup) -> None:
         for tag in tags:
             send(group, number(tag), 1, tag).wait()
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         for tag in reversed(tags):
             assert got(group, 0, tag) == (float(tag), 0)
 
@@ -159,15 +159,15 @@ def test_tags_tell_messages_apart_whatever_the_order(pair: list[Group]) -> None:
 
 
 @every_link
-def test_messages_of_one_tag_keep_their_order(pair: list[Group]) -> None:
+def test_messages_of_one_tag_keep_their_order(pair: list[RankGroup]) -> None:
     """Small and large ones alike."""
     sizes = [1, 50_000, 3, 0, 200_000, 2, 2]
 
-    def give(group: Group) -> None:
+    def give(group: RankGroup) -> None:
         for index, size in enumerate(sizes):
             send(group, torch.full((size,), float(index)), 1).wait()
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         for index, size in enumerate(sizes):
             place = torch.zeros(size)
             receive(group, place, None if index % 2 else 0).wait()
@@ -178,17 +178,17 @@ def test_messages_of_one_tag_keep_their_order(pair: list[Group]) -> None:
 
 @every_link
 @pytest.mark.parametrize("first", ["who sends", "who receives"])
-def test_it_does_not_matter_who_comes_first(pair: list[Group], first: str) -> None:
+def test_it_does_not_matter_who_comes_first(pair: list[RankGroup], first: str) -> None:
     ready = threading.Event()
 
-    def give(group: Group) -> None:
+    def give(group: RankGroup) -> None:
         if first == "who receives":
             assert ready.wait(PATIENCE)
         for index in range(3):
             send(group, torch.full((40_000,), float(index)), 1, tag=index).wait()
         ready.set()
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         places = [torch.zeros(40_000) for _ in range(3)]
         if first == "who sends":
             assert ready.wait(PATIENCE)
@@ -205,7 +205,7 @@ def test_it_does_not_matter_who_comes_first(pair: list[Group], first: str) -> No
 
 
 @every_link
-def test_who_receives_from_anybody_learns_from_whom(three: list[Group]) -> None:
+def test_who_receives_from_anybody_learns_from_whom(three: list[RankGroup]) -> None:
     def work(rank: int) -> object:
         if rank:
             return send(three[rank], number(rank), 0).wait()
@@ -215,7 +215,7 @@ def test_who_receives_from_anybody_learns_from_whom(three: list[Group]) -> None:
 
 
 @every_link
-def test_receives_from_one_and_from_anybody_share_messages_by_order_of_posting(three: list[Group]) -> None:
+def test_receives_from_one_and_from_anybody_share_messages_by_order_of_posting(three: list[RankGroup]) -> None:
     posted, first_sent = threading.Event(), threading.Event()
 
     def work(rank: int) -> object:
@@ -244,8 +244,8 @@ def test_receives_from_one_and_from_anybody_share_messages_by_order_of_posting(t
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_ten_megabytes_cross_each_other(pair: list[Group]) -> None:
-    def swap(group: Group) -> None:
+def test_ten_megabytes_cross_each_other(pair: list[RankGroup]) -> None:
+    def swap(group: RankGroup) -> None:
         mine, place = torch.full((2_500_000,), float(group.rank)), torch.empty(2_500_000)
         send(group, mine, 1 - group.rank).wait()
         receive(group, place, 1 - group.rank).wait()
@@ -255,8 +255,8 @@ def test_ten_megabytes_cross_each_other(pair: list[Group]) -> None:
 
 
 @every_link
-def test_large_ones_cross_each_other_in_the_background(pair: list[Group]) -> None:
-    def swap(group: Group) -> None:
+def test_large_ones_cross_each_other_in_the_background(pair: list[RankGroup]) -> None:
+    def swap(group: RankGroup) -> None:
         other = 1 - group.rank
         mine = [torch.full((300_000,), float(10 * group.rank + tag)) for tag in range(4)]
         places = [torch.empty(300_000) for _ in range(4)]
@@ -272,12 +272,12 @@ def test_large_ones_cross_each_other_in_the_background(pair: list[Group]) -> Non
 
 
 @every_link
-def test_many_small_ones_arrive(pair: list[Group]) -> None:
-    def give(group: Group) -> None:
+def test_many_small_ones_arrive(pair: list[RankGroup]) -> None:
+    def give(group: RankGroup) -> None:
         for task in [send(group, number(index), 1, tag=index % 5, background=True) for index in range(1000)]:
             task.wait()
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         for tag in (3, 1, 4, 0, 2):
             assert [got(group, 0, tag)[0] for _ in range(200)] == [float(5 * index + tag) for index in range(200)]
 
@@ -347,10 +347,10 @@ def test_messages_of_other_groups_and_collectives_are_not_mixed_up(worlds_of: Ca
 
 
 @every_link
-def test_messages_do_not_wait_for_collectives(pair: list[Group]) -> None:
+def test_messages_do_not_wait_for_collectives(pair: list[RankGroup]) -> None:
     """A collective that cannot go on keeps no message back, and a receive that waits keeps no collective back."""
 
-    def early(group: Group) -> None:
+    def early(group: RankGroup) -> None:
         summed = Call("all_reduce", "ring").make(group, background=True)
         later = receive(group, place := number(-1), 1, tag=5, background=True)
         send(group, number(1), 1).wait()
@@ -359,7 +359,7 @@ def test_messages_do_not_wait_for_collectives(pair: list[Group]) -> None:
         later.wait()
         assert place.item() == 6.0
 
-    def late(group: Group) -> None:
+    def late(group: RankGroup) -> None:
         assert got(group, 0) == (1.0, 0)
         send(group, number(2), 0, tag=1).wait()
         Call("all_reduce", "ring").make(group).check()
@@ -385,19 +385,19 @@ def test_ranks_of_a_group_are_numbered_within_it(worlds_of: Cache, kind: str) ->
 @pytest.mark.parametrize("first", ["who sends", "who receives"])
 @pytest.mark.parametrize("sizes", [(10, 20), (30_000, 10), (10, 30_000), (0, 3), (3, 0)])
 def test_a_message_of_another_size_is_an_error_that_names_both(
-    pair: list[Group], first: str, sizes: tuple[int, int]
+    pair: list[RankGroup], first: str, sizes: tuple[int, int]
 ) -> None:
     ready = threading.Event()
     sent, expected = sizes
 
-    def give(group: Group) -> None:
+    def give(group: RankGroup) -> None:
         if first == "who receives":
             assert ready.wait(PATIENCE)
         send(group, torch.ones(sent), 1, tag=2).wait()
         send(group, number(7), 1, tag=2).wait()
         ready.set()
 
-    def take(group: Group) -> None:
+    def take(group: RankGroup) -> None:
         place = torch.zeros(expected)
         if first == "who sends":
             assert ready.wait(PATIENCE)

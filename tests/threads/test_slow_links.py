@@ -14,20 +14,20 @@ from torch import nn
 from wires import Client as Doing
 from wires import filled, same
 
-from polytempo.collectives.endings import politely_closed
-from polytempo.protocol.messages import Ask, Push
+from polytempo.client.client import Client
+from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.collectives.shutdown import politely_closed
+from polytempo.protocol.messages import Push, PushStatus
 from polytempo.protocol.values import PushId
-from polytempo.train.arrays import Array
-from polytempo.train.client import Client
+from polytempo.session.session import Session
 from polytempo.train.kv import KV
-from polytempo.train.lines import Line, Outstanding
+from polytempo.train.kv_arrays import Array
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 from polytempo.transport import zmq_link
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import BYE, DATA, Message
+from polytempo.transport.peer_link import BYE, DATA, LinkMessage
 from polytempo.transport.poller import Poller
-from polytempo.transport.pool import Pool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,11 +67,11 @@ class Inbox:
         self.payload = numpy.empty(0, dtype=numpy.uint8)
         self.lost = ""
 
-    def room(self, source: int, message: Message, length: int) -> Bytes:
+    def room(self, source: int, message: LinkMessage, length: int) -> Bytes:
         self.payload = numpy.empty(length, dtype=numpy.uint8)
         return self.payload
 
-    def arrived(self, source: int, message: Message, payload: Bytes | None) -> None:
+    def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         self.kinds.append(message.kind)
 
     def gone(self, source: int, reason: str) -> None:
@@ -94,7 +94,7 @@ def test_a_link_that_closes_over_a_slow_cable_first_delivers_what_it_was_given(
         link.attach(poller)
         while not link.established:
             link.handle(poller.poll(50))
-        link.send(Message(DATA, 0, 0), filled(SIZE))
+        link.send(LinkMessage(DATA, 0, 0), filled(SIZE))
         politely_closed(link)
         near.close()
 
@@ -129,7 +129,7 @@ class Creeping(Scripted):
 
 def pushed_over(channel: Scripted) -> Client:
     client = Client([channel], 0, 0, Pool(), retry=0.001)
-    client._lines["0"] = Line("0", joined=True)
+    client._lines["0"] = ClientState("0", joined=True)
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[]]))
     return client
 
@@ -145,7 +145,7 @@ def test_nothing_is_asked_while_bytes_move() -> None:
 def test_where_nothing_moves_it_is_asked() -> None:
     channel = Scripted(1)
     client = pushed_over(channel)
-    channel.on_send = lambda message: channel.say(answer(0, 1, 1)) if isinstance(message, Ask) else None
+    channel.on_send = lambda message: channel.say(answer(0, 1, 1)) if isinstance(message, PushStatus) else None
     client.wait_for_release("0", 1)
-    assert Ask(what="push", track="0", number=0) in channel.sent
+    assert PushStatus(what="push", track="0", number=0) in channel.sent
     client.close()

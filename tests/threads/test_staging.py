@@ -25,10 +25,10 @@ from helpers import (
 )
 from torch import nn
 
+from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.train.staging import Staging
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -347,13 +347,13 @@ def test_after_synchronize_gradients_are_still_views_and_may_be_clipped() -> Non
 
 
 def test_the_hooks_of_an_optimizer_that_was_dropped_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_complete, called = Staging.complete, []
+    plain_complete, called = GradientHooks.complete, []
 
-    def complete(self: Staging, index: int) -> None:
+    def complete(self: GradientHooks, index: int) -> None:
         called.append(self)
         plain_complete(self, index)
 
-    monkeypatch.setattr(Staging, "complete", complete)
+    monkeypatch.setattr(GradientHooks, "complete", complete)
     data = small_batches(4, (4,))
 
     def work(session: Session) -> list[torch.Tensor]:

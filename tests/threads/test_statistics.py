@@ -12,12 +12,12 @@ from helpers import made_from_seed
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.optim.statistics import norm_layers
+from polytempo.launch.job_facts import JobFacts
+from polytempo.optim.norm_statistics import norm_layers
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.job import JobFacts
+from polytempo.train.evaluation_statistics import statistics
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
-from polytempo.train.statistics import statistics
 
 pytestmark = pytest.mark.timeout(60)
 

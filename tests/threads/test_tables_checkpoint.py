@@ -15,12 +15,12 @@ from tabled import DIM, VOCABULARY, Lookup, lookup_batches, lookup_model
 from torch import nn
 
 from polytempo.errors import PolytempoError
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.arrays import Array
 from polytempo.train.kv import KV
+from polytempo.train.kv_arrays import Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
 
 pytestmark = [
     pytest.mark.timeout(30),

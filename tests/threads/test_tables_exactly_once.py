@@ -18,15 +18,15 @@ from helpers import assert_close
 from lossy import Fate, LossyJob, UnreliableChannel, channels_of, disturb
 from torch import nn
 
+from polytempo.client.client_state import Outstanding
 from polytempo.protocol.messages import Answer, AnyMessage, Push
-from polytempo.protocol.rows import Pull, Rows, UnknownKeys
+from polytempo.protocol.values import Pull, PulledRows, UnknownKeys
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.arrays import Array
 from polytempo.train.kv import KV
-from polytempo.train.lines import Outstanding
+from polytempo.train.kv_arrays import Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -51,7 +51,7 @@ def counts() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _pulls_are_disturbed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossy, "REPEATED", (*lossy.REPEATED, Pull, Rows, UnknownKeys))
+    monkeypatch.setattr(lossy, "REPEATED", (*lossy.REPEATED, Pull, PulledRows, UnknownKeys))
 
 
 class Tables(nn.Module):
@@ -218,7 +218,7 @@ def losing(kinds: tuple[type, ...], numbers: tuple[int, ...]) -> Fate:
     return fate
 
 
-@pytest.mark.parametrize("kind", [Pull, Rows, Push, Answer])
+@pytest.mark.parametrize("kind", [Pull, PulledRows, Push, Answer])
 def test_a_list_that_was_lost_before_it_was_remembered_is_sent_again(kind: type) -> None:
     """The worker takes it for known from then on; the server says that it is not."""
     with LossyJob(WORKERS, 2, "asp", retry=0.05) as job:

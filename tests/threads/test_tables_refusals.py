@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from polytempo.errors import PolytempoError, UsageError
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(30)
 

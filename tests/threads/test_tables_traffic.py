@@ -7,13 +7,13 @@ import torch
 from tabled import SentPulls, count_pulls
 from torch import nn
 
-from polytempo.filters.keys import KeyReceiver
+from polytempo.client.client import Client
+from polytempo.compression.key_cache import KeyReceiver
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.client import Client
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session
-from polytempo.transport import segments
+from polytempo.transport import shared_memory
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
@@ -128,7 +128,7 @@ def test_lists_that_come_again_are_not_sent_again(prefetch: bool) -> None:
 
 def test_long_lists_are_remembered_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where bytes travel, the memory of long pushes is used again; that of lists as long as they must not be."""
-    monkeypatch.setattr(segments, "SHARE_FROM", 1 << 30)
+    monkeypatch.setattr(shared_memory, "SHARE_FROM", 1 << 30)
     plain, cached = (Epochs(one, prefetch=False, ids=20_000, dim=2) for one in (False, True))
     assert torch.equal(plain.rows, cached.rows)
 

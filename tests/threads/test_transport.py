@@ -11,9 +11,9 @@ import pytest
 from wires import STRANGER_LIMIT, Client, Message, Wire, filled, hear, same
 
 from polytempo.errors import PeerError, UsageError
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Received, scheme_of
 from polytempo.transport.connect import connect
-from polytempo.transport.pool import Pool
 
 MEGABYTES = 5 << 20
 

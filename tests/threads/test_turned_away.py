@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from wires import STRANGER_LIMIT, Client, Wire, filled, hear
 
 from polytempo.errors import PeerError, UsageError
+from polytempo.transport.buffer_pool import KEEP_FROM, Pool
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes
-from polytempo.transport.framing import ENTRY, MAGIC, NONE, PREFIX, Reader, Writer
+from polytempo.transport.framing import ENTRY, MAGIC, NONE, PREFIX, FrameReader, FrameWriter
 from polytempo.transport.keys import WorkerKeys, make_keys, read_key_file, write_key_file
-from polytempo.transport.pool import KEEP_FROM, Pool
 from polytempo.transport.zeromq import ZmqEndpoint
 
 NOBODY = 65534
@@ -41,7 +41,7 @@ def raw(path: str, data: bytes) -> socket.socket:
 
 
 def message(header: bytes, buffers: list[Bytes]) -> bytes:
-    pieces, _ = Writer(Pool()).write(header, buffers, None)
+    pieces, _ = FrameWriter(Pool()).write(header, buffers, None)
     return b"".join(bytes(data) for data, _ in pieces)
 
 
@@ -98,7 +98,7 @@ def test_a_member_may_not_name_more_buffers_than_there_can_be() -> None:
     with ours, theirs:
         ours.sendall(PREFIX.pack(MAGIC, 0, BUFFER_COUNT_LIMIT + 1, 0, NONE, 0))
         with pytest.raises(PeerError, match="was refused"):
-            Reader(Pool(), 1 << 62).read(theirs)
+            FrameReader(Pool(), 1 << 62).read(theirs)
 
 
 # The reader takes bytes as they come.
@@ -111,7 +111,7 @@ def read_in_pieces(data: bytes, size: int) -> list[tuple[bytes, list[bytes]]]:
     found = []
     with ours, theirs:
         theirs.setblocking(False)
-        reader = Reader(Pool(), 1 << 20)
+        reader = FrameReader(Pool(), 1 << 20)
         for start in range(0, len(data), size):
             ours.sendall(data[start : start + size])
             try:
@@ -145,7 +145,7 @@ def test_the_end_of_a_connection_is_no_message() -> None:
         ours.sendall(message(b"header", [])[:-1])
         ours.close()
         with pytest.raises(EOFError):
-            Reader(Pool(), 1 << 20).read(theirs)
+            FrameReader(Pool(), 1 << 20).read(theirs)
 
 
 def test_buffers_that_are_given_back_are_used_again() -> None:

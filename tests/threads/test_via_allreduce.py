@@ -29,10 +29,10 @@ from helpers import (
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
+from polytempo.reducer.mean_reducer import READERS, MeanReducer
+from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.means import READERS, MeanExchange
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -128,7 +128,7 @@ def one_worker(case: Case, model: nn.Module, data: list[list[Batch]], session: S
     model = copy.deepcopy(model)
     inner = OPTIMIZERS[case.optimizer](list(model.parameters()))
     optimizer = DistributedOptimizer(inner, session=session, clip_norm=None if case.synchronize else case.clip)
-    assert isinstance(optimizer._exchange, MeanExchange) or (session.size == 1 and not Way.sequencer)
+    assert isinstance(optimizer._exchange, MeanReducer) or (session.size == 1 and not Way.sequencer)
     scheduler = SCHEDULERS[case.scheduler](optimizer)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from polytempo.collectives.engine import Engine
-from polytempo.collectives.tasks import Lane, Steps, Wait
+from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.tasks import CallQueue, Steps, Wait
 from polytempo.errors import PeerError
-from polytempo.parameter_server.keeper import Keeper
-from polytempo.transport.links import FAILED, Message
-from polytempo.transport.memory import Bell, MemoryChannel, MemoryEndpoint
+from polytempo.server.shard_executor import ShardExecutor
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.memory import MemoryChannel, MemoryEndpoint, WakeUp
 from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.peer_link import FAILED, LinkMessage
 from polytempo.transport.poller import Poller
-from polytempo.transport.pool import Pool
 
 
 def rings(descriptor: int) -> bool:
@@ -36,9 +36,9 @@ def ends(call: Callable[[], object]) -> bool:
 
 
 def test_a_closed_bell_takes_no_ring_from_the_one_that_has_its_number_now() -> None:
-    first = Bell()
+    first = WakeUp()
     first.close()
-    second = Bell()
+    second = WakeUp()
     assert second.fileno == first.fileno
     second.ring()
     first.silence()
@@ -47,12 +47,12 @@ def test_a_closed_bell_takes_no_ring_from_the_one_that_has_its_number_now() -> N
 
 
 def test_a_link_that_was_closed_while_its_bell_rang_is_not_read() -> None:
-    engine = Engine(0)
-    link, other = MemoryLink.pair((0, engine), (1, Engine(1)))
+    engine = ProgressEngine(0)
+    link, other = MemoryLink.pair((0, engine), (1, ProgressEngine(1)))
     link.attach(Poller())
     other._give(None)
     link.close()
-    taken = Bell()
+    taken = WakeUp()
     assert taken.fileno == link._bell.fileno
     taken.ring()
     link.handle({taken.fileno: 1})
@@ -97,11 +97,11 @@ def at_line(number: int, call: Callable[[], object], of: str, act: Callable[[], 
 
 def test_a_failure_in_a_group_that_is_just_being_made_is_not_forgotten() -> None:
     for line in range(1, 20):
-        engine = Engine(0)
-        link, _ = MemoryLink.pair((0, engine), (1, Engine(1)))
+        engine = ProgressEngine(0)
+        link, _ = MemoryLink.pair((0, engine), (1, ProgressEngine(1)))
         engine.attach([link])
-        made: list[Lane] = []
-        failed = Message(FAILED, 7, 0, b"rank 1 failed")
+        made: list[CallQueue] = []
+        failed = LinkMessage(FAILED, 7, 0, b"rank 1 failed")
         lasts = at_line(
             line,
             lambda engine=engine, made=made: made.append(engine.open_lane(7, (0, 1))),
@@ -120,7 +120,7 @@ def test_a_failure_in_a_group_that_is_just_being_made_is_not_forgotten() -> None
 
 def test_a_server_that_ends_waits_for_the_norms_of_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizers may each have an update that waits for the other shards' norms."""
-    keeper = Keeper(0, 2, Pool(), None, None)
+    keeper = ShardExecutor(0, 2, Pool(), None, None)
     entry: Any = SimpleNamespace(track="0", version=1)
     monkeypatch.setattr(keeper, "_carry_out", lambda entry, pushes: keeper._total_norm(entry)(1.0))
     keeper.put(entry, {})
@@ -129,8 +129,8 @@ def test_a_server_that_ends_waits_for_the_norms_of_no_update(monkeypatch: pytest
 
 
 def test_a_link_that_cannot_be_closed_keeps_no_task_and_no_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(0)
-    links = [MemoryLink.pair((0, engine), (rank, Engine(rank)))[0] for rank in (1, 2)]
+    engine = ProgressEngine(0)
+    links = [MemoryLink.pair((0, engine), (rank, ProgressEngine(rank)))[0] for rank in (1, 2)]
     engine.attach(links)
 
     def steps() -> Steps:

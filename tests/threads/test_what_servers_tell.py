@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.launch.job_facts import JobFacts
+from polytempo.session.session import Session, manifest
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.job import JobFacts
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
-from polytempo.train.session import Session, manifest
-from polytempo.transport.pool import Arena, Pool
-from polytempo.transport.segments import SHARE_FROM, Shelf
+from polytempo.transport.buffer_pool import Arena, Pool
+from polytempo.transport.shared_memory import SHARE_FROM, SharedMemoryRegistry
 
 
 class Model(nn.Module):
@@ -90,7 +90,7 @@ def test_one_worker_has_no_spread() -> None:
 
 
 def test_an_arena_uses_its_blocks_again() -> None:
-    for pool in (Pool(), Pool(Shelf())):
+    for pool in (Pool(), Pool(SharedMemoryRegistry())):
         arena = Arena(pool)
         first = arena.take(100)
         assert first.nbytes >= SHARE_FROM

@@ -25,10 +25,10 @@ from helpers import (
 )
 from torch import nn
 
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
-from polytempo.train.session import Session
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

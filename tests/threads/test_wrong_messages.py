@@ -19,35 +19,49 @@ from polytempo.protocol.log import Drop, Save
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
-    Ask,
+    Arrived,
     Assigned,
-    Beat,
     Entries,
     Expecting,
+    Failed,
     Finish,
     Gone,
+    Heartbeat,
     Hello,
     Keep,
     Leave,
-    Look,
-    Metric,
-    Post,
+    MetricReport,
+    Norm,
+    NormTotal,
+    PartialPush,
     Push,
-    Read,
+    PushStatus,
+    ReadRequest,
     Register,
     Repeat,
-    Staged,
+    Saved,
     StatusRequest,
     Stop,
+    StoreGet,
+    StoreSet,
     Welcome,
     encode,
 )
-from polytempo.protocol.rows import Keys, Pull, RowPart, Want
-from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, Saved
-from polytempo.protocol.values import Piece, Proposal, PushId, StagedBucket, TableInfo, TensorInfo
+from polytempo.protocol.values import (
+    BufferRange,
+    Keys,
+    OptimizerSpec,
+    Pull,
+    PushId,
+    RowPart,
+    SentBucket,
+    TableInfo,
+    TensorInfo,
+    Want,
+)
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import Session
 from polytempo.transport.channel import Bytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,7 +71,7 @@ MINE = PushId("0", ME, 0, 0)
 GOOD = Push(id=MINE, hyper=({"lr": 0.1},))
 WHOLE = [numpy.zeros(4 * SIZE, dtype=numpy.uint8)]
 TENSOR = TensorInfo("w", (2,), "float32", 0)
-PLAN = Proposal(sync="asp", apply="server", optimizer="SGD", tensors=(TENSOR,), groups=({"lr": 0.1},))
+PLAN = OptimizerSpec(sync="asp", apply="server", optimizer="SGD", tensors=(TENSOR,), groups=({"lr": 0.1},))
 
 
 @dataclass
@@ -122,10 +136,10 @@ OF_A_WORKER = {
     "rows of a table that is not there": Case(replace(GOOD, rows=(RowPart(3),)), bytes_of(4 * SIZE, 8, 4)),
     "rows that did not come": Case(replace(GOOD, rows=(RowPart(0),))),
     "wants of a table that is not there": Case(replace(GOOD, wants=(Want(-1),)), bytes_of(4 * SIZE, 8)),
-    "pieces outside the shard": Case(replace(GOOD, patches=(Piece(0, 8, 8 + 4 * SIZE),)), bytes_of(4 * SIZE)),
-    "buckets that never came": harmless(replace(GOOD, staged=(StagedBucket(0, 1),))),
+    "pieces outside the shard": Case(replace(GOOD, patches=(BufferRange(0, 8, 8 + 4 * SIZE),)), bytes_of(4 * SIZE)),
+    "buckets that never came": harmless(replace(GOOD, staged=(SentBucket(0, 1),))),
     "a bucket that is not as long as it says": Case(
-        Staged(id=MINE, bucket=0, serial=0, pieces=(Piece(0, 0, 9),)), bytes_of(4)
+        PartialPush(id=MINE, bucket=0, serial=0, pieces=(BufferRange(0, 0, 9),)), bytes_of(4)
     ),
     # Other things a worker says.
     "an unknown mode": by_the_mode(register(sync="sometimes")),
@@ -143,17 +157,17 @@ OF_A_WORKER = {
     "a table with an unknown rule": register(tables=(TableInfo("t", 10, 1, rule="magic"),)),
     "an optimizer with a long name": register("9" * 1000),
     "an optimizer made twice": by_the_mode(Case(Register(track="0", proposal=PLAN))),
-    "a read of nothing known": Case(Read(track="0", worker=ME, request=1, what="minds")),
-    "a read for another": Case(Read(track="0", worker=0, request=1, what="params")),
-    "a read of an unknown track": by_the_mode(Case(Read(track="7", worker=ME, request=1, what="params"))),
-    "a question about nothing": harmless(Ask(what="weather", track="7", number=-3)),
+    "a read of nothing known": Case(ReadRequest(track="0", worker=ME, request=1, what="minds")),
+    "a read for another": Case(ReadRequest(track="0", worker=0, request=1, what="params")),
+    "a read of an unknown track": by_the_mode(Case(ReadRequest(track="7", worker=ME, request=1, what="params"))),
+    "a question about nothing": harmless(PushStatus(what="weather", track="7", number=-3)),
     "a repeat of what was never answered": harmless(Repeat(id=MINE, place=77)),
     "a repeat for another": Case(Repeat(id=PushId("0", 0, 0, 0), place=1)),
     "an end without a reason": Case(Leave(worker=ME, incarnation=0, reason="bored")),
     "an end of nobody": Case(Leave(worker=9, incarnation=0, reason="finished")),
-    "a metric for another": Case(Metric(worker=0, values={"a": 1.0})),
-    "a notice that is too long": Case(Post(key="k", value="v" * 5000)),
-    "a look at nothing": harmless(Look(key="nothing")),
+    "a metric for another": Case(MetricReport(worker=0, values={"a": 1.0})),
+    "a notice that is too long": Case(StoreSet(key="k", value="v" * 5000)),
+    "a look at nothing": harmless(StoreGet(key="nothing")),
     "something to keep outside": Case(Keep(track="0", checkpoint="../../etc", state=b"\x90")),
     "something to keep that is nothing": Case(Keep(track="0", checkpoint="step-00000001", state=b"\xc1")),
     "a pull of an unknown track": Case(Pull(track="7", request=1, table=0, span=(0, 1))),
@@ -175,7 +189,7 @@ OF_A_WORKER = {
     "a question for the launcher": Case(StatusRequest()),
     "an end of the job": Case(Finish(exit_status=0)),
     "expectations": Case(Expecting(job={}, ranks=(0,))),
-    "a beat": Case(Beat()),
+    "a beat": Case(Heartbeat()),
     "ranks": Case(Assigned(job={}, ranks=(0,))),
 }
 
@@ -227,7 +241,7 @@ def test_a_worker_that_sends_what_cannot_be_is_turned_away_and_the_job_goes_on(w
         assert client is not None
         client._channels[0].send(encode(case.message), case.buffers)
         try:
-            client._channels[0].send(encode(Look(key="manifest/0")))  # answered behind whatever is said of the message
+            client._channels[0].send(encode(StoreGet(key="manifest/0")))  # answered behind whatever is said of the message
             while "manifest/0" not in client._found:
                 client._receive(1.0)
         except (UsageError, PeerError) as error:
@@ -250,7 +264,7 @@ def test_what_is_said_before_and_after_a_workers_time_changes_nothing() -> None:
         assert client is not None
         channel = client._channels[0]
         leave = Leave(worker=ME, incarnation=0, reason="finished")
-        for message, buffers in [(leave, ()), (leave, ()), (GOOD, WHOLE), (leave, ()), (Beat(), ())]:
+        for message, buffers in [(leave, ()), (leave, ()), (GOOD, WHOLE), (leave, ()), (Heartbeat(), ())]:
             channel.send(encode(message), buffers)
         until(lambda: job.sequencer.accounts[ME].state == "finished", "it has left")
         session.client = None

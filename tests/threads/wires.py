@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import zmq
 
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Received
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import JobKeys, WorkerKeys, make_keys
 from polytempo.transport.memory import MemoryChannel, MemoryEndpoint
-from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamEndpoint
 from polytempo.transport.zeromq import ZmqEndpoint
 

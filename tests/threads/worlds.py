@@ -16,13 +16,13 @@ import pytest
 from sharing import link_of, mapped
 from wires import Client
 
-from polytempo.collectives.engine import Engine
-from polytempo.collectives.group import Group
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
-from polytempo.transport import meeting
+from polytempo.transport import rendezvous
 from polytempo.transport.keys import WorkerKeys, make_keys
-from polytempo.transport.meeting import Met, Store
 from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.rendezvous import KeyValueStore, Met
 
 #: Nothing here takes nearly so long, unless somebody waits for ever.
 PATIENCE = 20.0
@@ -37,7 +37,7 @@ _names = count()
 # Opening.
 
 
-class Shelf(Store):
+class Shelf(KeyValueStore):
     """A store for threads."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Shelf(Store):
             return self._values.get(key)
 
 
-def said(store: Store, key: str) -> str:
+def said(store: KeyValueStore, key: str) -> str:
     """What somebody says there soon."""
     value = store.find(key, PATIENCE)
     assert value is not None, f"nobody has said {key}"
@@ -131,7 +131,7 @@ def open_worlds(kind: str, size: int, hosts: Hosts | None = None, timeout: float
 
 def _open_on_hosts(hosts: Hosts, timeout: float | None) -> list[World]:
     size = sum(map(len, hosts))
-    engines = [Engine(rank) for rank in range(size)]
+    engines = [ProgressEngine(rank) for rank in range(size)]
     mets = [Met(hosts) for _ in range(size)]
     for high in range(size):
         for low in range(high):
@@ -152,12 +152,12 @@ def _placed(world: World, hosts: Hosts | None) -> World:
 @contextmanager
 def hosts_of_threads() -> Iterator[threading.local]:
     """Each thread says which host it is on: `here.name`."""
-    here, real = threading.local(), meeting._host
-    meeting._host = lambda: here.name  # type: ignore[assignment]
+    here, real = threading.local(), rendezvous._host
+    rendezvous._host = lambda: here.name  # type: ignore[assignment]
     try:
         yield here
     finally:
-        meeting._host = real
+        rendezvous._host = real
 
 
 def close_all(worlds: Sequence[World]) -> None:
@@ -178,7 +178,7 @@ def attempts(worlds: Sequence[World], work: Callable[[World], Any]) -> list[Any]
     return outcomes(*[Client(lambda world=world: work(world)) for world in worlds])
 
 
-def fresh_groups(worlds: Sequence[World], ranks: Sequence[int] | None = None) -> list[Group]:
+def fresh_groups(worlds: Sequence[World], ranks: Sequence[int] | None = None) -> list[RankGroup]:
     """The same new group on each of its ranks."""
     chosen = range(len(worlds)) if ranks is None else ranks
     made = [world.new_group(list(chosen)) for world in worlds]

@@ -9,8 +9,8 @@ import typer
 
 from polytempo.errors import UsageError, counted
 from polytempo.records.check import check_lines
+from polytempo.records.files import read_events, read_meta
 from polytempo.records.lines import MAIN, MEAN, of_track
-from polytempo.records.reader import read_events, read_meta
 from polytempo.records.replay import replay
 from polytempo.sync.spec import parse_spec
 

@@ -12,11 +12,11 @@ import typer
 
 from polytempo.cli.run import limits_of
 from polytempo.errors import UsageError, counted
-from polytempo.records.reader import read_events, read_meta
+from polytempo.records.files import read_events, read_meta
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_training
 from polytempo.report.table import trained_comparison, verdict
-from polytempo.simulate.units import parse_factors, parse_hiccup
+from polytempo.units import parse_factors, parse_hiccup
 
 Option = typer.Option
 
@@ -42,7 +42,7 @@ def compare(
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launch.display import Display
-    from polytempo.launch.local import LocalJob
+    from polytempo.launch.local_job import LocalJob
     from polytempo.launch.request import RunRequest
 
     if picture:

@@ -12,7 +12,7 @@ from polytempo.errors import UsageError
 
 def key(file: Annotated[Path, typer.Argument(help="Where to write it. Nobody but you will be able to read it.")]) -> None:
     """Make a key file, to be copied to all hosts: ranks that have it talk to each other, and to nobody else."""
-    from polytempo.transport.keys import make_keys, write_key_file  # ZeroMQ, which other commands do without
+    from polytempo.transport.keys import make_keys, write_key_file
 
     try:
         write_key_file(file, make_keys().workers)

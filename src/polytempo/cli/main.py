@@ -13,7 +13,7 @@ import typer
 
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
-from polytempo.cli.helping import Commands, add
+from polytempo.cli.help import Commands, add
 from polytempo.cli.key import key
 from polytempo.cli.picture import picture
 from polytempo.cli.plan import plan
@@ -21,7 +21,7 @@ from polytempo.cli.run import run as run_job
 from polytempo.cli.run import worker
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.launch.outlets import open_standard_streams, silence
+from polytempo.launch.standard_streams import open_standard_streams, silence
 from polytempo.version import VERSION
 
 #: Errors of a disk, which are no mistake in the command.

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from polytempo.errors import UsageError
+from polytempo.pipeline.trace_files import read_logs
 from polytempo.report.pipeline_picture import draw_pipeline, last_updates
-from polytempo.stages.recording import read_logs
 
 Option = typer.Option
 

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from polytempo.cli.planned_script import look_into
 from polytempo.errors import UsageError
-from polytempo.planner.explain import bubble, explain
-from polytempo.planner.profile import Profile, load_profile
-from polytempo.planner.search import Plan
-from polytempo.planner.search import plan as search
-from polytempo.planner.topology import parse_topology
-from polytempo.simulate.units import parse_size
+from polytempo.pipeline.layer_profile import Profile, load_profile
+from polytempo.pipeline.plan_report import bubble, explain
+from polytempo.pipeline.planner import StagePlan
+from polytempo.pipeline.planner import plan as search
+from polytempo.pipeline.topology import parse_topology
+from polytempo.units import parse_size
 
 Option = typer.Option
 
@@ -63,7 +63,7 @@ def plan(
         json_file.write_text(json.dumps(_as_dict(measured, found, devices, microbatches), indent=1) + "\n", encoding="utf-8")
 
 
-def _as_dict(profile: Profile, found: Plan, devices: str, microbatches: int) -> dict[str, Any]:
+def _as_dict(profile: Profile, found: StagePlan, devices: str, microbatches: int) -> dict[str, Any]:
     idle = {"microbatches": microbatches, "idle_share": bubble(found, microbatches)}
     return {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(profile)}
 
@@ -74,7 +74,7 @@ def _measured(script: Path, arguments: Sequence[str], repeats: int) -> tuple[Pro
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"running {script.name} up to its model", total=None)
-        from polytempo.stages.profiling import profile
+        from polytempo.pipeline.profiler import profile
 
         found = look_into(script, arguments)
         bar.update(task, description="measuring its layers", total=1.0)

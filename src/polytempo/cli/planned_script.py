@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polytempo.errors import PolytempoError, UsageError, nearest
 
 if TYPE_CHECKING:
-    from polytempo.stages.first_batch import Found
+    from polytempo.pipeline.first_batch import Found
 
 
 def look_into(script: Path, arguments: Sequence[str]) -> Found:
@@ -36,7 +36,7 @@ def look_into(script: Path, arguments: Sequence[str]) -> Found:
 
 
 def _run(script: Path, text: str, module: ModuleType) -> Found:
-    from polytempo.stages.first_batch import Found, Stepped
+    from polytempo.pipeline.first_batch import Found, Stepped
 
     try:
         exec(compile(text, str(script), "exec"), module.__dict__)  # the user's own script, as python would run it
@@ -51,7 +51,7 @@ def _run(script: Path, text: str, module: ModuleType) -> Found:
 @contextmanager
 def _as_its_own_process(script: Path, arguments: Sequence[str], module: ModuleType) -> Iterator[None]:
     """Its arguments, the modules beside it, a job of one; afterwards all is as it was."""
-    from polytempo.stages.first_batch import pipelines_stop_at_their_first_batch
+    from polytempo.pipeline.first_batch import pipelines_stop_at_their_first_batch
 
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]

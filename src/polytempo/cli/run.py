@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from polytempo.coordinate.plan import Limits
 from polytempo.errors import UsageError
 from polytempo.report.summary import summary_line
-from polytempo.simulate.units import parse_factors, parse_hiccup
+from polytempo.server.job_plan import Limits
+from polytempo.units import parse_factors, parse_hiccup
 
 Option = typer.Option
 
@@ -59,7 +59,7 @@ def run(
 ) -> None:
     """Run a training script in several processes; one word sets how they wait for one another."""
     from polytempo.launch.display import Display, told_in_words
-    from polytempo.launch.local import LocalJob
+    from polytempo.launch.local_job import LocalJob
     from polytempo.launch.request import RunRequest
 
     if max_restarts:

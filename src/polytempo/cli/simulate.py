@@ -16,19 +16,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from polytempo.cli.settings import Settings, load_experiment, settle
+from polytempo.cli.simulate_settings import Settings, load_experiment, settle
 from polytempo.errors import counted
-from polytempo.records.writer import RecordWriter
+from polytempo.records.files import RecordWriter
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
-from polytempo.report.table import Table, comparison, scaling_table, trained_comparison, verdict
+from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.recording import meta_of
+from polytempo.simulate.outcome import Outcome, meta_of
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.scaling import scaling as measure_scaling
 
 Option = typer.Option
-Report = Callable[[float], None]
+ReportProgress = Callable[[float], None]
 
 #: A training run is evaluated about so often.
 EVALUATIONS = 120
@@ -110,8 +109,8 @@ def _timing(settings: Settings, picture: Path | None, json_file: Path | None, re
 def _training(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
     import torch
 
-    from polytempo.virtual.tasks import find_task
-    from polytempo.virtual.train import model_bytes, train_virtually
+    from polytempo.simulate.datasets import find_task
+    from polytempo.simulate.virtual_training import model_bytes, train_virtually
 
     torch.set_num_threads(1)  # small matrices: more threads are slower, and bits could depend on their number
     task = find_task(settings.train["task"])(settings.seed)
@@ -203,7 +202,7 @@ def _machines(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def _print(table: Table) -> None:
+def _print(table: TextTable) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
     _say(f"{table.text(width)}\n")
 
@@ -229,7 +228,7 @@ def _recording(
     return RecordWriter(directory / name)
 
 
-class _Bar(AbstractContextManager[Report | None]):
+class _Bar(AbstractContextManager[ReportProgress | None]):
     """A progress bar on a terminal's standard error, and nothing elsewhere."""
 
     def __init__(self, name: str, quiet: bool) -> None:
@@ -239,7 +238,7 @@ class _Bar(AbstractContextManager[Report | None]):
         self._name = name
         self._shown = console.is_terminal and not quiet
 
-    def __enter__(self) -> Report | None:
+    def __enter__(self) -> ReportProgress | None:
         if not self._shown:
             return None
         self._progress.start()

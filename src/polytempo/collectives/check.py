@@ -1,14 +1,6 @@
-"""Runs the plans of all ranks on symbols, and raises `PlanError` where they are wrong.
+"""What each collective must leave where, said a second time and without an algorithm, for `check.py`.
 
-A chunk holds a list of parts, (rank, chunk) as at the start, instead of numbers: a sum that misses a part, or has it
-twice, is seen. Steps wait for messages of one named rank, or for a meeting, so any order of running gives the same
-result, but for memory that is shared. There vector clocks, which messages and meetings carry to others, tell what comes
-before what: two steps that touch one chunk of a slot, one of them writing, must be ordered.
-
-An executor need not copy: no chunk is written while it may still be on its way to somebody; and what a rank receives may
-be stored as soon as it arrives, since its sender knew that this rank had done all that it does before with the chunk.
-
-The text of an error begins with its kind: `wrong result`, `deadlock`, `left over`, `race` or `impossible`.
+At the start chunk c of rank r holds the part (r, c). At the end a chunk holds the sum of some parts.
 """
 
 from __future__ import annotations
@@ -17,12 +9,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from polytempo.collectives.expected import Expected, Part
 from polytempo.collectives.steps import (
     Combine,
     Copy,
     Fetch,
-    Hosts,
+    HostRanks,
     Meet,
     Put,
     Receive,
@@ -32,17 +23,72 @@ from polytempo.collectives.steps import (
     fields,
     text_of,
 )
-from polytempo.errors import PolytempoError
+from polytempo.errors import PolytempoError, UsageError
+
+#: What a chunk of a rank held at the start: (rank, chunk).
+ExpectedPart = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A collective among so many ranks, on so many chunks."""
+
+    collective: str
+    size: int
+    chunks: int
+    root: int = 0
+
+    def held(self, rank: int, chunk: int) -> bool:
+        """Whether the rank has this chunk at all."""
+        return self.collective not in ("gather", "scatter") or rank in (self.root, chunk)
+
+    def wanted(self, rank: int, chunk: int) -> list[ExpectedPart] | None:
+        """The parts whose sum this chunk must be at the end, in order; None where it does not matter."""
+        everybody = [(other, chunk) for other in range(self.size)]
+        owner = chunk * self.size // self.chunks
+        match self.collective:
+            case "broadcast":
+                return [(self.root, chunk)]
+            case "all_reduce":
+                return everybody
+            case "reduce":
+                return everybody if rank == self.root else None
+            case "reduce_scatter":
+                return everybody if rank == owner else None
+            case "all_gather":
+                return [(owner, chunk)]
+            case "gather":
+                return [(chunk, chunk)] if self.held(rank, chunk) else None
+            case "scatter":
+                return [(self.root, chunk)] if self.held(rank, chunk) else None
+            case "all_to_all":
+                return [(rank, chunk)] if chunk < self.size else [(chunk - self.size, rank)]
+            case "barrier":
+                return None
+        raise UsageError(f"nobody has said what {self.collective!r} must leave")
+
+
+# Runs the plans of all ranks on symbols, and raises `PlanError` where they are wrong.
+#
+# A chunk holds a list of parts, (rank, chunk) as at the start, instead of numbers: a sum that misses a part, or has it
+# twice, is seen. Steps wait for messages of one named rank, or for a meeting, so any order of running gives the same
+# result, but for memory that is shared. There vector clocks, which messages and meetings carry to others, tell what comes
+# before what: two steps that touch one chunk of a slot, one of them writing, must be ordered.
+#
+# An executor need not copy: no chunk is written while it may still be on its way to somebody; and what a rank receives may
+# be stored as soon as it arrives, since its sender knew that this rank had done all that it does before with the chunk.
+#
+# The text of an error begins with its kind: `wrong result`, `deadlock`, `left over`, `race` or `impossible`.
 
 
 class PlanError(PolytempoError):
     """Plans that do not do what they should."""
 
 
-def check(plans: Sequence[Sequence[Step]], collective: str, hosts: Hosts, chunks: int, root: int = 0) -> None:
+def check(plans: Sequence[Sequence[Step]], collective: str, hosts: HostRanks, chunks: int, root: int = 0) -> None:
     """The plans of ranks 0, 1, ... compute this collective on so many chunks, whatever the timing."""
     expected = Expected(collective, len(plans), chunks, root)
-    run = Run(plans, hosts, chunks, expected)
+    run = SymbolicRun(plans, hosts, chunks, expected)
     run.to_the_end()
     if collective == "barrier":
         _check_all_heard(run.clocks)
@@ -61,7 +107,7 @@ def _check_all_heard(clocks: list[list[int]]) -> None:
                 raise PlanError(f"wrong result: rank {rank} leaves the barrier without a word from rank {other}")
 
 
-def _check_value(parts: Sequence[Part], wanted: list[Part] | None, rank: int, chunk: int) -> None:
+def _check_value(parts: Sequence[ExpectedPart], wanted: list[ExpectedPart] | None, rank: int, chunk: int) -> None:
     if wanted is None or sorted(parts) == wanted:
         return
     have, want = Counter(parts), Counter(wanted)
@@ -73,7 +119,7 @@ def _check_value(parts: Sequence[Part], wanted: list[Part] | None, rank: int, ch
     raise PlanError(f"wrong result: chunk {chunk} of rank {rank} {'; '.join(complaints)}")
 
 
-def _named(what: str, parts: Iterable[Part]) -> list[str]:
+def _named(what: str, parts: Iterable[ExpectedPart]) -> list[str]:
     names = [f"chunk {chunk} of rank {rank}" for rank, chunk in sorted(parts)]
     return [f"{what} {', '.join(names)}"] if names else []
 
@@ -82,12 +128,12 @@ def _named(what: str, parts: Iterable[Part]) -> list[str]:
 class Value:
     """A sum of parts, and by which step of which rank it was added up."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ExpectedPart, ...]
     added: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
-class Message:
+class PlannedMessage:
     """A chunk on its way to a peer, or received at this time of the peer's clock."""
 
     peer: int
@@ -98,7 +144,7 @@ class Message:
 
 
 @dataclass(slots=True)
-class Slot:
+class PlannedSlot:
     """A chunk of a slot: what was put when, and who has read it since."""
 
     value: Value
@@ -106,19 +152,21 @@ class Slot:
     reads: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Run:
+class SymbolicRun:
     """All ranks, side by side."""
 
-    def __init__(self, plans: Sequence[Sequence[Step]], hosts: Hosts, chunks: int, expected: Expected | None = None) -> None:
+    def __init__(
+        self, plans: Sequence[Sequence[Step]], hosts: HostRanks, chunks: int, expected: Expected | None = None
+    ) -> None:
         self.plans, self.ranks = plans, range(len(plans))
         self.empty = expected is not None and expected.collective == "barrier"
         self.values = [[Value(((rank, chunk),)) for chunk in range(chunks)] for rank in self.ranks]
         self.clocks = [[0] * len(plans) for _ in plans]
         self.at = [0] * len(plans)
-        self.queues: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
-        self.on_way: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.queues: dict[tuple[int, int], deque[PlannedMessage]] = defaultdict(deque)
+        self.on_way: dict[tuple[int, int], list[PlannedMessage]] = defaultdict(list)
         self.touched: dict[tuple[int, int], int] = {}
-        self.slots: dict[tuple[int, int], Slot] = {}
+        self.slots: dict[tuple[int, int], PlannedSlot] = {}
         for rank, plan in enumerate(plans):
             for index, step in enumerate(plan):
                 complaint = _impossible(step, rank, hosts, chunks, expected)
@@ -175,7 +223,7 @@ class Run:
         clock[rank] += 1
         match step:
             case Send(peer, chunk):
-                self.send(rank, Message(peer, chunk, mine[chunk], clock.copy()))
+                self.send(rank, PlannedMessage(peer, chunk, mine[chunk], clock.copy()))
             case Receive(peer, chunk):
                 message = self.receive(rank, peer)
                 self.write(rank, chunk, message.value, message.clock)
@@ -202,12 +250,12 @@ class Run:
             self.clocks[member] = joined.copy()
             self.at[member] += 1
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: PlannedMessage) -> None:
         self.queues[rank, message.peer].append(message)
         self.on_way[rank, message.chunk].append(message)
         self.touched[rank, message.chunk] = message.clock[rank]
 
-    def receive(self, rank: int, peer: int) -> Message:
+    def receive(self, rank: int, peer: int) -> PlannedMessage:
         message, clock = self.queues[peer, rank].popleft(), self.clocks[rank]
         clock[:] = map(max, clock, message.clock)
         message.received = clock[rank]
@@ -236,7 +284,7 @@ class Run:
         for reader, time in before.reads if before else ():
             if time > clock[reader]:
                 self.race(rank, f"writes to its slot what rank {reader} may still be reading")
-        self.slots[rank, chunk] = Slot(self.values[rank][chunk], clock[rank])
+        self.slots[rank, chunk] = PlannedSlot(self.values[rank][chunk], clock[rank])
 
     def read(self, rank: int, member: int, chunk: int) -> Value:
         slot, clock = self.slots.get((member, chunk)), self.clocks[rank]
@@ -248,7 +296,7 @@ class Run:
         return slot.value
 
 
-def _impossible(step: Step, rank: int, hosts: Hosts, chunks: int, expected: Expected | None) -> str:
+def _impossible(step: Step, rank: int, hosts: HostRanks, chunks: int, expected: Expected | None) -> str:
     """What is wrong with a step whatever the others do; an empty text if nothing is."""
     inside = next((host for host in hosts if rank in host), ())
     for name, numbers in fields(step):

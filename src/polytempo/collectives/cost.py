@@ -20,7 +20,7 @@ from math import sqrt
 
 from polytempo.collectives.halving_doubling import core_size
 from polytempo.collectives.plans import algorithms_for, find_plan
-from polytempo.collectives.steps import Hosts
+from polytempo.collectives.steps import HostRanks
 
 #: Among equals, in six digits, the first is taken.
 PREFERENCE = ("shared-memory", "hierarchical", "ring", "tree", "double-tree", "halving-doubling", "linear")
@@ -52,7 +52,7 @@ class Choice:
 class _Job:
     """What the formulas are about: p ranks, the ranks on each host, and a and b of the slowest link."""
 
-    def __init__(self, nbytes: int, hosts: Hosts, speeds: Speeds) -> None:
+    def __init__(self, nbytes: int, hosts: HostRanks, speeds: Speeds) -> None:
         self.n, self.hosts, self.speeds, self.g = nbytes, hosts, speeds, speeds.gamma
         self.p = sum(map(len, hosts))
         self.rest = (self.p - 1) / self.p
@@ -188,14 +188,14 @@ _FORMULAS: dict[tuple[str, str], Callable[[_Job], float]] = {
 }
 
 
-def predict(collective: str, algorithm: str, nbytes: int, hosts: Hosts, speeds: Speeds) -> float:
+def predict(collective: str, algorithm: str, nbytes: int, hosts: HostRanks, speeds: Speeds) -> float:
     """Seconds by this algorithm; nothing for a single rank."""
     find_plan(collective, algorithm)
     job = _Job(nbytes, hosts, speeds)
     return _FORMULAS[collective, algorithm](job) if job.p > 1 else 0.0
 
 
-def applies(algorithm: str, hosts: Hosts) -> bool:
+def applies(algorithm: str, hosts: HostRanks) -> bool:
     """Memory is shared on one host only; two levels need several hosts, and one on which there are several ranks."""
     if algorithm == "shared-memory":
         return len(hosts) == 1
@@ -203,7 +203,7 @@ def applies(algorithm: str, hosts: Hosts) -> bool:
 
 
 @lru_cache(maxsize=256)
-def choose(collective: str, nbytes: int, hosts: Hosts, speeds: Speeds) -> Choice:
+def choose(collective: str, nbytes: int, hosts: HostRanks, speeds: Speeds) -> Choice:
     """The algorithm with the smallest prediction among those that apply; kept, since a job repeats the same calls."""
     candidates = sorted((name for name in algorithms_for(collective) if applies(name, hosts)), key=PREFERENCE.index)
     seconds = {name: predict(collective, name, nbytes, hosts, speeds) for name in candidates}

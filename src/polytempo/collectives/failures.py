@@ -7,9 +7,9 @@ tags of DATA:    the number of the call, or less than 0 to measure; below -LAST_
 
 from __future__ import annotations
 
-from polytempo.collectives.tasks import Lane
+from polytempo.collectives.tasks import CallQueue
 from polytempo.errors import PeerError, RankLost
-from polytempo.transport.links import FAILED, Message
+from polytempo.transport.peer_link import FAILED, LinkMessage
 
 #: Tags of calls are not larger than this, either way.
 LAST_CALL = (1 << 40) - 1
@@ -18,14 +18,14 @@ _RANKS, _GENERATIONS, _FINAL = (1 << 32) - 1, (1 << 30) - 1, 1 << 62
 _LONGEST = 60_000
 
 
-def failure(lane: Lane, error: Exception, final: bool, number: int) -> Message:
+def failure(lane: CallQueue, error: Exception, final: bool, number: int) -> LinkMessage:
     """For all others of the lane: call `number` has failed."""
     lost = error.ranks[0] + 1 if isinstance(error, RankLost) else 0
     tag = lost | lane.generation << 32 | (_FINAL if final else 0)
-    return Message(FAILED, lane.context, tag, f"{number} {error}".encode()[:_LONGEST])
+    return LinkMessage(FAILED, lane.context, tag, f"{number} {error}".encode()[:_LONGEST])
 
 
-def read_failure(message: Message) -> tuple[PeerError, int, bool, int]:
+def read_failure(message: LinkMessage) -> tuple[PeerError, int, bool, int]:
     """The error, the generation in which it happened, whether it is final, and the number of the call."""
     whole = message.meta.decode(errors="replace")
     number, _, text = whole.partition(" ")

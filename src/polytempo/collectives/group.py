@@ -15,20 +15,20 @@ from math import sqrt
 
 import torch
 
-from polytempo.collectives.boards import Boards
+from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
-from polytempo.collectives.cuts import GRAIN, cuts
-from polytempo.collectives.engine import Engine
+from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
+from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.measure import measure
-from polytempo.collectives.operations import before_mean, check_dtype, divide, operation
-from polytempo.collectives.perform import NOTHING, Stage, nbytes, perform
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
+from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.recovery import Recovery
+from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
+from polytempo.collectives.shared_slots import SharedSlots
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.collectives.tensors import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.errors import UsageError
-from polytempo.transport.links import CALL, Message
+from polytempo.transport.peer_link import CALL, LinkMessage
 
 #: Messages of a pipelined plan are not smaller than this, and a part is cut into so many at most.
 MESSAGE = 32 << 10
@@ -41,12 +41,12 @@ ON_BOARDS = ("shared-memory", "hierarchical")
 Tensors = Sequence[torch.Tensor]
 
 
-class Group:
+class RankGroup:
     """Some ranks of a world, this process among them."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ProgressEngine,
         ranks: Sequence[int],
         hosts: Sequence[Sequence[int]],
         context: int,
@@ -58,7 +58,7 @@ class Group:
         self.place = Place(self.rank, tuple(host for host in local if host))
         self.context = 2 * context  #: of collectives; the next number is that of single messages
         self.lane = engine.open_lane(self.context, self.ranks)
-        self.boards = Boards(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
+        self.boards = SharedSlots(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
@@ -72,7 +72,7 @@ class Group:
         """Make each tensor the sum (or another combination) over all ranks."""
         name = self._check("all_reduce", tensors, algorithm, op)
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             for fused in fuse(tensors):
                 before_mean(name, fused.whole, self.size)
                 yield from self._reduce(stage, "all_reduce", algorithm, fused.whole)
@@ -87,7 +87,7 @@ class Group:
         """Make the root's tensor the sum over all ranks. Other ranks' tensors stay as they are."""
         name = self._check("reduce", [tensor], algorithm, op, root)
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             mine, back = flat(tensor)
             work = mine if self.rank == root else mine.clone()
             before_mean(name, work, self.size)
@@ -103,7 +103,7 @@ class Group:
         """Make each tensor the root's."""
         self._check("broadcast", tensors, algorithm, root=root)
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             for fused in fuse(tensors):
                 yield from self._reduce(stage, "broadcast", algorithm, fused.whole, root)
                 if self.rank != root:
@@ -118,7 +118,7 @@ class Group:
         even = len({output.numel() for output in outputs}) == 1
         wanted = algorithm if even or algorithm != "auto" else "ring"
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             parts = [flat(output) for output in outputs]
             parts[self.rank][0].copy_(flat(tensor)[0])
             yield from self._move(stage, "all_gather", wanted, [part for part, _ in parts])
@@ -137,7 +137,7 @@ class Group:
         if self.rank == root:
             self._check_list("gather", outputs or (), tensor, even=True)
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             mine, chunks = flat(tensor)[0], [NOTHING] * self.size
             parts = [flat(output) for output in outputs or ()] if self.rank == root else []
             if parts:
@@ -160,7 +160,7 @@ class Group:
         if self.rank == root:
             self._check_list("scatter", inputs or (), output, even=True)
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             mine, back = flat(output)
             chunks = [NOTHING] * self.size
             if self.rank == root:
@@ -183,7 +183,7 @@ class Group:
         even = len({piece.numel() for piece in inputs}) == 1
         wanted = algorithm if even or algorithm != "auto" else "ring"
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             mine, back = flat(output)
             chunks = [flat(piece)[0] for piece in inputs]
             on_board = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in ON_BOARDS
@@ -214,7 +214,7 @@ class Group:
                 raise UsageError("all_to_all through shared memory needs tensors of one size; use algorithm='auto'")
         wanted = algorithm if even or algorithm != "auto" else "linear"
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             parts = [flat(output) for output in outputs]
             chunks = [*(flat(piece)[0] for piece in inputs), *(part for part, _ in parts)]
             yield from self._move(stage, "all_to_all", wanted, chunks, beside=True)
@@ -228,7 +228,7 @@ class Group:
     def barrier(self, background: bool = False) -> Task:
         """Wait until all ranks are here."""
 
-        def steps(stage: Stage) -> Steps:
+        def steps(stage: ExecutionStage) -> Steps:
             yield from self._move(stage, "barrier", "auto", [torch.empty(0, dtype=torch.uint8)] * self.size)
 
         return self._start("barrier", "", "auto", steps, background)
@@ -244,7 +244,7 @@ class Group:
         collective: str,
         about: str,
         algorithm: str,
-        steps: Callable[[Stage], Steps],
+        steps: Callable[[ExecutionStage], Steps],
         background: bool,
         op: str = "sum",
     ) -> Task:
@@ -263,14 +263,14 @@ class Group:
             self._recovery.open_again(self._calls)
             return self.engine.start(self.lane, name, steps, True)
 
-    def _run(self, number: int, call: str, op: str, steps: Callable[[Stage], Steps]) -> Steps:
+    def _run(self, number: int, call: str, op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
         yield from self._recovery.clear(number)
         self.engine.declare(self.lane, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
             self.speeds = yield from measure(self.engine, self.context, number, self.ranks, self.place.hosts)
         meta = f"{number} {call}".encode()
         meetings = self._recovery.meetings
-        return (yield from steps(Stage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
+        return (yield from steps(ExecutionStage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
 
     def _recover(self) -> None:
         with self._lock:  # so a call is counted and handed over, or neither
@@ -295,7 +295,7 @@ class Group:
 
     # Carrying out.
 
-    def _reduce(self, stage: Stage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
+    def _reduce(self, stage: ExecutionStage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
         """One flat tensor, which plans may cut as they like."""
         algorithm = self._resolve(collective, nbytes(whole), algorithm)
         if algorithm not in ON_BOARDS:
@@ -315,7 +315,7 @@ class Group:
 
     def _move(
         self,
-        stage: Stage,
+        stage: ExecutionStage,
         collective: str,
         algorithm: str,
         chunks: Tensors,
@@ -341,11 +341,11 @@ class Group:
             yield from perform(stage, plan, pieces)
 
     def _plain(
-        self, stage: Stage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
+        self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
         if self._next() in self.engine.links:  # who has done its part and left need not know
-            self.engine.links[self._next()].send(Message(CALL, self.context, stage.tag, stage.meta))
+            self.engine.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
         pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1

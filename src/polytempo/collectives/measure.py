@@ -12,17 +12,19 @@ from collections.abc import Sequence
 import numpy
 
 from polytempo.collectives.cost import Speeds
-from polytempo.collectives.engine import Engine
+from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.tasks import Steps
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import DATA, Message
+from polytempo.transport.peer_link import DATA, LinkMessage
 
 SMALL, LARGE = 64, 512 << 10
 ROUNDS = 5
 FOUND = struct.Struct("<dd")
 
 
-def measure(engine: Engine, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]) -> Steps:
+def measure(
+    engine: ProgressEngine, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]
+) -> Steps:
     """The speeds, on every rank."""
     first, second = ranks[hosts[0][0]], ranks[hosts[1][0]]
     tag, found = -number, numpy.zeros(FOUND.size, dtype=numpy.uint8)
@@ -30,7 +32,7 @@ def measure(engine: Engine, context: int, number: int, ranks: Sequence[int], hos
         yield from _play(engine, context, tag, second, found)
         for rank in ranks:
             if rank != first:
-                engine.send(rank, Message(DATA, context, tag), found.copy())
+                engine.send(rank, LinkMessage(DATA, context, tag), found.copy())
     else:
         if engine.rank == second:
             yield from _answer(engine, context, tag, first)
@@ -40,13 +42,13 @@ def measure(engine: Engine, context: int, number: int, ranks: Sequence[int], hos
     return Speeds(alpha=alpha, beta=beta)
 
 
-def _play(engine: Engine, context: int, tag: int, other: int, found: Bytes) -> Steps:
+def _play(engine: ProgressEngine, context: int, tag: int, other: int, found: Bytes) -> Steps:
     best = {}
     for size in (SMALL, LARGE):
         times = []
         for _ in range(ROUNDS if size == SMALL else 2):
             began = time.perf_counter()
-            engine.send(other, Message(DATA, context, tag), numpy.zeros(size, dtype=numpy.uint8))
+            engine.send(other, LinkMessage(DATA, context, tag), numpy.zeros(size, dtype=numpy.uint8))
             yield engine.until(engine.expect(context, tag, other, size))
             times.append(time.perf_counter() - began)
         best[size] = min(times) / 2
@@ -54,8 +56,8 @@ def _play(engine: Engine, context: int, tag: int, other: int, found: Bytes) -> S
     found[:] = numpy.frombuffer(FOUND.pack(best[SMALL], beta), dtype=numpy.uint8)
 
 
-def _answer(engine: Engine, context: int, tag: int, other: int) -> Steps:
+def _answer(engine: ProgressEngine, context: int, tag: int, other: int) -> Steps:
     for size in (SMALL,) * ROUNDS + (LARGE,) * 2:
         receipt = engine.expect(context, tag, other, size)
         yield engine.until(receipt)
-        engine.send(other, Message(DATA, context, tag), receipt.buffer)
+        engine.send(other, LinkMessage(DATA, context, tag), receipt.buffer)

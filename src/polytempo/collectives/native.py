@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from polytempo.collectives.group import Group
-from polytempo.collectives.operations import before_mean, divide, operation
-from polytempo.collectives.tasks import Lane, Steps, Task, Wait
-from polytempo.collectives.tensors import shape_of
+from polytempo.collectives.flattening import shape_of
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.reduce_ops import before_mean, divide, operation
+from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
 from polytempo.errors import UsageError
 
-Tensors = Sequence[torch.Tensor]
+NativeTensors = Sequence[torch.Tensor]
 OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPERATIONS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 PATH = 4096
@@ -33,14 +33,14 @@ PATH = 4096
 class Native:
     """torch's own collectives for the ranks of a group: the same methods, the same meanings."""
 
-    def __init__(self, group: Group, insecure: bool = False) -> None:
+    def __init__(self, group: RankGroup, insecure: bool = False) -> None:
         if len(group.place.hosts) > 1 and not insecure:
             raise UsageError("algorithm='native' does not encrypt what goes between hosts; say insecure, or use 'auto'")
         self._group = group
         self._made: dict[str, Any] = {}
 
-    def all_reduce(self, tensors: Tensors, op: object = "sum", algorithm: str = "", background: bool = False) -> Task:
-        """As `Group.all_reduce`."""
+    def all_reduce(self, tensors: NativeTensors, op: object = "sum", algorithm: str = "", background: bool = False) -> Task:
+        """As `RankGroup.all_reduce`."""
         name = operation(op)
         divided = name == "mean" and not tensors[0].is_cuda  # gloo has no mean
 
@@ -56,7 +56,7 @@ class Native:
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "", background: bool = False
     ) -> Task:
-        """As `Group.reduce`."""
+        """As `RankGroup.reduce`."""
         name = operation(op)
         divided = name == "mean" and not tensor.is_cuda
         mine = tensor if self._group.rank == root else tensor.clone()
@@ -70,8 +70,8 @@ class Native:
 
         return self._task("reduce", tensor, start, background, [mine] if divided else ())
 
-    def broadcast(self, tensors: Tensors, root: int, algorithm: str = "", background: bool = False) -> Task:
-        """As `Group.broadcast`."""
+    def broadcast(self, tensors: NativeTensors, root: int, algorithm: str = "", background: bool = False) -> Task:
+        """As `RankGroup.broadcast`."""
 
         def start(made: Any) -> list[Any]:
             options = dist.BroadcastOptions()
@@ -80,14 +80,16 @@ class Native:
 
         return self._task("broadcast", tensors[0], start, background)
 
-    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "", background: bool = False) -> Task:
-        """As `Group.all_gather`."""
+    def all_gather(
+        self, outputs: NativeTensors, tensor: torch.Tensor, algorithm: str = "", background: bool = False
+    ) -> Task:
+        """As `RankGroup.all_gather`."""
         return self._task("all_gather", tensor, lambda made: [made.allgather([list(outputs)], [tensor])], background)
 
     def gather(
-        self, outputs: Tensors | None, tensor: torch.Tensor, root: int, algorithm: str = "", background: bool = False
+        self, outputs: NativeTensors | None, tensor: torch.Tensor, root: int, algorithm: str = "", background: bool = False
     ) -> Task:
-        """As `Group.gather`."""
+        """As `RankGroup.gather`."""
 
         def start(made: Any) -> list[Any]:
             options = dist.GatherOptions()
@@ -98,9 +100,9 @@ class Native:
         return self._task("gather", tensor, start, background)
 
     def scatter(
-        self, output: torch.Tensor, inputs: Tensors | None, root: int, algorithm: str = "", background: bool = False
+        self, output: torch.Tensor, inputs: NativeTensors | None, root: int, algorithm: str = "", background: bool = False
     ) -> Task:
-        """As `Group.scatter`."""
+        """As `RankGroup.scatter`."""
 
         def start(made: Any) -> list[Any]:
             options = dist.ScatterOptions()
@@ -111,9 +113,9 @@ class Native:
         return self._task("scatter", output, start, background)
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Tensors, op: object = "sum", algorithm: str = "", background: bool = False
+        self, output: torch.Tensor, inputs: NativeTensors, op: object = "sum", algorithm: str = "", background: bool = False
     ) -> Task:
-        """As `Group.reduce_scatter`."""
+        """As `RankGroup.reduce_scatter`."""
         name = operation(op)
         divided = name == "mean" and not output.is_cuda
 
@@ -128,9 +130,14 @@ class Native:
         return self._task("reduce_scatter", output, start, background, [output] if divided else ())
 
     def all_to_all(
-        self, outputs: Tensors, inputs: Tensors, algorithm: str = "", background: bool = False, even: bool = False
+        self,
+        outputs: NativeTensors,
+        inputs: NativeTensors,
+        algorithm: str = "",
+        background: bool = False,
+        even: bool = False,
     ) -> Task:
-        """As `Group.all_to_all`."""
+        """As `RankGroup.all_to_all`."""
         return self._task("all_to_all", inputs[0], lambda made: [made.alltoall(list(outputs), list(inputs))], background)
 
     def close(self) -> None:
@@ -147,7 +154,7 @@ class Native:
         like: torch.Tensor,
         start: Callable[[Any], list[Any]],
         background: bool,
-        divided: Tensors = (),
+        divided: NativeTensors = (),
     ) -> Task:
         made = self._process_group(like.device.type)
         engine = self._group.engine
@@ -167,7 +174,7 @@ class Native:
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
-        return engine.start(Lane(-1, self._group.ranks), f"{name}({shape_of(like)}, by native)", steps(), background)
+        return engine.start(CallQueue(-1, self._group.ranks), f"{name}({shape_of(like)}, by native)", steps(), background)
 
     def _process_group(self, device: str) -> Any:
         if device not in self._made:

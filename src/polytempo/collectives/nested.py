@@ -14,31 +14,37 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.group import Group
-from polytempo.collectives.perform import Stage
+from polytempo.collectives.executor import ExecutionStage
+from polytempo.collectives.flattening import shape_of
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.collectives.tensors import shape_of
 
 Then = Callable[[list[torch.Tensor], Any], Steps]
 
 
-class Nested(Group):
+class Nested(RankGroup):
     """A group within one of its calls: a collective returns steps, to be taken with `yield from`."""
 
-    def __init__(self, group: Group, stage: Stage) -> None:
+    def __init__(self, group: RankGroup, stage: ExecutionStage) -> None:
         self.__dict__.update(vars(group))
         self._stage = stage
 
     def _start(
-        self, collective: str, about: str, algorithm: str, steps: Callable[[Stage], Steps], background: bool, op: str = "sum"
+        self,
+        collective: str,
+        about: str,
+        algorithm: str,
+        steps: Callable[[ExecutionStage], Steps],
+        background: bool,
+        op: str = "sum",
     ) -> Any:
         return steps(replace(self._stage, op=op, board=None))
 
 
-def exchange(group: Group, record: torch.Tensor, then: Then, background: bool) -> Task:
+def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:
     """Gather everybody's record, all of one size, and go on with it; the result is that of `then`."""
 
-    def steps(stage: Stage) -> Steps:
+    def steps(stage: ExecutionStage) -> Steps:
         inside: Any = Nested(group, stage)
         rows = [torch.empty_like(record) for _ in range(group.size)]
         yield from inside.all_gather(rows, record)

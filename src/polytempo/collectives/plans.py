@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from polytempo.collectives import double_tree, halving_doubling, hierarchical, linear, ring, shared, tree
+from polytempo.collectives import direct, double_tree, halving_doubling, hierarchical, ring, shared_memory, tree
 from polytempo.collectives.steps import Place, Step
 from polytempo.errors import UsageError, nearest
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RankPlan:
     """An algorithm: the steps of a rank, and into how many chunks the caller divides its tensor."""
 
     steps: Callable[[Place, int, int], list[Step]]
@@ -52,30 +52,30 @@ def _host_parts(place: Place, pieces: int) -> int:
 
 
 #: (collective, algorithm): the plan.
-PLANS: dict[tuple[str, str], Plan] = {
-    ("broadcast", "ring"): Plan(ring.broadcast, _pieces),
-    ("broadcast", "tree"): Plan(tree.broadcast, _pieces),
-    ("broadcast", "shared-memory"): Plan(shared.broadcast, _pieces),
-    ("reduce", "tree"): Plan(tree.reduce, _pieces),
-    ("reduce", "shared-memory"): Plan(shared.reduce, _one),
-    ("all_reduce", "ring"): Plan(ring.all_reduce, _parts),
-    ("all_reduce", "halving-doubling"): Plan(halving_doubling.all_reduce, _core_parts),
-    ("all_reduce", "tree"): Plan(tree.all_reduce, _pieces),
-    ("all_reduce", "double-tree"): Plan(double_tree.all_reduce, _two_halves),
-    ("all_reduce", "hierarchical"): Plan(hierarchical.all_reduce, _host_parts),
-    ("all_reduce", "shared-memory"): Plan(shared.all_reduce, _ranks),
-    ("gather", "linear"): Plan(linear.gather, _ranks),
-    ("gather", "shared-memory"): Plan(shared.gather, _ranks),
-    ("all_gather", "ring"): Plan(ring.all_gather, _parts),
-    ("all_gather", "shared-memory"): Plan(shared.all_gather, _ranks),
-    ("scatter", "linear"): Plan(linear.scatter, _ranks),
-    ("scatter", "shared-memory"): Plan(shared.scatter, _ranks),
-    ("reduce_scatter", "ring"): Plan(ring.reduce_scatter, _parts),
-    ("reduce_scatter", "shared-memory"): Plan(shared.reduce_scatter, _ranks),
-    ("all_to_all", "linear"): Plan(linear.all_to_all, _in_and_out),
-    ("all_to_all", "shared-memory"): Plan(shared.all_to_all, _in_and_out),
-    ("barrier", "tree"): Plan(tree.barrier, _one),
-    ("barrier", "shared-memory"): Plan(shared.barrier, _one),
+PLANS: dict[tuple[str, str], RankPlan] = {
+    ("broadcast", "ring"): RankPlan(ring.broadcast, _pieces),
+    ("broadcast", "tree"): RankPlan(tree.broadcast, _pieces),
+    ("broadcast", "shared-memory"): RankPlan(shared_memory.broadcast, _pieces),
+    ("reduce", "tree"): RankPlan(tree.reduce, _pieces),
+    ("reduce", "shared-memory"): RankPlan(shared_memory.reduce, _one),
+    ("all_reduce", "ring"): RankPlan(ring.all_reduce, _parts),
+    ("all_reduce", "halving-doubling"): RankPlan(halving_doubling.all_reduce, _core_parts),
+    ("all_reduce", "tree"): RankPlan(tree.all_reduce, _pieces),
+    ("all_reduce", "double-tree"): RankPlan(double_tree.all_reduce, _two_halves),
+    ("all_reduce", "hierarchical"): RankPlan(hierarchical.all_reduce, _host_parts),
+    ("all_reduce", "shared-memory"): RankPlan(shared_memory.all_reduce, _ranks),
+    ("gather", "linear"): RankPlan(direct.gather, _ranks),
+    ("gather", "shared-memory"): RankPlan(shared_memory.gather, _ranks),
+    ("all_gather", "ring"): RankPlan(ring.all_gather, _parts),
+    ("all_gather", "shared-memory"): RankPlan(shared_memory.all_gather, _ranks),
+    ("scatter", "linear"): RankPlan(direct.scatter, _ranks),
+    ("scatter", "shared-memory"): RankPlan(shared_memory.scatter, _ranks),
+    ("reduce_scatter", "ring"): RankPlan(ring.reduce_scatter, _parts),
+    ("reduce_scatter", "shared-memory"): RankPlan(shared_memory.reduce_scatter, _ranks),
+    ("all_to_all", "linear"): RankPlan(direct.all_to_all, _in_and_out),
+    ("all_to_all", "shared-memory"): RankPlan(shared_memory.all_to_all, _in_and_out),
+    ("barrier", "tree"): RankPlan(tree.barrier, _one),
+    ("barrier", "shared-memory"): RankPlan(shared_memory.barrier, _one),
 }
 
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in PLANS))
@@ -89,7 +89,7 @@ def algorithms_for(collective: str) -> tuple[str, ...]:
     return tuple(algorithm for known, algorithm in PLANS if known == collective)
 
 
-def find_plan(collective: str, algorithm: str) -> Plan:
+def find_plan(collective: str, algorithm: str) -> RankPlan:
     """The plan by its names; says which there are when there is no such one."""
     known = algorithms_for(collective)
     if algorithm not in known:

@@ -17,17 +17,17 @@ from itertools import count
 
 import numpy
 
-from polytempo.collectives.engine import Engine
 from polytempo.collectives.failures import LAST_CALL
-from polytempo.collectives.tasks import Lane, Settled, Steps
+from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.tasks import CallQueue, Settled, Steps
 from polytempo.errors import PeerError
-from polytempo.transport.links import DATA, Message
+from polytempo.transport.peer_link import DATA, LinkMessage
 
 
 class Recovery:
     """Of one group, on one rank."""
 
-    def __init__(self, engine: Engine, lane: Lane, start_over: Callable[[], object]) -> None:
+    def __init__(self, engine: ProgressEngine, lane: CallQueue, start_over: Callable[[], object]) -> None:
         self._engine, self._lane = engine, lane
         self._start_over = start_over  # what ranks may have done in part
         self._why: Exception | None = None
@@ -64,7 +64,7 @@ class Recovery:
         mine = numpy.array([lane.void, next(self.meetings)], dtype=numpy.int64)
         receipts = [self._engine.expect(lane.context, tag, rank, mine.nbytes) for rank in others]
         for rank in others:
-            self._engine.send(rank, Message(DATA, lane.context, tag), mine.view(numpy.uint8))
+            self._engine.send(rank, LinkMessage(DATA, lane.context, tag), mine.view(numpy.uint8))
         views = [mine]
         for receipt in receipts:
             if not receipt.done:

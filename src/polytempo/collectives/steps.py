@@ -14,7 +14,7 @@ from typing import Any
 from polytempo.errors import UsageError, nearest
 
 #: The ranks on each host.
-Hosts = tuple[tuple[int, ...], ...]
+HostRanks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Place:
     """Where a rank stands among all ranks, 0 to size - 1, and their hosts."""
 
     rank: int
-    hosts: Hosts
+    hosts: HostRanks
 
     def __post_init__(self) -> None:
         if sorted(rank for host in self.hosts for rank in host) != list(range(self.size)) or not all(self.hosts):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polytempo.collectives.engine import Engine
+    from polytempo.collectives.progress_engine import ProgressEngine
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Settled(Exception):
         self.error = error
 
 
-class Lane:
+class CallQueue:
     """Calls in their order. `failed`: why nothing of it can go on, and what to raise, until the lane is opened again."""
 
     def __init__(self, context: int, ranks: tuple[int, ...]) -> None:
@@ -66,7 +66,9 @@ class Lane:
 class Task:
     """The handle of something under way; what torch calls a work."""
 
-    def __init__(self, engine: Engine, lane: Lane, name: str, steps: Steps, timeout: float | None = None) -> None:
+    def __init__(
+        self, engine: ProgressEngine, lane: CallQueue, name: str, steps: Steps, timeout: float | None = None
+    ) -> None:
         self._engine, self.lane, self.name, self._steps = engine, lane, name, steps
         self.timeout = timeout  #: seconds from its start, after which it fails
         self.number = 0  #: of the call, where it is one of a group

@@ -11,16 +11,16 @@ from functools import partial
 
 import numpy
 
-from polytempo.collectives.engine import Engine
-from polytempo.collectives.group import Group
-from polytempo.collectives.post import Receipt
-from polytempo.collectives.tasks import Lane, Steps, Wait
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.mailbox import Receipt
+from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.tasks import CallQueue, Steps, Wait
 from polytempo.errors import UsageError
+from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.links import DATA, Message
-from polytempo.transport.meeting import Met, Store, meet_by_name, meet_by_store
 from polytempo.transport.memory_link import MemoryLink
-from polytempo.transport.patience import Patience
+from polytempo.transport.peer_link import DATA, LinkMessage
+from polytempo.transport.rendezvous import KeyValueStore, Met, meet_by_name, meet_by_store
 
 PATIENCE = 60.0
 #: Contexts from here on belong to groups that were formed again.
@@ -31,7 +31,7 @@ GENERATIONS = 1 << 12
 class World:
     """This process among all."""
 
-    def __init__(self, engine: Engine, size: int, met: Met, timeout: float | None = None) -> None:
+    def __init__(self, engine: ProgressEngine, size: int, met: Met, timeout: float | None = None) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
         self.timeout = timeout
         self._generations: dict[tuple[int, int], int] = {}
@@ -40,10 +40,10 @@ class World:
         self._groups = 0
         self.everybody = self._group(range(size), 0)
 
-    def _group(self, ranks: Sequence[int], context: int) -> Group:
-        return Group(self.engine, ranks, self.hosts, context, self.timeout)
+    def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
+        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout)
 
-    def new_group(self, ranks: Sequence[int]) -> Group | None:
+    def new_group(self, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks; None for who is not in it. All ranks must ask for the same groups in the same order."""
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or not 0 <= chosen[0] <= chosen[-1] < self.size:
@@ -51,13 +51,13 @@ class World:
         self._groups += 1
         return self._group(chosen, self._groups) if self.rank in chosen else None
 
-    def reform(self, number: int = 0, lost: Sequence[int] = ()) -> Group:
+    def reform(self, number: int = 0, lost: Sequence[int] = ()) -> RankGroup:
         """Everybody who is left, as a new generation of the group of this number. All of them must call this.
 
         `lost`: who is known to be gone, though it may not have been seen here yet. Should somebody die meanwhile, some may
         get a group that nobody else is in; they fail there, come back, and meet those who are still here.
         """
-        lane = Lane(-1, tuple(range(self.size)))
+        lane = CallQueue(-1, tuple(range(self.size)))
         steps = self._agree(2 * (AGAIN + number) + 1, lost)
         ranks = self.engine.start(lane, "forming a group without the lost", steps, False, self.timeout).wait()
         missing = self.size - len(ranks)
@@ -76,7 +76,7 @@ class World:
             view[missing] = 1
             receipts = [self.engine.expect(context, len(missing), rank, self.size) for rank in others]
             for rank in others:
-                self.engine.send(rank, Message(DATA, context, len(missing)), view)
+                self.engine.send(rank, LinkMessage(DATA, context, len(missing)), view)
             outdated = partial(self._knows_more_than, len(missing))
             yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
             for receipt in receipts:
@@ -101,12 +101,12 @@ class World:
 def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, timeout: float | None = None) -> World:
     """Ranks of one host that all know a name nobody else uses."""
     _check(rank, size)
-    engine = Engine(rank)
-    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, Patience(rank, patience)), timeout)
+    engine = ProgressEngine(rank)
+    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, Deadline(rank, patience)), timeout)
 
 
 def open_by_store(
-    store: Store,
+    store: KeyValueStore,
     rank: int,
     size: int,
     route: str,
@@ -118,12 +118,12 @@ def open_by_store(
 ) -> World:
     """Ranks that see one store, on any hosts. `gone`: who cannot come any more, and why, as far as is known."""
     _check(rank, size)
-    engine = Engine(rank)
-    meet = partial(meet_by_store, store, rank, size, engine, Patience(rank, patience, gone), keys, insecure, route)
+    engine = ProgressEngine(rank)
+    meet = partial(meet_by_store, store, rank, size, engine, Deadline(rank, patience, gone), keys, insecure, route)
     return _opened(engine, size, meet, timeout)
 
 
-def _opened(engine: Engine, size: int, meet: Callable[[], Met], timeout: float | None) -> World:
+def _opened(engine: ProgressEngine, size: int, meet: Callable[[], Met], timeout: float | None) -> World:
     try:
         met = meet()
     except BaseException:
@@ -134,7 +134,7 @@ def _opened(engine: Engine, size: int, meet: Callable[[], Met], timeout: float |
 
 def open_in_threads(size: int, timeout: float | None = None) -> list[World]:
     """As many ranks in this process, one for each of its threads."""
-    engines = [Engine(rank) for rank in range(size)]
+    engines = [ProgressEngine(rank) for rank in range(size)]
     mets = [Met((tuple(range(size)),)) for _ in range(size)]
     for high in range(size):
         for low in range(high):

@@ -5,6 +5,7 @@ What differs is on one page: docs/from-horovod.md.
 
 from __future__ import annotations
 
+from polytempo.horovod.all_to_alls import alltoall, alltoall_async
 from polytempo.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -27,17 +28,34 @@ from polytempo.horovod.basics import (
     shutdown,
     size,
 )
-from polytempo.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from polytempo.horovod.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from polytempo.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
 from polytempo.horovod.compression import Compression
 from polytempo.horovod.errors import DuplicateNameError, HorovodInternalError, MismatchError
-from polytempo.horovod.exchanging import alltoall, alltoall_async
-from polytempo.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from polytempo.horovod.joining import barrier, join
-from polytempo.horovod.normalizing import SyncBatchNorm
+from polytempo.horovod.gathers import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    sparse_allreduce_async,
+)
+from polytempo.horovod.handles import poll, synchronize
+from polytempo.horovod.joins import barrier, join
 from polytempo.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from polytempo.horovod.optimizer import DistributedOptimizer
-from polytempo.horovod.pending import poll, synchronize
-from polytempo.horovod.reducing import (
+from polytempo.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from polytempo.horovod.reduce_scatters import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from polytempo.horovod.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -47,20 +65,7 @@ from polytempo.horovod.reducing import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from polytempo.horovod.scattering import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from polytempo.horovod.sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from polytempo.horovod.sparse import sparse_allreduce_async
-from polytempo.horovod.states import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from polytempo.horovod.sync_batch_norm import SyncBatchNorm
 
 #: Names of Horovod that are not here, and what to do instead.
 NOT_OFFERED = {

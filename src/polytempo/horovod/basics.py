@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.horovod.sets import ProcessSet, add_process_set, check_sets, global_process_set, group_of
-from polytempo.horovod.state import state
-from polytempo.train import communicate, session
+from polytempo.horovod.process_sets import ProcessSet, add_process_set, check_sets, global_process_set, group_of
+from polytempo.horovod.session_state import state
+from polytempo.session import session
+from polytempo.train import communication
 
 
 def init(comm: object = None, process_sets: Iterable[ProcessSet | list[int]] | str | None = None) -> None:
@@ -43,7 +44,7 @@ def _learn_places() -> None:
     places = [[rank, size] for rank in range(size)]
     if session.local_size() != size:
         rows = [torch.empty(2, dtype=torch.int64) for _ in range(size)]
-        communicate.all_gather(rows, torch.tensor([session.local_rank(), session.local_size()]))
+        communication.all_gather(rows, torch.tensor([session.local_rank(), session.local_size()]))
         places = [row.tolist() for row in rows]
     known.local_ranks, known.local_sizes = tuple(p[0] for p in places), tuple(p[1] for p in places)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.horovod.buckets import Travel
 from polytempo.horovod.compression import Compression, Compressor
-from polytempo.horovod.distributed import Distributed, check_passes
+from polytempo.horovod.distributed_optimizer import Distributed, check_passes
+from polytempo.horovod.gradient_buckets import Travel
 from polytempo.horovod.ops import Average, Op, Sum, check_op
-from polytempo.horovod.sets import ProcessSet, check_member, global_process_set
+from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launch.children import Child
-from polytempo.launch.crew import ENDING, Crew, Drew, Event, Exited, Ready, Said, Signalled
+from polytempo.launch.child_process import ChildProcess
 from polytempo.launch.display import Display
-from polytempo.launch.folder import JobFolder
-from polytempo.launch.local import INTERRUPTED, start_worker
+from polytempo.launch.job_facts import job_from
+from polytempo.launch.job_folder import JobFolder
+from polytempo.launch.local_job import INTERRUPTED, start_worker
+from polytempo.launch.process_monitor import ENDING, Drew, Exited, MonitorEvent, ProcessMonitor, Ready, Said, Signalled
 from polytempo.launch.request import check_host_timeout, split_address
-from polytempo.launch.supervise import described
-from polytempo.protocol.messages import Assigned, Beat, Gone, Hello, Refused, Stopped, decode, encode
-from polytempo.train.job import job_from
+from polytempo.launch.supervisor import described
+from polytempo.protocol.messages import Assigned, Gone, Heartbeat, Hello, Refused, Stopped, decode, encode
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.pool import Pool
 from polytempo.transport.zeromq import ZmqChannel
 
 BEAT_EVERY = 0.5
@@ -66,12 +66,12 @@ class Agent:
         self._channel = ZmqChannel(
             f"tcp://{self._host}:{port}", f"agent-{os.urandom(8).hex()}".encode(), request.keys, Pool(), 1 << 30
         )
-        self._workers: dict[Child, int] = {}
+        self._workers: dict[ChildProcess, int] = {}
         self._cause = ""
         self._failed = False
         self._interrupted = False
         self._heard = 0.0  # when the job was last heard of
-        self._crew = Crew()  # from here on signals are waited for
+        self._crew = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("agent")
 
     def run(self) -> int:
@@ -100,7 +100,7 @@ class Agent:
         beat_at, self._heard = 0.0, time.monotonic()
         while self._crew.running() and not self._cause and not self._interrupted:
             if time.monotonic() >= beat_at:
-                self._channel.send(encode(Beat()))
+                self._channel.send(encode(Heartbeat()))
                 beat_at = time.monotonic() + BEAT_EVERY
             self._deal(self._crew.turn(BEAT_EVERY / 2))
             self._hear()
@@ -148,7 +148,7 @@ class Agent:
             self._crew.add(child)
         self.display.say(f"joined {self.request.join} as workers {', '.join(map(str, assigned.ranks))} of {facts.size}")
 
-    def _deal(self, events: Iterable[Event]) -> None:
+    def _deal(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
             if isinstance(event, Said):
                 self.display.line(str(self._workers[event.child]), event.text, event.error)

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from polytempo.errors import counted
-from polytempo.launch.outlets import Outlet
+from polytempo.launch.standard_streams import StandardStream
 from polytempo.protocol.messages import Status, WorkerStatus
-from polytempo.protocol.values import Progress
+from polytempo.protocol.values import TrainingProgress
 
 #: Without a terminal a line is written about so often.
 PLAIN_EVERY = 5.0
@@ -88,7 +88,7 @@ class Display:
         self._verbose = verbose
         self._clock = clock
         self._console = Console(stderr=True, highlight=False)
-        self._out, self._error = Outlet(sys.stdout), Outlet(sys.stderr)
+        self._out, self._error = StandardStream(sys.stdout), StandardStream(sys.stderr)
         self._rates = Rates()
         self._said = 0.0
         self._bars = Bars()
@@ -230,7 +230,7 @@ def pushes(status: Status) -> bool:
     return any(worker.present_s for worker in status.workers)
 
 
-def told_in_words(progress: Progress) -> str:
+def told_in_words(progress: TrainingProgress) -> str:
     """How far something is that trains without pushes."""
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"

@@ -17,22 +17,21 @@ from typing import Any
 
 import torch
 
-from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PolytempoError
-from polytempo.launch.crew import ENDING
-from polytempo.optim.compiler import spare_compiler
-from polytempo.parameter_server.first import First
-from polytempo.parameter_server.keeper import Keeper
-from polytempo.parameter_server.server import Server
+from polytempo.launch.process_monitor import ENDING
+from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.protocol.messages import STRANGER_LIMIT
-from polytempo.records.writer import RecordWriter, record_lost
+from polytempo.records.files import RecordWriter, record_lost
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.io_loop import IoLoop
+from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.sequencer import Sequencer
+from polytempo.server.shard_executor import ShardExecutor
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
-from polytempo.transport.credentials import Credentials
-from polytempo.transport.keys import JobKeys, WorkerKeys
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Shelf
+from polytempo.transport.keys import Credentials, JobKeys, WorkerKeys
+from polytempo.transport.shared_memory import SharedMemoryRegistry
 from polytempo.transport.stream import StreamEndpoint
 from polytempo.transport.zeromq import ZmqEndpoint
 
@@ -43,7 +42,7 @@ def serve(config: dict[str, Any]) -> None:
     """Be the server that the configuration describes, until the job is over."""
     torch.set_num_threads(config["threads"])
     spare_compiler()
-    index, pool = config["index"], Pool(Shelf())
+    index, pool = config["index"], Pool(SharedMemoryRegistry())
     limits = {name: value for name, value in config["limits"].items() if value is not None}
     plan = JobPlan(
         config["size"],
@@ -59,18 +58,18 @@ def serve(config: dict[str, Any]) -> None:
         keys = config["keys"] and JobKeys(WorkerKeys(**config["keys"]["workers"]), config["keys"]["server_secret"])
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
-    keeper = Keeper(index, plan.shards, pool, checkpoints, resume, plan.size)
+    keeper = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size)
     credentials = Credentials(config["secret"])
     if index:
         first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record, lost = _opened(config["record"])
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
-        first, to_first = First(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials), None
+        first, to_first = Coordinator(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials), None
         first.record_lost = lost
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
-    server = Server(keeper, endpoints, plan.size, first, to_first, sys.stdin.fileno(), credentials)
+    server = IoLoop(keeper, endpoints, plan.size, first, to_first, sys.stdin.fileno(), credentials)
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()

@@ -19,28 +19,28 @@ from typing import Literal, cast, get_args
 
 from polytempo.errors import UsageError, nearest
 
-Kind = Literal["F", "B", "U", "W"]
-Versions = Literal["newest", "first"]
+ActionKind = Literal["F", "B", "U", "W"]
+WeightVersions = Literal["newest", "first"]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class ScheduleAction:
     """One thing to do; an update has no microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int = -1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind) or (self.microbatch != -1 if self.kind == "U" else self.microbatch < 0):
+        if self.kind not in get_args(ActionKind) or (self.microbatch != -1 if self.kind == "U" else self.microbatch < 0):
             raise UsageError(f"expected F or B with a microbatch from 0 on, or U without one; got {self}")
 
     def __str__(self) -> str:
         return self.kind if self.microbatch == -1 else f"{self.kind}{self.microbatch}"
 
 
-Line = tuple[Action, ...]
+ReplicaActions = tuple[ScheduleAction, ...]
 
-UPDATE = Action("U")
+UPDATE = ScheduleAction("U")
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Schedule:
     name: str
     #: Of one step; of one that goes on without a flush: how many were written down.
     microbatches: int
-    lines: tuple[tuple[Line, ...], ...]
+    lines: tuple[tuple[ReplicaActions, ...], ...]
     #: Only the inputs of a stage are kept for the backward, which makes the forward again.
     recompute: bool = False
     #: Which weights a forward uses: the newest of its stage, or the version that the first stage used.
-    versions: Versions = "newest"
+    versions: WeightVersions = "newest"
     #: The list is one step: one update, at the end, with nothing under way.
     flushes: bool = True
     #: Room for the activations of so many microbatches more, kept for gradients of weights that wait (see `debts`).
@@ -63,7 +63,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip() or not self.name.isprintable():
             raise UsageError(f"expected a name of one line, without blanks around it; got {self.name!r}")
-        if self.versions not in get_args(Versions):
+        if self.versions not in get_args(WeightVersions):
             raise UsageError(f"versions must be newest or first, not {self.versions!r}")
         if self.microbatches < 1:
             raise UsageError(f"microbatches must be 1 or more, not {self.microbatches}")
@@ -86,7 +86,7 @@ class Schedule:
         """The replica of the stage that this microbatch visits, both ways."""
         return microbatch % len(self.lines[stage])
 
-    def each_line(self) -> Iterator[tuple[int, int, Line]]:
+    def each_line(self) -> Iterator[tuple[int, int, ReplicaActions]]:
         """Stage, replica, actions."""
         for stage, replicas in enumerate(self.lines):
             for replica, line in enumerate(replicas):
@@ -100,7 +100,9 @@ class Schedule:
         """The microbatches whose forward the backward makes again: not those whose forward has only just been made."""
         line = self.lines[stage][replica]
         pairs = zip((UPDATE, *line), line, strict=False)
-        again = (now.microbatch for before, now in pairs if now.kind == "B" and before != Action("F", now.microbatch))
+        again = (
+            now.microbatch for before, now in pairs if now.kind == "B" and before != ScheduleAction("F", now.microbatch)
+        )
         return frozenset(again if self.recompute else ())
 
 
@@ -134,7 +136,7 @@ _HEAD = {
 def from_text(text: str) -> Schedule:
     """What `to_text` wrote, or somebody by hand: the head may be left out; empty lines and those that begin with # are."""
     head: dict[str, str] = {}
-    lines: dict[tuple[int, int], Line] = {}
+    lines: dict[tuple[int, int], ReplicaActions] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
             _read_line(f"line {number}", line, head, lines)
@@ -146,13 +148,13 @@ def from_text(text: str) -> Schedule:
         int(head.get("microbatches", max(counted, 1))),
         _folded(lines),
         head.get("recompute") == "yes",
-        cast(Versions, head.get("versions", "newest")),
+        cast(WeightVersions, head.get("versions", "newest")),
         head["flushes"] == "yes" if "flushes" in head else all(line.count(UPDATE) == 1 for line in lines.values()),
         int(head.get("spare", 0)),
     )
 
 
-def _read_line(where: str, line: str, head: dict[str, str], lines: dict[tuple[int, int], Line]) -> None:
+def _read_line(where: str, line: str, head: dict[str, str], lines: dict[tuple[int, int], ReplicaActions]) -> None:
     name, colon, rest = (part.strip() for part in line.partition(":"))
     stage = re.fullmatch(r"stage\s+([0-9]+)(?:\.([0-9]+))?", name)
     if not colon or not (stage or name in _HEAD):
@@ -172,14 +174,14 @@ def _read_line(where: str, line: str, head: dict[str, str], lines: dict[tuple[in
     head[name] = rest
 
 
-def _action(where: str, word: str) -> Action:
+def _action(where: str, word: str) -> ScheduleAction:
     match = re.fullmatch(r"([FB])([0-9]+)|U", word)
     if not match:
         raise UsageError(f"{where}: {word!r} is no action; write F or B with a number (F0, B12), or U")
-    return Action(cast(Kind, match[1]), int(match[2])) if match[1] else UPDATE
+    return ScheduleAction(cast(ActionKind, match[1]), int(match[2])) if match[1] else UPDATE
 
 
-def _folded(lines: dict[tuple[int, int], Line]) -> tuple[tuple[Line, ...], ...]:
+def _folded(lines: dict[tuple[int, int], ReplicaActions]) -> tuple[tuple[ReplicaActions, ...], ...]:
     """By stage and replica, of which none may be missing."""
     stages = 1 + max(stage for stage, _ in lines)
     replicas = [1 + max((replica for at, replica in lines if at == stage), default=0) for stage in range(stages)]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from polytempo.errors import UsageError, nearest
-from polytempo.pipeline.actions import UPDATE, Action, Line, Schedule
+from polytempo.pipeline.actions import UPDATE, ReplicaActions, Schedule, ScheduleAction
 
 Replicas = Sequence[int] | None
 
@@ -69,7 +69,7 @@ def in_flight(replicas: Sequence[int], stage: int) -> int:
     return -(-sum(replicas[stage:]) // replicas[stage])
 
 
-def _schedule(name: str, microbatches: int, lines: list[list[Line]], recompute: bool = False) -> Schedule:
+def _schedule(name: str, microbatches: int, lines: list[list[ReplicaActions]], recompute: bool = False) -> Schedule:
     return Schedule(name, microbatches, tuple(map(tuple, lines)), recompute)
 
 
@@ -78,16 +78,20 @@ def _shares(microbatches: int, replicas: int) -> Iterator[Sequence[int]]:
     return (range(replica, microbatches, replicas) for replica in range(replicas))
 
 
-def _all_then_back(mine: Sequence[int]) -> Line:
-    return (*(Action("F", number) for number in mine), *(Action("B", number) for number in reversed(mine)), UPDATE)
+def _all_then_back(mine: Sequence[int]) -> ReplicaActions:
+    return (
+        *(ScheduleAction("F", number) for number in mine),
+        *(ScheduleAction("B", number) for number in reversed(mine)),
+        UPDATE,
+    )
 
 
-def _line(mine: Sequence[int], ahead: int, updates: int = 0) -> Line:
+def _line(mine: Sequence[int], ahead: int, updates: int = 0) -> ReplicaActions:
     """So many forwards ahead, then a backward for a forward; an update after each backward, or, with 0, one at the end."""
-    line = [Action("F", number) for number in mine[: ahead - 1]]
+    line = [ScheduleAction("F", number) for number in mine[: ahead - 1]]
     for index, number in enumerate(mine):
-        line += [Action("F", mine[at]) for at in (index + ahead - 1,) if at < len(mine)]
-        line += [Action("B", number), *([UPDATE] if updates else [])]
+        line += [ScheduleAction("F", mine[at]) for at in (index + ahead - 1,) if at < len(mine)]
+        line += [ScheduleAction("B", number), *([UPDATE] if updates else [])]
     return (*line, *[UPDATE] * (updates - len(mine) if updates else 1))
 
 

@@ -49,7 +49,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor stands in the flat buffer of its dtype."""
 
     index: int  #: of the tensor, as the worker named it
@@ -62,7 +62,7 @@ class Place:
 class Layout:
     """The places of all tensors, in flat order, and the stretches of each shard."""
 
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
     shards: tuple[tuple[Stretch, ...], ...]
 
     @cached_property
@@ -92,18 +92,18 @@ def lay_out(tensors: Sequence[TensorInfo], shards: int, whole: bool = False) -> 
     return Layout(places, _cut(places, shards))
 
 
-def _places(tensors: Sequence[TensorInfo], order: Sequence[int]) -> tuple[Place, ...]:
+def _places(tensors: Sequence[TensorInfo], order: Sequence[int]) -> tuple[TensorPlace, ...]:
     ends: dict[str, int] = {}
     places = []
     for index in order:
         info = tensors[index]
         start = ends.get(info.dtype, 0)
         ends[info.dtype] = start + prod(info.shape)
-        places.append(Place(index, info, start, ends[info.dtype]))
+        places.append(TensorPlace(index, info, start, ends[info.dtype]))
     return tuple(places)
 
 
-def _cut(places: Sequence[Place], shards: int) -> tuple[tuple[Stretch, ...], ...]:
+def _cut(places: Sequence[TensorPlace], shards: int) -> tuple[tuple[Stretch, ...], ...]:
     """Cut the line of all bytes at equal distances; a cut moves to the next whole element."""
     lengths: dict[str, int] = {}
     for place in places:
@@ -139,7 +139,7 @@ def _whole(tensors: Sequence[TensorInfo], shards: int) -> Layout:
     return Layout(places, tuple(result))
 
 
-def _span(dtype: str, places: Sequence[Place]) -> Stretch:
+def _span(dtype: str, places: Sequence[TensorPlace]) -> Stretch:
     return Stretch(dtype, places[0].start, places[-1].stop) if places else Stretch(dtype, 0, 0)
 
 

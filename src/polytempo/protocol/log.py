@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from polytempo.protocol.values import Message, Part, Proposal, PushId
+from polytempo.protocol.values import OptimizerSpec, PushId, UpdatePart, WireMessage
 
 
-class Setup(Message):
+class Setup(WireMessage):
     """Make the store of this optimizer."""
 
     track: str
-    proposal: Proposal
+    proposal: OptimizerSpec
     resume: bool = False
 
 
-class Seed(Message):
+class Seed(WireMessage):
     """Take the first values from this push."""
 
     id: PushId
 
 
-class Update(Message):
+class Update(WireMessage):
     """Make one update of these pushes at the learning rate times `rate`."""
 
     track: str
     version: int
-    parts: tuple[Part, ...]
+    parts: tuple[UpdatePart, ...]
     rate: float
     barrier: bool
     mean_staleness: float = 0.0  #: of all pushes so far, where the mode corrects momentum by it
 
 
-class Drop(Message):
+class Drop(WireMessage):
     """Forget this push: it is not applied."""
 
     id: PushId
 
 
-class Reply(Message):
+class Reply(WireMessage):
     """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
 
     track: str
@@ -53,7 +53,7 @@ class Reply(Message):
     checkpoint: str = ""  #: one is being made of this moment
 
 
-class ReadHere(Message):
+class ReadHere(WireMessage):
     """Answer this read with what is here."""
 
     track: str
@@ -63,7 +63,7 @@ class ReadHere(Message):
     exchange: int = -1  #: the reader's last push before this place
 
 
-class LoadState(Message):
+class LoadState(WireMessage):
     """Take the optimizer's state, or values, from this push, and answer it; `again`: it was taken before, and only the
     answer was lost."""
 
@@ -72,13 +72,13 @@ class LoadState(Message):
     again: bool = False
 
 
-class Save(Message):
+class Save(WireMessage):
     """Write this shard's part of a checkpoint."""
 
     name: str
 
 
-class ForgetWorker(Message):
+class ForgetWorker(WireMessage):
     """Drop what this incarnation has sent, but for what was counted and is still to be applied."""
 
     worker: int
@@ -86,4 +86,4 @@ class ForgetWorker(Message):
     counted: tuple[PushId, ...] = ()
 
 
-Entry = Setup | Seed | Update | Drop | Reply | ReadHere | LoadState | Save | ForgetWorker
+LogEntry = Setup | Seed | Update | Drop | Reply | ReadHere | LoadState | Save | ForgetWorker

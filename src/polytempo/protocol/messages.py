@@ -20,10 +20,23 @@ from typing import Any
 import msgspec
 
 from polytempo.errors import PeerError
-from polytempo.protocol.log import Entry
-from polytempo.protocol.rows import Pull, RowAnswer, RowPart, Rows, UnknownKeys, Want
-from polytempo.protocol.servers import Arrived, Failed, Norm, NormTotal, NotSaved, Saved
-from polytempo.protocol.values import Message, Piece, Position, Progress, Proposal, PushId, Share, StagedBucket
+from polytempo.protocol.log import LogEntry
+from polytempo.protocol.values import (
+    BufferRange,
+    OptimizerSpec,
+    Position,
+    Pull,
+    PulledRows,
+    PushId,
+    RowAnswer,
+    RowPart,
+    SentBucket,
+    Share,
+    TrainingProgress,
+    UnknownKeys,
+    Want,
+    WireMessage,
+)
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -34,7 +47,7 @@ STRANGER_LIMIT = 64 << 10
 # From workers.
 
 
-class Hello(Message):
+class Hello(WireMessage):
     """Who I am. The first message on every connection."""
 
     role: str
@@ -42,17 +55,17 @@ class Hello(Message):
     incarnation: int = 0
     pid: int = 0
     count: int = 0  #: of an agent: how many workers it will start
-    token: str = ""  #: of a worker on another host: proves its rank (`transport/credentials.py`)
+    token: str = ""  #: of a worker on another host: proves its rank (`transport/keys.py`)
 
 
-class Register(Message):
+class Register(WireMessage):
     """This worker has made an optimizer."""
 
     track: str
-    proposal: Proposal
+    proposal: OptimizerSpec
 
 
-class Push(Message):
+class Push(WireMessage):
     """An update; its part for this shard follows in the buffers, one for each dtype that the shard holds."""
 
     id: PushId
@@ -71,8 +84,8 @@ class Push(Message):
     positions: tuple[Position, ...] = ()  #: of every sampler that trains
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
     digest: bytes = b""  #: for kinds "state" and "values": of all that is given
-    staged: tuple[StagedBucket, ...] = ()  #: what was sent ahead and counts
-    patches: tuple[Piece, ...] = ()  #: if that is so: what the buffers are
+    staged: tuple[SentBucket, ...] = ()  #: what was sent ahead and counts
+    patches: tuple[BufferRange, ...] = ()  #: if that is so: what the buffers are
     rows: tuple[RowPart, ...] = ()  #: of tables; their buffers come after the dense ones
     wants: tuple[Want, ...] = ()  #: rows that the answer shall bring; the buffers of their ids come last
     rules: tuple[dict[str, Any], ...] = ()  #: hyper-parameters of each table's rule
@@ -84,16 +97,16 @@ class Push(Message):
     likeness: int = 0  #: a digest of the gradient, in the first few pushes
 
 
-class Staged(Message):
+class PartialPush(WireMessage):
     """A bucket of a push to come; its pieces follow in the buffers."""
 
     id: PushId
     bucket: int
     serial: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BufferRange, ...]
 
 
-class Ask(Message):
+class PushStatus(WireMessage):
     """Nothing has moved for a while: what of this? It went before this message, on the same connection, so that a server
     which does not know it has lost it."""
 
@@ -102,7 +115,7 @@ class Ask(Message):
     number: int  #: of the push its step, else the request
 
 
-class Repeat(Message):
+class Repeat(WireMessage):
     """Every shard has said that it answered this push, and not every answer has come: answer it again, from a new place of
     the log. `place` is that of the answer that was lost."""
 
@@ -110,7 +123,7 @@ class Repeat(Message):
     place: int
 
 
-class Read(Message):
+class ReadRequest(WireMessage):
     """Send me the values ("params") or the optimizer's state ("state"), all shards at one place of the log.
 
     "filters": what a worker of my rank had left over in its filters when the checkpoint was made that the job goes on from.
@@ -122,7 +135,7 @@ class Read(Message):
     what: str
 
 
-class Leave(Message):
+class Leave(WireMessage):
     """I am done."""
 
     worker: int
@@ -130,22 +143,22 @@ class Leave(Message):
     reason: str
 
 
-class Metric(Message):
+class MetricReport(WireMessage):
     """A figure for the record."""
 
     worker: int
     values: dict[str, float | int | str]
-    progress: Progress | None = None  #: for the display: no push tells it how this worker gets on
+    progress: TrainingProgress | None = None  #: for the display: no push tells it how this worker gets on
 
 
-class Post(Message):
+class StoreSet(WireMessage):
     """Where I can be reached, for other workers."""
 
     key: str
     value: str
 
 
-class Keep(Message):
+class Keep(WireMessage):
     """What this worker's filters hold back, for a checkpoint; `state` describes the buffers."""
 
     track: str
@@ -153,7 +166,7 @@ class Keep(Message):
     state: bytes
 
 
-class Look(Message):
+class StoreGet(WireMessage):
     """What has been posted under this key, once it is there?"""
 
     key: str
@@ -162,16 +175,16 @@ class Look(Message):
 # Between servers; more in `servers.py`.
 
 
-class Entries(Message):
+class Entries(WireMessage):
     """The next entries of the log."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
 
 
 # To workers.
 
 
-class Welcome(Message):
+class Welcome(WireMessage):
     """You belong to the job."""
 
     size: int
@@ -179,7 +192,7 @@ class Welcome(Message):
     thread: int = 0  #: of a server that has one worker only: which may be called over to the worker's core
 
 
-class Answer(Message):
+class Answer(WireMessage):
     """The exchange is finished; you may start `step`. The values follow in the buffers."""
 
     track: str
@@ -202,7 +215,7 @@ class Answer(Message):
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
 
 
-class ReadAnswer(Message):
+class ReadAnswer(WireMessage):
     """What was read; `state` describes the buffers where they are an optimizer's state."""
 
     track: str
@@ -213,7 +226,7 @@ class ReadAnswer(Message):
     exchange: int = -1  #: the reader's last push that is in it
 
 
-class Held(Message):
+class Held(WireMessage):
     """You wait, and for whom."""
 
     track: str
@@ -223,13 +236,13 @@ class Held(Message):
     reason: str
 
 
-class SendSeed(Message):
+class SendSeed(WireMessage):
     """The job starts from your values: push them."""
 
     track: str
 
 
-class Told(Message):
+class Told(WireMessage):
     """What a shard knows of what it was asked about. It goes behind the answer, on the same connection: who hears "answered"
     and has no answer has lost it."""
 
@@ -240,25 +253,25 @@ class Told(Message):
     place: int = -1  #: of the answer to a push
 
 
-class Resend(Message):
+class Resend(WireMessage):
     """Your push is not here in full, and will not be: send this shard's part again."""
 
     id: PushId
 
 
-class Refused(Message):
+class Refused(WireMessage):
     """This cannot be; the worker must stop."""
 
     reason: str
 
 
-class Departed(Message):
+class Departed(WireMessage):
     """Another worker is gone: its sockets may live on in a process that it has forked."""
 
     worker: int
 
 
-class Stopped(Message):
+class Stopped(WireMessage):
     """The job has ended early."""
 
     cause: str
@@ -267,7 +280,7 @@ class Stopped(Message):
 # Launcher and agents.
 
 
-class Gone(Message):
+class Gone(WireMessage):
     """A process of a worker has ended: "finished", "failed" or "lost". `cause` says how, for people."""
 
     worker: int
@@ -276,13 +289,13 @@ class Gone(Message):
     cause: str = ""
 
 
-class Stop(Message):
+class Stop(WireMessage):
     """End the job with this cause."""
 
     cause: str
 
 
-class StatusRequest(Message):
+class StatusRequest(WireMessage):
     """How is everybody?"""
 
 
@@ -300,18 +313,18 @@ class WorkerStatus(msgspec.Struct, array_like=True):
     accepted: bool = False  #: was any push of it counted?
 
 
-class Status(Message):
+class Status(WireMessage):
     """How everybody is."""
 
     seconds: float
     used: float  #: share of the budget, 0 without one
     workers: tuple[WorkerStatus, ...]
     checkpoint: str = ""
-    progress: Progress | None = None  #: of what trains without pushes
+    progress: TrainingProgress | None = None  #: of what trains without pushes
     trains: bool = False  #: has any worker made an optimizer?
 
 
-class Notice(Message):
+class StoreValue(WireMessage):
     """Something the launcher should say."""
 
     text: str
@@ -319,7 +332,7 @@ class Notice(Message):
     about: str = ""  #: "record": it is cut short
 
 
-class Finish(Message):
+class Finish(WireMessage):
     """All workers are gone: write what is left and end."""
 
     exit_status: int
@@ -327,7 +340,7 @@ class Finish(Message):
     save: bool = False  #: a checkpoint is wanted although the job has ended early
 
 
-class Finished(Message):
+class Finished(WireMessage):
     """The last word of the first server, with the job's summary."""
 
     summary: dict[str, Any]
@@ -335,18 +348,18 @@ class Finished(Message):
     cause: str = ""  #: why the last checkpoint could not be written
 
 
-class Expecting(Message):
+class Expecting(WireMessage):
     """Workers will come from other hosts: what they are told, and their ranks."""
 
     job: dict[str, Any]
     ranks: tuple[int, ...]
 
 
-class Beat(Message):
+class Heartbeat(WireMessage):
     """An agent is alive; and back, so is the job."""
 
 
-class Assigned(Message):
+class Assigned(WireMessage):
     """An agent's ranks and the job's facts: what a worker process is started with."""
 
     job: dict[str, Any]
@@ -354,21 +367,73 @@ class Assigned(Message):
     tokens: tuple[str, ...] = ()  #: one for each rank
 
 
+# What servers tell the first one, and it them.
+
+
+class Arrived(WireMessage):
+    """A push is here in full, at this shard."""
+
+    shard: int
+    id: PushId
+
+
+class Norm(WireMessage):
+    """The squared norm of this shard's part of an update."""
+
+    shard: int
+    track: str
+    version: int
+    square: float
+
+
+class NormTotal(WireMessage):
+    """The sum over all shards."""
+
+    track: str
+    version: int
+    square: float
+
+
+class Saved(WireMessage):
+    """This shard's part of a checkpoint is on the disk."""
+
+    shard: int
+    name: str
+    file: str
+    digest: str
+    tensors: dict[str, Any]
+
+
+class NotSaved(WireMessage):
+    """This shard's part of a checkpoint could not be written; or, of a worker, what its filters hold back."""
+
+    shard: int
+    name: str
+    reason: str
+    worker: int = -1
+
+
+class Failed(WireMessage):
+    """A server cannot go on."""
+
+    cause: str
+
+
 AnyMessage = (
     Hello
     | Register
     | Push
-    | Staged
-    | Ask
+    | PartialPush
+    | PushStatus
     | Repeat
-    | Read
+    | ReadRequest
     | Leave
-    | Metric
-    | Post
-    | Look
+    | MetricReport
+    | StoreSet
+    | StoreGet
     | Keep
     | Pull
-    | Rows
+    | PulledRows
     | UnknownKeys
     | Arrived
     | Norm
@@ -391,11 +456,11 @@ AnyMessage = (
     | Stop
     | StatusRequest
     | Status
-    | Notice
+    | StoreValue
     | Finish
     | Finished
     | Expecting
-    | Beat
+    | Heartbeat
     | Assigned
 )
 

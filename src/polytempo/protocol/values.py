@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
+class WireMessage(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
     """The base of all headers; `tag` names the kind on the wire."""
 
 
@@ -33,7 +33,7 @@ class TableInfo(msgspec.Struct, array_like=True, frozen=True):
     mirrored: bool = False  #: workers hold whole copies, and are told what has changed
 
 
-class Proposal(msgspec.Struct, frozen=True):
+class OptimizerSpec(msgspec.Struct, frozen=True):
     """What a worker's `DistributedOptimizer` is: all workers must propose the same."""
 
     sync: str
@@ -64,7 +64,7 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     sampler: str = ""
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True):
+class TrainingProgress(msgspec.Struct, array_like=True, frozen=True):
     """How far something is that trains without pushes, such as a pipeline."""
 
     what: str  #: in words
@@ -80,7 +80,7 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
     weight: float
 
 
-class Piece(msgspec.Struct, array_like=True, frozen=True):
+class BufferRange(msgspec.Struct, array_like=True, frozen=True):
     """Bytes `start` to `stop` of one of a shard's buffers."""
 
     buffer: int
@@ -88,15 +88,81 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
     stop: int
 
 
-class StagedBucket(msgspec.Struct, array_like=True, frozen=True):
+class SentBucket(msgspec.Struct, array_like=True, frozen=True):
     """A bucket that was sent ahead of its push, and which sending of it counts."""
 
     number: int
     serial: int
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class UpdatePart(msgspec.Struct, array_like=True, frozen=True):
     """One push in an update, and its weight."""
 
     id: PushId
     samples: float
+
+
+# Rows of tables in messages: which rows of which table, and what the buffers beside the header are.
+#
+# A list of ids is a buffer of int64, each shard's own ids only; or a *span*, which needs no buffer; or, where the shard was
+# sent the same list before, its digest (`compression/key_cache.py`). Rows are a buffer of the table's dtype.
+
+
+class Keys(msgspec.Struct, array_like=True, frozen=True):
+    """A list of ids by its digest; `known`: the shard should have it, and no buffer comes."""
+
+    digest: int
+    known: bool
+
+
+class RowPart(msgspec.Struct, array_like=True, frozen=True):
+    """What a push does to one table. Buffers: ids, unless a span or known keys say them; then the rows."""
+
+    table: int
+    span: tuple[int, int] | None = None
+    keys: tuple[Keys, ...] = ()  #: one for each shard, where lists are cached
+    form: str = ""  #: the dtype in which rows travel, where it is not the table's
+
+
+class Want(msgspec.Struct, array_like=True, frozen=True):
+    """Rows that the answer to a push shall bring. Buffer: ids, unless known keys say them."""
+
+    table: int
+    keys: tuple[Keys, ...] = ()
+
+
+class RowAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """Rows in an answer. Buffers: where they are what has `changed`, ids and rows; else the rows that were wanted."""
+
+    table: int
+    changed: bool
+
+
+class Pull(WireMessage):
+    """Send me rows, or say ("clock") which steps have reached a span. Buffer: ids, as for `Want`."""
+
+    track: str
+    request: int
+    table: int
+    span: tuple[int, int] | None = None
+    keys: Keys | None = None
+    what: str = "rows"
+
+
+class PulledRows(WireMessage):
+    """The answer to `Pull`; the rows follow in a buffer."""
+
+    track: str
+    shard: int
+    request: int
+    version: int = 0
+    clock: dict[int, int] = msgspec.field(
+        default_factory=dict
+    )  #: of a span: for each worker its latest step that has reached all of it
+
+
+class UnknownKeys(WireMessage):
+    """The shard has not got, or has forgotten, the list of ids that a pull named by its digest: send it in full."""
+
+    shard: int
+    request: int

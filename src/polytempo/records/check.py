@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import BrokenInvariant
-from polytempo.records.lines import Line
-from polytempo.records.writer import to_text
+from polytempo.records.files import to_text
+from polytempo.records.lines import RecordLine
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")
 
-Rule = Callable[[int, int], bool]  # (step, slowest) -> bool
+RecordRule = Callable[[int, int], bool]  # (step, slowest) -> bool
 
 
 @dataclass(frozen=True)
 class Rules:
     """What a mode promises about starting `step` while the slowest active worker is at `slowest`."""
 
-    may_start: Rule
-    may_wait: Rule
+    may_start: RecordRule
+    may_wait: RecordRule
 
 
 def rules_for(spec: Spec) -> Rules:
@@ -51,7 +51,7 @@ def rules_for(spec: Spec) -> Rules:
         return Rules(lambda c, low: True, lambda c, low: c - low > argument[0])
     if name == "every":
         soft = "wait" in spec.options
-        inside: Rule = lambda c, low: c // argument <= low // argument  # noqa: E731
+        inside: RecordRule = lambda c, low: c // argument <= low // argument  # noqa: E731
         return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
     if name == "bsp+backup":  # rounds, checked apart
         return Rules(lambda c, low: True, lambda c, low: True)
@@ -80,9 +80,9 @@ class RecordChecker:
         self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
-        self._group: list[Line] = []
+        self._group: list[RecordLine] = []
 
-    def feed(self, line: Line) -> None:
+    def feed(self, line: RecordLine) -> None:
         """Take the next line."""
         self.lines += 1
         if line["kind"] in EVENTS:
@@ -119,7 +119,7 @@ class RecordChecker:
                 handler(line)
         self._nobody_forgotten(group[-1])
 
-    def _join(self, line: Line) -> None:
+    def _join(self, line: RecordLine) -> None:
         worker = line["worker"]
         self._require(line, worker not in self._pushed, "joined twice")
         self._missing.discard(worker)
@@ -132,13 +132,13 @@ class RecordChecker:
         self._pushed[worker] = line["step"]
         self._released.pop(worker, None)
 
-    def _leave(self, line: Line) -> None:
+    def _leave(self, line: RecordLine) -> None:
         for state in (self._pushed, self._held, self._released):
             state.pop(line["worker"], None)
         self._missing.discard(line["worker"])
         self._alone = None if line["worker"] == self._alone else self._alone
 
-    def _push(self, line: Line, dropped: bool, stale: bool) -> None:
+    def _push(self, line: RecordLine, dropped: bool, stale: bool) -> None:
         worker, step = line["worker"], line["step"]
         if worker not in self._pushed:
             self._require(line, dropped, "a push of somebody who is not a member must be discarded")
@@ -152,13 +152,13 @@ class RecordChecker:
             self._accepted[worker] += not stale
             self._warm -= 1
 
-    def _discard(self, line: Line) -> None:
+    def _discard(self, line: RecordLine) -> None:
         if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
             self._require(line, self.spec.mode.barrier, "discarded, although the mode applies every push")
             self._require(line, self._arrivals[line["step"]] > 0, "discarded, although its round is open")
             self._discarded.add(line["worker"])
 
-    def _hold(self, line: Line) -> None:
+    def _hold(self, line: RecordLine) -> None:
         worker, step = line["worker"], line["step"]
         self._require(line, step == self._pushed.get(worker), "a hold for a step that is not the worker's next")
         self._require(
@@ -176,7 +176,7 @@ class RecordChecker:
             self._require(line, behind and line["waiting_count"] > 0, "waits for somebody who is not behind")
         self._held[worker] = step
 
-    def _release(self, line: Line) -> None:
+    def _release(self, line: RecordLine) -> None:
         worker, step = line["worker"], line["step"]
         self._require(line, worker in self._pushed, "a release of somebody who is not a member")
         self._require(line, not self._missing, f"a release before workers {sorted(self._missing)[:8]} joined")
@@ -194,7 +194,7 @@ class RecordChecker:
             self._require(line, self._alone in (None, worker), f"a release while worker {self._alone} trains alone")
             self._alone = worker
 
-    def _check_bound(self, line: Line, lowest: int) -> None:
+    def _check_bound(self, line: RecordLine, lowest: int) -> None:
         worker, step, name = line["worker"], line["step"], self.spec.mode.name
         ahead = step - self._pushed[worker]
         allowed = self.spec.ahead
@@ -207,7 +207,7 @@ class RecordChecker:
             arrived = self._arrivals[step - 1]
             self._require(line, arrived >= needed, f"round {step - 1} closed with {arrived} pushes, needs {needed}")
 
-    def _apply(self, line: Line) -> None:
+    def _apply(self, line: RecordLine) -> None:
         applied = self._applied.setdefault(line["server"], Counter())
         version = applied[-1] = applied[-1] + 1
         self._require(line, line["version"] == version, f"expected version {version}")
@@ -220,7 +220,7 @@ class RecordChecker:
         fresh = not self.spec.mode.barrier or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
-    def _nobody_forgotten(self, line: Line) -> None:
+    def _nobody_forgotten(self, line: RecordLine) -> None:
         """Between two events nobody may be held who could start."""
         lowest = self._slowest()
         if self._missing or lowest is None:
@@ -234,13 +234,13 @@ class RecordChecker:
     def _slowest(self) -> int | None:
         return min(self._pushed.values(), default=None)
 
-    def _require(self, line: Line, condition: bool, text: str) -> None:
+    def _require(self, line: RecordLine, condition: bool, text: str) -> None:
         if not condition:
             shown = to_text({key: value for key, value in line.items() if key != "#"})
             raise BrokenInvariant(f"line {line['#']}: {text}: {shown}")
 
 
-def check_lines(lines: Iterable[Line], spec: Spec, workers: int) -> int:
+def check_lines(lines: Iterable[RecordLine], spec: Spec, workers: int) -> int:
     """Check a whole record; the number of its lines."""
     checker = RecordChecker(spec, workers)
     for line in lines:

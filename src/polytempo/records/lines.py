@@ -12,21 +12,21 @@ from polytempo.errors import RecordError
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 
-Line = dict[str, Any]
+RecordLine = dict[str, Any]
 
 
 MAIN = "0"  #: the first optimizer of a job, whose lines do not name it
 MEAN = "/mean"  #: ends the name of a side clock, in which gradients are averaged
 
 
-def of_track(lines: Iterable[Line], track: str) -> Iterator[Line]:
+def of_track(lines: Iterable[RecordLine], track: str) -> Iterator[RecordLine]:
     """The lines that belong to one optimizer, without its name; what belongs to none goes with the first."""
     for line in lines:
         if line.get("optimizer", MAIN) == track:
             yield {key: value for key, value in line.items() if key != "optimizer"}
 
 
-def event_line(event: Event, now: float) -> Line | None:
+def event_line(event: Event, now: float) -> RecordLine | None:
     """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with."""
     if isinstance(event, Pushed):
         line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
@@ -38,7 +38,7 @@ def event_line(event: Event, now: float) -> Line | None:
     return None
 
 
-def action_line(action: Action, now: float) -> Line | None:
+def action_line(action: Action, now: float) -> RecordLine | None:
     """The line of an action; None for those that leave none: `Wake`, and `Apply`, which servers write (`apply_line`)."""
     if isinstance(action, Release):
         return {"t": now, "kind": "release", "worker": action.worker, "step": action.step, "slowest": action.slowest}
@@ -60,7 +60,7 @@ def action_line(action: Action, now: float) -> Line | None:
     return None
 
 
-def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> Line:
+def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:
     """The line of an update on one server: the version it made, and how stale each part of it was."""
     workers = [push.worker for push in action.pushes]
     return {
@@ -73,7 +73,7 @@ def apply_line(action: Apply, now: float, server: int, version: int, staleness: 
     }
 
 
-def event_of(line: Line) -> Event | None:
+def event_of(line: RecordLine) -> Event | None:
     """The event a line stands for, or None when it stands for something else."""
     try:
         kind = line["kind"]

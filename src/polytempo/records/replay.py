@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from polytempo.errors import BrokenInvariant, PolytempoError
-from polytempo.records.lines import Line, action_line, event_of
-from polytempo.records.writer import to_text
+from polytempo.records.files import to_text
+from polytempo.records.lines import RecordLine, action_line, event_of
 from polytempo.sync.actions import Apply
 from polytempo.sync.corrections import STALE
 from polytempo.sync.events import Event, Pushed
@@ -20,12 +20,12 @@ from polytempo.sync.policy import Policy
 DECIDED = ("join", "hold", "release", "discard", "refuse")
 
 
-def replay(lines: Iterable[Line], policy: Policy) -> int:
+def replay(lines: Iterable[RecordLine], policy: Policy) -> int:
     """Check that `policy`, fresh, decides as the record says; the number of decisions compared.
 
     The first difference is raised as `BrokenInvariant` with its line. Of an `apply` its workers are compared.
     """
-    expected: list[Line] = []  # what the policy decided and the record has not shown yet
+    expected: list[RecordLine] = []  # what the policy decided and the record has not shown yet
     updates: list[list[int]] = []
     applied: dict[int, int] = {}  # server: how many of the updates it has shown
     count = 0
@@ -57,7 +57,7 @@ def replay(lines: Iterable[Line], policy: Policy) -> int:
     return count
 
 
-def decisions(lines: Iterable[Line], policy: Policy) -> Iterator[Line]:
+def decisions(lines: Iterable[RecordLine], policy: Policy) -> Iterator[RecordLine]:
     """What `policy` decides on the events of a record, as lines: to see what another mode would have done."""
     for line in lines:
         event = event_of(line)
@@ -68,14 +68,14 @@ def decisions(lines: Iterable[Line], policy: Policy) -> Iterator[Line]:
                     yield decided
 
 
-def _was_stale(line: Line, event: Event | None, updates: list[list[int]]) -> bool:
+def _was_stale(line: RecordLine, event: Event | None, updates: list[list[int]]) -> bool:
     """Is this the discard of a push, the latest event, that the policy makes an update of?"""
     worker, step = line["worker"], line["step"]
     latest = isinstance(event, Pushed) and (event.worker, event.step) == (worker, step) and updates[-1:] == [[worker]]
     return latest and line["reason"].startswith(STALE)
 
 
-def _compare(number: int, line: Line, expected: list[Line]) -> None:
+def _compare(number: int, line: RecordLine, expected: list[RecordLine]) -> None:
     if not expected:
         raise BrokenInvariant(f"line {number}: replay decides nothing here, the record has {to_text(line)}")
     wanted = expected.pop(0)
@@ -83,7 +83,7 @@ def _compare(number: int, line: Line, expected: list[Line]) -> None:
         raise BrokenInvariant(f"line {number}: replay expected {to_text(wanted)}, got {to_text(line)}")
 
 
-def _compare_update(number: int, line: Line, updates: list[list[int]], applied: dict[int, int]) -> None:
+def _compare_update(number: int, line: RecordLine, updates: list[list[int]], applied: dict[int, int]) -> None:
     shown = applied.get(line["server"], 0)
     applied[line["server"]] = shown + 1
     if shown >= len(updates):

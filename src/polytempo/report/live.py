@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.records.lines import Line
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
-from polytempo.sums import in_order
+from polytempo.summation import in_order
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _or_never(time: float | None) -> float:
     return math.inf if time is None else time
 
 
-def live_run(lines: Iterable[Line], meta: dict[str, Any], metric: str = "accuracy") -> LiveRun:
+def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "accuracy") -> LiveRun:
     """Sum up a record."""
     start: float | None = None
     lead = 0

@@ -29,7 +29,7 @@ class Bar(NamedTuple):
     end: float
 
 
-class Look(NamedTuple):
+class PictureStyle(NamedTuple):
     """How a kind of action is drawn."""
 
     name: str
@@ -39,10 +39,10 @@ class Look(NamedTuple):
 
 #: From Okabe and Ito's colours, a dark one and a light one; the rest is black.
 LOOKS = {
-    "F": Look("forward", "#0072B2", "#FFFFFF"),
-    "B": Look("backward", "#F0C75E", "#000000"),
-    "W": Look("weights' gradients, later", "#D98E04", "#000000"),
-    "U": Look("update", "#000000", "#FFFFFF"),
+    "F": PictureStyle("forward", "#0072B2", "#FFFFFF"),
+    "B": PictureStyle("backward", "#F0C75E", "#000000"),
+    "W": PictureStyle("weights' gradients, later", "#D98E04", "#000000"),
+    "U": PictureStyle("update", "#000000", "#FFFFFF"),
 }
 WAITING = "#EEEEEE"
 STRIPES = "#BBBBBB"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from polytempo.report.live import RepeatedRun
-from polytempo.report.numbers import plain_number
+from polytempo.report.summary import plain_number
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.scaling import Series
 
@@ -26,7 +26,7 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A title, column heads (of two lines) and rows; the first column is a name, the others are numbers."""
 
     title: str
@@ -93,22 +93,22 @@ def mode_name(outcome: Outcome) -> str:
     return outcome.sync if outcome.via == "ps" else f"{outcome.sync} ({outcome.via})"
 
 
-def comparison(outcomes: Sequence[Outcome], title: str) -> Table:
+def comparison(outcomes: Sequence[Outcome], title: str) -> TextTable:
     """Timing alone."""
     cells = {head: [show(o) for o in outcomes] for head, show in _COLUMNS.items()}
     shown = {head: column for head, column in cells.items() if set(column) != {_MAY_BE_LEFT_OUT.get(head)}}
     names = [mode_name(o) for o in outcomes]
-    return Table(title, ("mode", *shown), tuple(zip(names, *shown.values(), strict=True)))
+    return TextTable(title, ("mode", *shown), tuple(zip(names, *shown.values(), strict=True)))
 
 
-def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> Table:
+def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> TextTable:
     """Timing, and what it was worth."""
     timing = comparison([run.outcome for run in runs], title)
     heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
     rows = tuple(
         (row[0], _time_to(run, target), _percent(run.accuracy), *row[1:]) for row, run in zip(timing.rows, runs, strict=True)
     )
-    return Table(title, heads, rows)
+    return TextTable(title, heads, rows)
 
 
 def _time_to(run: Trained, target: float) -> str:
@@ -120,7 +120,7 @@ def _time_to(run: Trained, target: float) -> str:
     return f"{time} ({_seconds(shortest)} to {'never' if longest is None else _seconds(longest)})"
 
 
-def scaling_table(series: Sequence[Series], title: str) -> Table:
+def scaling_table(series: Sequence[Series], title: str) -> TextTable:
     """Throughput (and efficiency) at powers of two, and at the end."""
     last = len(series[0].points)
     sizes = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, last) if n <= last})
@@ -128,7 +128,7 @@ def scaling_table(series: Sequence[Series], title: str) -> Table:
         (one.name, *(_cell(one.points[n - 1].samples_per_second, one.points[n - 1].efficiency) for n in sizes))
         for one in series
     )
-    return Table(title, ("samples/s\n(efficiency)", *(f"n = {n}" for n in sizes)), rows)
+    return TextTable(title, ("samples/s\n(efficiency)", *(f"n = {n}" for n in sizes)), rows)
 
 
 def _cell(throughput: float, efficiency: float) -> str:

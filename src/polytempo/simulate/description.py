@@ -12,9 +12,9 @@ from typing import Any
 from polytempo.errors import ClusterError, nearest
 from polytempo.simulate import durations
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.units import parse_rate, parse_seconds, parse_size
+from polytempo.units import parse_rate, parse_seconds, parse_size
 
-Read = Callable[[Any, str], Any]
+FieldReader = Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _rate(value: Any, where: str) -> float:
     return parse_rate(value, f"{where} as a rate")
 
 
-def _optional(read: Read) -> Read:
+def _optional(read: FieldReader) -> FieldReader:
     return lambda value, where: None if value is None else read(value, where)
 
 
@@ -110,7 +110,7 @@ def _words(value: Any, where: str) -> tuple[str, ...]:
     return tuple(_text(one, where) for one in values)
 
 
-def _record(make: Callable[..., Any], readers: Mapping[str, Read]) -> Read:
+def _record(make: Callable[..., Any], readers: Mapping[str, FieldReader]) -> FieldReader:
     def read(value: Any, where: str) -> Any:
         values = _keys(value, where, readers)
         try:
@@ -122,7 +122,7 @@ def _record(make: Callable[..., Any], readers: Mapping[str, Read]) -> Read:
     return read
 
 
-def _list(read: Read) -> Read:
+def _list(read: FieldReader) -> FieldReader:
     def read_all(value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ClusterError(f"{where}: expected a list, got {value!r}")
@@ -131,7 +131,7 @@ def _list(read: Read) -> Read:
     return read_all
 
 
-def _by_rank(read: Read) -> Read:
+def _by_rank(read: FieldReader) -> FieldReader:
     def read_all(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping) or not all(type(rank) is int for rank in value):
             raise ClusterError(f"{where}: expected ranks with their values, such as {{3: 2}}, got {value!r}")
@@ -140,11 +140,11 @@ def _by_rank(read: Read) -> Read:
     return read_all
 
 
-def _mapping(readers: Mapping[str, Read]) -> Read:
+def _mapping(readers: Mapping[str, FieldReader]) -> FieldReader:
     return lambda value, where: _keys(value, where, readers)
 
 
-def _keys(data: Any, where: str, readers: Mapping[str, Read]) -> dict[str, Any]:
+def _keys(data: Any, where: str, readers: Mapping[str, FieldReader]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ClusterError(f"{where}: expected keys and values, got {data!r}")
     for key in data:
@@ -153,7 +153,7 @@ def _keys(data: Any, where: str, readers: Mapping[str, Read]) -> dict[str, Any]:
     return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
 
 
-_DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, Read]]] = {
+_DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, FieldReader]]] = {
     "constant": (durations.Constant, {"seconds": _seconds}),
     "lognormal": (durations.Lognormal, {"mean": _seconds, "spread": _number}),
     "uniform": (durations.Uniform, {"low": _seconds, "high": _seconds}),
@@ -162,9 +162,9 @@ _DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, Read
 }
 
 _LINK = _record(Link, {"latency": _seconds, "bandwidth": _optional(_rate), "shared": _flag})
-_EVENT: dict[str, Read] = {"worker": _whole, "at": _seconds}
+_EVENT: dict[str, FieldReader] = {"worker": _whole, "at": _seconds}
 
-_CLUSTER: dict[str, Read] = {
+_CLUSTER: dict[str, FieldReader] = {
     "workers": _whole,
     "step_time": duration_from,
     "slow": _by_rank(_number),
@@ -184,7 +184,7 @@ _CLUSTER: dict[str, Read] = {
     "model": _size,
 }
 
-_EXPERIMENT: dict[str, Read] = {
+_EXPERIMENT: dict[str, FieldReader] = {
     "cluster": cluster_from,
     "sync": _words,
     "via": _words,

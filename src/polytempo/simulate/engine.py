@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polytempo.errors import StuckError
-from polytempo.records.lines import Line, action_line, apply_line, event_line
-from polytempo.simulate.budget import Budget
+from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.deadlock_report import who_waits
 from polytempo.simulate.durations import stretched
 from polytempo.simulate.links import Route
-from polytempo.simulate.stuck import who_waits
-from polytempo.simulate.trainee import Trainee
+from polytempo.simulate.outcome import Budget
+from polytempo.simulate.trainer import Trainer
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.corrections import NOTHING, Corrections
@@ -41,11 +41,11 @@ ANY_LIFE = -1
 #: How many events pass between two calls of the progress function, in plain runs and beside training.
 PROGRESS_EVERY = (8192, 64)
 
-Entry = tuple[float, int, int, Worker, int, int, int]
+HeapEntry = tuple[float, int, int, Worker, int, int, int]
 Handler = Callable[[float, Worker, int, int], None]
 
 
-class Engine:
+class SimulationEngine:
     """One run of one policy on one cluster."""
 
     def __init__(
@@ -55,8 +55,8 @@ class Engine:
         route: Route | None,
         budget: Budget,
         seed: int = 0,
-        record: Callable[[Line], None] | None = None,
-        trainee: Trainee | None = None,
+        record: Callable[[RecordLine], None] | None = None,
+        trainee: Trainer | None = None,
         observe_every: float | None = None,
         progress: Callable[[float], None] | None = None,
         corrections: Corrections = NOTHING,
@@ -71,7 +71,7 @@ class Engine:
         self._corrections = corrections
         self._decide = self._corrected if corrections.any else policy.handle
         self._steps_each = budget.steps_each
-        self._heap: list[Entry] = []
+        self._heap: list[HeapEntry] = []
         self._order = 0
         self._counts = min(budget.steps, budget.samples) < math.inf
         self._steps = 0
@@ -290,7 +290,7 @@ class Engine:
             return Discard(push.worker, push.step, verdict.drop)
         return Apply(apply.pushes, apply.rate * verdict.rate)
 
-    def _lines(self, event: Event, actions: list[Action], now: float) -> Iterator[Line]:
+    def _lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
         version = self.updates
         if (line := event_line(event, now)) is not None:
             yield line

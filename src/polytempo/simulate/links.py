@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.collective import all_reduce_seconds
+from polytempo.simulate.collective_cost import all_reduce_seconds
 
 
 class Route(Protocol):

@@ -1,12 +1,41 @@
-"""What came of a run: for each worker, and for the job."""
+"""When a run ends."""
 
 from __future__ import annotations
 
+import math
+import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from polytempo.errors import UsageError
+from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.worker import Worker
-from polytempo.sums import in_order
+from polytempo.summation import in_order
+from polytempo.version import VERSION
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A run ends with the first of these to be used up. `steps` and `samples` are summed over all workers."""
+
+    seconds: float = math.inf
+    steps: float = math.inf
+    samples: float = math.inf
+    steps_each: float = math.inf
+
+    def __post_init__(self) -> None:
+        limits = (self.seconds, self.steps, self.samples, self.steps_each)
+        if not min(limits) > 0:
+            raise UsageError(f"expected a budget above 0, got {min(limits)}")
+        if min(limits) == math.inf:
+            raise UsageError("a run needs an end: give seconds, steps, samples or steps_each")
+
+    def used(self, now: float, steps: int, samples: float, workers: int) -> float:
+        """The share of the budget that is used up."""
+        return max(now / self.seconds, steps / self.steps, samples / self.samples, steps / (self.steps_each * workers))
+
+
+# What came of a run: for each worker, and for the job.
 
 
 @dataclass(frozen=True)
@@ -93,3 +122,27 @@ def _part(worker: Worker, model_bytes: float) -> WorkerOutcome:
         staleness_mean=worker.staleness_sum / max(worker.steps, 1),
         staleness_max=worker.staleness_max,
     )
+
+
+# The meta.json of a simulated run: nothing in it depends on when or where it was simulated.
+
+
+def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
+    """What the contract asks of meta.json, for a run in virtual time."""
+    result = outcome.as_dict()
+    workers = result.pop("workers")
+    return {
+        "spec": outcome.sync,
+        "size": cluster.workers,
+        "options": {"via": outcome.via, "servers": cluster.servers.shards, "model_bytes": cluster.model_bytes},
+        "versions": {"polytempo": VERSION, "python": platform.python_version()},
+        "seed": seed,
+        "host": "simulated",
+        "start": 0.0,
+        "end": outcome.seconds,
+        "exit_status": 0,
+        "throughput": outcome.samples_per_second,
+        "efficiency": outcome.efficiency,
+        "job": result,
+        "workers": workers,
+    }

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from polytempo.errors import UsageError, nearest
-from polytempo.records.lines import Line
-from polytempo.simulate.budget import Budget
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.collective import ALGORITHMS, best_all_reduce
-from polytempo.simulate.engine import Engine
+from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
+from polytempo.simulate.engine import SimulationEngine
 from polytempo.simulate.links import make_route, make_server_route
-from polytempo.simulate.local import LocalEngine
-from polytempo.simulate.outcome import Outcome, sum_up
-from polytempo.simulate.trainee import LocalTrainee, Trainee
+from polytempo.simulate.local_engine import LocalEngine
+from polytempo.simulate.outcome import Budget, Outcome, sum_up
+from polytempo.simulate.trainer import LocalTrainer, Trainer
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
@@ -27,8 +26,8 @@ def simulate_job(
     *,
     via: str = "auto",
     seed: int = 0,
-    record: Callable[[Line], None] | None = None,
-    trainee: Trainee | LocalTrainee | None = None,
+    record: Callable[[RecordLine], None] | None = None,
+    trainee: Trainer | LocalTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
@@ -57,12 +56,12 @@ def simulate_job(
 
 
 def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainee: Trainee | LocalTrainee | None, **options: Any
-) -> Engine:
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainee: Trainer | LocalTrainer | None, **options: Any
+) -> SimulationEngine:
     policy, local = spec.policy(cluster.workers), spec.local
     if local is None:
-        return Engine(cluster, policy, make_route(cluster, way), budget, trainee=trainee, **options)
-    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainee, trainee), **options)
+        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainee=trainee, **options)
+    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainee), **options)
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:

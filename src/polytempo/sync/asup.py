@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polytempo.sync.asp import Open
-from polytempo.sync.eager import Eager
-from polytempo.sync.mode import SCALE, Mode, Reader, fraction, number, positive_number, whole_number
+from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
+from polytempo.sync.mode import SCALE, ArgumentReader, Mode, fraction, number, positive_number, whole_number
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import Bound
 
@@ -42,7 +41,7 @@ _FRACTION = fraction("momentum")
 
 
 def _build(workers: int, bound: int | None = None, scale: float | None = None) -> Policy:
-    return Eager(workers, Open() if bound is None else Bound(bound), scale)
+    return AsynchronousPolicy(workers, Unbounded() if bound is None else Bound(bound), scale)
 
 
 ASUP = Mode(
@@ -53,7 +52,7 @@ ASUP = Mode(
     options={"bound": whole_number("bound", at_least=0, example="3"), **SCALE},
     rule="AsuP",
     rule_options={
-        "momentum": Reader(f"{_FRACTION.expected}, async, or async:NUMBER", _read_momentum, "0.9"),
+        "momentum": ArgumentReader(f"{_FRACTION.expected}, async, or async:NUMBER", _read_momentum, "0.9"),
         "rho": fraction("rho"),
         "eps": positive_number("eps", "1e-10"),
         "initial": number("a number initial of at least 0", lambda value: value >= 0, "1"),

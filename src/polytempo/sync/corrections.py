@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import SpecError
-from polytempo.sync.mode import Reader, fraction, number, whole_number
+from polytempo.sync.mode import ArgumentReader, fraction, number, whole_number
 
 #: The reason of every drop begins with this; the staleness follows.
 STALE = "staleness "
@@ -99,21 +99,21 @@ class MeanStaleness:
         return self.total / self.count
 
 
-def _word(word: str) -> Reader:
+def _word(word: str) -> ArgumentReader:
     def read(text: str) -> str:
         if text != word:
             raise ValueError(text)
         return text
 
-    return Reader(f"the word {word}", read, word)
+    return ArgumentReader(f"the word {word}", read, word)
 
 
-def _strength(name: str, example: str) -> Reader:
+def _strength(name: str, example: str) -> ArgumentReader:
     return number(f"a number {name} of at least 0", lambda value: value >= 0, example)
 
 
 #: The options of every mode without rounds, beside `scale`.
-OPTIONS: Mapping[str, Reader] = {
+OPTIONS: Mapping[str, ArgumentReader] = {
     "lr": _word("staleness"),
     "decay": number("a number decay above 0 and at most 1", lambda value: 0 < value <= 1, "0.9"),
     "drop": whole_number("drop", at_least=0, example="8"),

@@ -43,7 +43,7 @@ class LocalSteps:
     alpha: float | None = None  #: rate of a local step; None: the optimizer's
 
 
-class Downpour(Policy):
+class DownpourPolicy(Policy):
     """One push under way for each worker, and a warm start."""
 
     def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: float | None = None) -> None:
@@ -100,7 +100,7 @@ class Downpour(Policy):
 def _build(
     workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: float | None = None
 ) -> Policy:
-    return Downpour(workers, push, warm, scale)  # fetches and local steps are the worker's own affair
+    return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps are the worker's own affair
 
 
 DOWNPOUR = Mode(

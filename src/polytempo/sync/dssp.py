@@ -27,7 +27,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from polytempo.sync.eager import Eager, Gate
+from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
 
@@ -138,7 +138,7 @@ DSSP = Mode(
     "dssp",
     "dssp:3..15",
     "a bound between L and U, moved by a forecast, never beyond U",
-    lambda workers, bounds, scale=None: Eager(workers, DynamicBound(*bounds), scale),
+    lambda workers, bounds, scale=None: AsynchronousPolicy(workers, DynamicBound(*bounds), scale),
     argument=SPAN,
     options=SCALE,
 )

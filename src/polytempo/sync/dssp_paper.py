@@ -16,8 +16,8 @@ worker, not only when the fastest asks. Intervals are from push to push, waiting
 
 from __future__ import annotations
 
+from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.dssp import Forecaster
-from polytempo.sync.eager import Eager, Gate
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
 
@@ -69,7 +69,7 @@ DSSP_PAPER = Mode(
     "dssp-paper",
     "dssp-paper:3..15",
     "DSSP as printed, without a bound: for comparison",
-    lambda workers, bounds, scale=None: Eager(workers, PrintedBound(*bounds), scale),
+    lambda workers, bounds, scale=None: AsynchronousPolicy(workers, PrintedBound(*bounds), scale),
     argument=SPAN,
     options=SCALE,
 )

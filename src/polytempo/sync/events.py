@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Hyper = tuple[tuple[str, object], ...]
+HyperItems = tuple[tuple[str, object], ...]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Pushed:
     worker: int
     step: int
     samples: float = 1
-    hyper: Hyper = ()
+    hyper: HyperItems = ()
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ the block that the first worker has just finished. With a worker that is always 
 
 from __future__ import annotations
 
-from polytempo.sync.eager import Eager, Gate
+from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, Mode, positive_number, whole_number
 
 
@@ -60,7 +60,7 @@ EVERY = Mode(
     "every",
     "every:8",
     "free inside, a barrier each K steps; wait=X: wait at most X steps' time",
-    lambda workers, period, wait=None, scale=None: Eager(workers, Periodic(period, wait), scale),
+    lambda workers, period, wait=None, scale=None: AsynchronousPolicy(workers, Periodic(period, wait), scale),
     argument=whole_number("K", at_least=1),
     options={"wait": positive_number("wait"), **SCALE},
 )

@@ -12,7 +12,7 @@ from polytempo.sync.policy import Policy
 
 
 @dataclass(frozen=True)
-class Reader:
+class ArgumentReader:
     """Reads one argument or option; `expected` is what the error says when it cannot."""
 
     expected: str
@@ -31,15 +31,15 @@ class Mode:
     example: str
     meaning: str
     build: Callable[..., Policy]
-    argument: Reader | None = None
-    options: Mapping[str, Reader] = field(default_factory=dict)
+    argument: ArgumentReader | None = None
+    options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     barrier: bool = False  #: applies rounds, not single pushes
     all_reduce: bool = True  #: a barrier mode that needs no server
     rule: str = ""  #: the update rule that servers use instead of the given optimizer's
-    rule_options: Mapping[str, Reader] = field(default_factory=dict)
+    rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
 
 
-def whole_number(name: str, at_least: int, example: str = "2") -> Reader:
+def whole_number(name: str, at_least: int, example: str = "2") -> ArgumentReader:
     """A whole number of at least `at_least`."""
 
     def read(text: str) -> int:
@@ -47,10 +47,10 @@ def whole_number(name: str, at_least: int, example: str = "2") -> Reader:
             raise ValueError(text)
         return int(text)
 
-    return Reader(f"a whole number {name} of at least {at_least}", read, example)
+    return ArgumentReader(f"a whole number {name} of at least {at_least}", read, example)
 
 
-def number(expected: str, fits: Callable[[float], bool], example: str = "2") -> Reader:
+def number(expected: str, fits: Callable[[float], bool], example: str = "2") -> ArgumentReader:
     """A finite number that fits."""
 
     def read(text: str) -> float:
@@ -59,15 +59,15 @@ def number(expected: str, fits: Callable[[float], bool], example: str = "2") -> 
             raise ValueError(text)
         return value
 
-    return Reader(expected, read, example)
+    return ArgumentReader(expected, read, example)
 
 
-def positive_number(name: str, example: str = "2") -> Reader:
+def positive_number(name: str, example: str = "2") -> ArgumentReader:
     """A finite number above zero."""
     return number(f"a number {name} above 0", lambda value: value > 0, example)
 
 
-def fraction(name: str, example: str = "0.9") -> Reader:
+def fraction(name: str, example: str = "0.9") -> ArgumentReader:
     """A number from 0 up to 1, but not 1."""
     return number(f"a number {name} of at least 0 and below 1", lambda value: 0 <= value < 1, example)
 
@@ -84,7 +84,7 @@ def _read_span(text: str) -> tuple[int, int]:
 
 
 #: Two whole numbers L..U with L <= U.
-SPAN = Reader("two whole numbers L..U", _read_span)
+SPAN = ArgumentReader("two whole numbers L..U", _read_span)
 
 #: The option of every mode that applies single pushes.
-SCALE: Mapping[str, Reader] = {"scale": positive_number("scale")}
+SCALE: Mapping[str, ArgumentReader] = {"scale": positive_number("scale")}

@@ -17,7 +17,7 @@ from itertools import islice
 from polytempo.errors import OrderError, UsageError
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Discard, Hold, Release
 from polytempo.sync.events import Event, Joined, Left, Pushed
-from polytempo.sync.progress import Progress, WaitingRoom
+from polytempo.sync.progress import HeldWorkers, Progress
 
 
 class Policy(ABC):
@@ -29,7 +29,7 @@ class Policy(ABC):
         self.workers = workers
         self.explains = True  #: False leaves names and reasons out of holds: for vast simulations without a record
         self.progress = Progress()
-        self.room = WaitingRoom()
+        self.room = HeldWorkers()
         self._awaited: OrderedDict[int, None] = OrderedDict.fromkeys(range(workers))
 
     def begin_at(self, step: int) -> None:

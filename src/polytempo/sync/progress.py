@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from polytempo.sync.actions import NAMED_AT_MOST
 
 
-class Bucket:
+class StepBucket:
     """Those at one step: how many, and the order in which they came. Who has moved on is struck out when met."""
 
     __slots__ = ("order", "size")
@@ -32,7 +32,7 @@ class Progress:
         self.pushed: dict[int, int] = {}
         self.slowest = 0
         self.fastest = 0
-        self._at: dict[int, Bucket] = {}
+        self._at: dict[int, StepBucket] = {}
         self._left: set[int] = set()
 
     def enter(self, worker: int, step: int) -> None:
@@ -43,7 +43,7 @@ class Progress:
         if not self._at:  # nobody else is there
             self.slowest = self.fastest = step
         self.pushed[worker] = step
-        there = self._at.setdefault(step, Bucket())
+        there = self._at.setdefault(step, StepBucket())
         there.size += 1
         there.order.append(worker)
         self.fastest = max(self.fastest, step)
@@ -55,7 +55,7 @@ class Progress:
         self.pushed[worker] = step
         there = at.get(step)
         if there is None:
-            at[step] = there = Bucket()
+            at[step] = there = StepBucket()
             if step > self.fastest:
                 self.fastest = step
         there.size += 1
@@ -127,7 +127,7 @@ class Progress:
         return found
 
 
-class WaitingRoom:
+class HeldWorkers:
     """Held workers, by the step they want to start: always their next one."""
 
     __slots__ = ("by_step",)

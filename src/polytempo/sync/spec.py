@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import SpecError, nearest
-from polytempo.sync.asp import ASP
 from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
+from polytempo.sync.asynchronous import ASP
 from polytempo.sync.barrier import BACKUP, BSP
 from polytempo.sync.corrections import OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
@@ -19,7 +19,7 @@ from polytempo.sync.downpour import DOWNPOUR, LocalSteps
 from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
-from polytempo.sync.mode import Mode, Reader
+from polytempo.sync.mode import ArgumentReader, Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
 
@@ -124,7 +124,7 @@ def _options(mode: Mode, pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _read(reader: Reader, text: str, where: str, example: str) -> Any:
+def _read(reader: ArgumentReader, text: str, where: str, example: str) -> Any:
     try:
         return reader.read(text)
     except SpecError as error:

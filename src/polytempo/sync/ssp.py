@@ -16,7 +16,7 @@ A finite bound absorbs passing delays. A worker that is always slow sets the pac
 
 from __future__ import annotations
 
-from polytempo.sync.eager import Eager, Gate
+from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, Mode, whole_number
 from polytempo.sync.progress import Progress
 
@@ -41,7 +41,7 @@ SSP = Mode(
     "ssp",
     "ssp:3",
     "at most S steps ahead of the slowest worker",
-    lambda workers, bound, scale=None: Eager(workers, Bound(bound), scale),
+    lambda workers, bound, scale=None: AsynchronousPolicy(workers, Bound(bound), scale),
     argument=whole_number("S", at_least=0),
     options=SCALE,
 )

@@ -11,8 +11,8 @@ import numpy
 import numpy.typing
 import torch
 
-from polytempo.tables.memory import lazy_zeros
-from polytempo.tables.starts import mix
+from polytempo.tables.initializers import mix
+from polytempo.tables.row_memory import lazy_zeros
 
 Int64s = numpy.typing.NDArray[numpy.int64]
 

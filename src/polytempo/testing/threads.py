@@ -18,25 +18,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
-from polytempo.coordinate.plan import JobPlan, Limits
-from polytempo.coordinate.sequencer import Sequencer
 from polytempo.errors import PeerError, PolytempoError, RankLost
-from polytempo.parameter_server.first import First
-from polytempo.parameter_server.keeper import Keeper
-from polytempo.parameter_server.manifest import find_checkpoint
-from polytempo.parameter_server.server import Server
-from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
-from polytempo.records.writer import RecordWriter
-from polytempo.train.client import Client
-from polytempo.train.job import JobFacts
-from polytempo.train.session import Session
+from polytempo.launch.job_facts import JobFacts
+from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, StoreValue, decode, encode
+from polytempo.records.files import RecordWriter
+from polytempo.server.coordinator import Coordinator
+from polytempo.server.io_loop import IoLoop
+from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.manifest import find_checkpoint
+from polytempo.server.sequencer import Sequencer
+from polytempo.server.shard_executor import ShardExecutor
+from polytempo.session.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel, Endpoint
 from polytempo.transport.connect import connect
-from polytempo.transport.credentials import Credentials
+from polytempo.transport.keys import Credentials
 from polytempo.transport.memory import MemoryChannel, MemoryEndpoint
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Shelf
+from polytempo.transport.shared_memory import SharedMemoryRegistry
 from polytempo.transport.stream import StreamEndpoint
 
 T = TypeVar("T")
@@ -87,19 +87,21 @@ class ThreadJob:
         self.retry = retry
         self.summary: dict[str, Any] = {}
         self.notices: list[str] = []
-        pools = [Pool(Shelf() if self.wire == "ipc" else None) for _ in range(servers)]
+        pools = [Pool(SharedMemoryRegistry() if self.wire == "ipc" else None) for _ in range(servers)]
         self.endpoints = [self._endpoint(index, pool) for index, pool in enumerate(pools)]
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
-        first = First(self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials)
+        first = Coordinator(
+            self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials
+        )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            keeper = Keeper(index, servers, pools[index], checkpoints, path, workers)
+            keeper = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
             to_first = self.connect(0, Pool()) if index else None
             doors = [endpoint, *self._more_doors(index, pools[index])]
             own = None if index else first
-            self.servers.append(Server(keeper, doors, workers, own, to_first, credentials=self.credentials))
+            self.servers.append(IoLoop(keeper, doors, workers, own, to_first, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()
@@ -124,7 +126,7 @@ class ThreadJob:
 
     def session(self, rank: int) -> Session:
         """One worker's session. Close it when the worker is done."""
-        pool = Pool(Shelf() if self.wire == "ipc" else None)
+        pool = Pool(SharedMemoryRegistry() if self.wire == "ipc" else None)
         with ExitStack() as opened:  # where one server is gone already, the others' connections are closed
             channels = []
             for index in range(self.plan.shards):
@@ -191,7 +193,7 @@ class ThreadJob:
             threading.Event().wait(0.001)
             return False
         message = decode(received[0])
-        if isinstance(message, Notice):
+        if isinstance(message, StoreValue):
             self.notices.append(message.text)
         if isinstance(message, Finished):
             self.summary = message.summary

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from polytempo.imports import when_imported
+from polytempo.lazy_imports import when_imported
 
 NAME = "polytempo"
 DEVICES = ("cpu", "cuda")
@@ -29,6 +29,6 @@ def _tell(module: ModuleType) -> None:
 
 def _create(options: Any, group_options: Any) -> Any:
     """What torch calls to make a group."""
-    from polytempo.torch_backend.opening import open_group
+    from polytempo.torch_backend.rendezvous import open_group
 
     return open_group(options, group_options)

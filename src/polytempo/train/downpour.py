@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from polytempo.client.client_state import Reading
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.optimizer_spec import HyperParameters
+from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.downpour import LocalSteps
-from polytempo.train.exchange import Exchange
-from polytempo.train.flat import Flat
-from polytempo.train.lines import Reading
 from polytempo.train.model_tables import ModelTables
-from polytempo.train.proposing import Hyper
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
@@ -55,7 +55,7 @@ class Basis:
 class Accumulated:
     """What the next push will hold."""
 
-    flat: Flat
+    flat: FlatBuffer
     absent: frozenset[int]
     basis: Basis  # of its first gradient
 
@@ -65,7 +65,7 @@ class Accumulated:
 
 
 @dataclass
-class Fetch:
+class ParameterFetch:
     """Values that were asked for: since when nothing has moved, and how much had by then."""
 
     reading: Reading
@@ -73,15 +73,15 @@ class Fetch:
     moved: int
 
 
-class Downpour:
+class DownpourWorker:
     """Local steps of one optimizer."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ServerReducer,
         local: LocalSteps,
         groups: Callable[[], Sequence[dict[str, Any]]],
-        hyper: Hyper,
+        hyper: HyperParameters,
         tables: ModelTables,
     ) -> None:
         self._exchange, self._local, self._groups, self._hyper = exchange, local, groups, hyper
@@ -90,7 +90,7 @@ class Downpour:
         self._sum: Accumulated | None = None
         self._made = Made()
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
-        self._fetch: Fetch | None = None
+        self._fetch: ParameterFetch | None = None
         self._basis = Basis(exchange.line.version, exchange.step - 1)
         exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
         exchange.session.flushing.append(self.flush)
@@ -162,7 +162,7 @@ class Downpour:
         moved = client.moved()
         with self._exchange.session.lock:
             if self._fetch is None:
-                self._fetch = Fetch(client.start_read(self._exchange.name, "params"), now, moved)
+                self._fetch = ParameterFetch(client.start_read(self._exchange.name, "params"), now, moved)
             elif moved != self._fetch.moved:
                 self._fetch.quiet_since, self._fetch.moved = now, moved
             elif now - self._fetch.quiet_since > client.retry:

@@ -17,20 +17,19 @@ from typing import Any
 
 import torch
 
+from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.row_traffic import RowTraffic
 from polytempo.errors import UsageError, nearest
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import Proposal, PushId
+from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.session.session import Session, current
 from polytempo.sync.spec import parse_spec
-from polytempo.tables.ids import ascending, checked_ids
-from polytempo.train.arrays import Array, ArrayTable, Future
-from polytempo.train.choices import weight_of
-from polytempo.train.lines import Line, Outstanding
-from polytempo.train.local_arrays import LocalArrays
-from polytempo.train.row_traffic import RowTraffic
-from polytempo.train.session import Session, current
+from polytempo.tables.row_batches import ascending, checked_ids
+from polytempo.train.kv_arrays import Array, ArrayTable, Future, LocalArrays
+from polytempo.train.validation import weight_of
 
 #: An array's name, values, and the rows they are for: a list of ids, a start, or None for all.
-Part = tuple[str, Any, Any]
+ArrayUpdate = tuple[str, Any, Any]
 
 
 class KV:
@@ -53,7 +52,7 @@ class KV:
         if self._client is None and self._session.size > 1:
             raise UsageError("arrays live on servers, and this job was not started by polytempo run; start it so")
         self._name = self._session.next_track()
-        self._line = Line(self._name, ahead=self._spec.ahead)
+        self._line = ClientState(self._name, ahead=self._spec.ahead)
         self.step = 0
         tables = list(self._tables.values())
         self._local = LocalArrays(tables) if self._client is None else None
@@ -64,9 +63,9 @@ class KV:
                 self._client.register(self._name, self._proposal(), lambda: ({}, self._nothing()), self._line)
             self.step = self._line.released - self._spec.ahead
 
-    def _proposal(self) -> Proposal:
+    def _proposal(self) -> OptimizerSpec:
         tables = tuple(table.info for table in self._tables.values())
-        return Proposal(sync=self._spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=tables)
+        return OptimizerSpec(sync=self._spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=tables)
 
     def _nothing(self) -> list[list[Any]]:
         assert self._client is not None
@@ -81,7 +80,7 @@ class KV:
 
     # Steps.
 
-    def push(self, *parts: Part, samples: float = 1.0) -> Future[int]:
+    def push(self, *parts: ArrayUpdate, samples: float = 1.0) -> Future[int]:
         """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
         samples = weight_of(samples, zero=False)
         names = [name for name, _, _ in parts]

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from polytempo.client.row_traffic import WorkerTable
 from polytempo.errors import UsageError
-from polytempo.parameter_server.state import OF_TABLES, RunState
 from polytempo.protocol.values import TensorInfo
-from polytempo.tables.table import RowPush, Table
-from polytempo.train.exchange import Exchange
-from polytempo.train.mirrored import MirroredTable, mirrored_tables, rows_of_torch, torch_rows
-from polytempo.train.row_traffic import WorkerTable
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState
+from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
+from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, sparse_embedding_tables, torch_rows
 from polytempo.train.state_dict import runs_of, torch_state
 
 Params = Sequence[torch.nn.Parameter]
@@ -39,9 +39,9 @@ class ModelTables:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self.embeddings = embedding_tables(model)
-        self.mirrored: list[MirroredTable] = []
+        self.mirrored: list[SparseEmbeddingTable] = []
         self.dense: list[int] = []  #: numbers of the parameters that are no tables
-        self._here: list[tuple[EmbeddingTable, Table]] = []  # in a job of one
+        self._here: list[tuple[EmbeddingTable, TableShard]] = []  # in a job of one
         self._version = 0
 
     @property
@@ -57,7 +57,7 @@ class ModelTables:
         groups: Sequence[int],
     ) -> None:
         """Look for sparse embeddings, if a model is given: they become tables that workers mirror."""
-        self.mirrored = mirrored_tables(model, optimizer, params, groups) if model is not None else []
+        self.mirrored = sparse_embedding_tables(model, optimizer, params, groups) if model is not None else []
         rows = {id(table.weight) for table in self.mirrored}
         self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
 
@@ -65,10 +65,10 @@ class ModelTables:
         """Say where rows are: on the servers of an exchange, or here; `rate` is for those without a rate of their own."""
         for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
             table.rate = rate
-            if isinstance(exchange, Exchange):
+            if isinstance(exchange, ServerReducer):
                 table.source = _source(exchange, number)
             else:
-                here = Table(table.info, 0, 1)
+                here = TableShard(table.info, 0, 1)
                 self._here.append((table, here))
                 table.source = here.pull
 
@@ -83,7 +83,7 @@ class ModelTables:
 
     # State, as torch numbers it.
 
-    def torch_state(self, runs: Sequence[RunState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
+    def torch_state(self, runs: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
         """The servers' state by parameter number."""
         dense = torch_state([run for run in runs if run.dtype != OF_TABLES], tensors, self.dense)
         shards = [run.state for run in runs if run.dtype == OF_TABLES]
@@ -91,13 +91,13 @@ class ModelTables:
         rows = {places[id(t.weight)]: torch_rows(number, t, shards) for number, t in enumerate(self.mirrored)}
         return dict(sorted({**dense, **{index: state for index, state in rows.items() if state}}.items()))
 
-    def runs_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[RunState]:
+    def runs_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[SegmentState]:
         """The same the other way."""
         places = {id(param): index for index, param in enumerate(params)}
         given: dict[str, Any] = {}
         for number, table in enumerate(self.mirrored):
             given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
-        return [*runs_of(state, tensors, self.dense), *([RunState(OF_TABLES, 0, 0, given)] if given else [])]
+        return [*runs_of(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
 
     def check_unchanged(self) -> None:
         """Refuse tables that the script has written to: only rows with gradients travel."""
@@ -126,7 +126,7 @@ class ModelTables:
             table.drop()
 
 
-def _source(exchange: Exchange, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _source(exchange: ServerReducer, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def pull(ids: torch.Tensor) -> torch.Tensor:
         with exchange.session.lock, exchange.client.together():
             return exchange.rows.pulled(number, *exchange.rows.ask(number, ids))

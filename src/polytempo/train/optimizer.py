@@ -25,25 +25,24 @@ from typing import Any
 
 import torch
 
+from polytempo.client.client_state import ClientState
+from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
-from polytempo.filters.directions import parse_compression
-from polytempo.protocol.values import Proposal
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.reducer.buffer_mean import BufferMean
+from polytempo.reducer.collective_reducer import CollectiveReducer
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.gradient_checks import LOOKS, FiniteWatch, gradient_digest
+from polytempo.reducer.mean_reducer import MeanReducer
+from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
+from polytempo.reducer.server_reducer import ServerReducer, change_of
+from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
+from polytempo.session.session import Session, current
 from polytempo.sync.spec import parse_spec
-from polytempo.train.buffers import BufferMean
-from polytempo.train.by_group import GroupExchange
-from polytempo.train.choices import asked_way, check_choices, check_once, check_order, goes_via_peers, names_of, weight_of
-from polytempo.train.digest import LOOKS, gradient_digest
-from polytempo.train.downpour import Downpour
-from polytempo.train.exchange import Exchange, change_of
-from polytempo.train.finite import FiniteWatch
-from polytempo.train.flat import Flat
-from polytempo.train.lines import Line
-from polytempo.train.means import MeanExchange
+from polytempo.train.downpour import DownpourWorker
 from polytempo.train.model_tables import ModelTables
-from polytempo.train.peers import PeerExchange
-from polytempo.train.proposing import Hyper, Proposing, RuleAlone
-from polytempo.train.session import Session, current
-from polytempo.train.wrappers import is_watched, step_plainly, unscale
+from polytempo.train.profiler_hooks import is_watched, step_plainly, unscale
+from polytempo.train.validation import asked_way, check_choices, check_once, check_order, goes_via_peers, names_of, weight_of
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -95,8 +94,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._tables, self._dense = tables, tables.dense
         if clip_norm is not None and tables.all:
             raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
-        self._hyper = Hyper(self._spec, optimizer)
-        self._proposing = Proposing(self._spec, apply, optimizer, compressed, clip_norm)
+        self._hyper = HyperParameters(self._spec, optimizer)
+        self._proposing = SpecBuilder(self._spec, apply, optimizer, compressed, clip_norm)
         self._proposing.check(here, together)
         self._watch = FiniteWatch(self._names, self._session.rank, nonfinite)
         self._agreed = False  # synchronize() was called since the last step
@@ -109,28 +108,28 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             check_once(self._params, self._names, on_servers=not peers)
         self._exchange = self._join(via) if together else None
         self._own()
-        self._downpour: Downpour | None = None
-        if isinstance(self._exchange, Exchange) and self._spec.local is not None:
-            self._downpour = Downpour(self._exchange, self._spec.local, lambda: self.param_groups, self._hyper, tables)
+        self._downpour: DownpourWorker | None = None
+        if isinstance(self._exchange, ServerReducer) and self._spec.local is not None:
+            self._downpour = DownpourWorker(self._exchange, self._spec.local, lambda: self.param_groups, self._hyper, tables)
         tables.attach(self._exchange, lambda: self.param_groups[0]["lr"])
         self._rule = RuleAlone(self._spec, self._hyper, self) if self._exchange is None and self._spec.mode.rule else None
-        self._mean: Exchange | PeerExchange | None = None
+        self._mean: ServerReducer | SharedMemoryReducer | None = None
         self._session.computing_from(time.perf_counter())
 
-    def _join(self, via: str | None) -> Exchange | MeanExchange:
+    def _join(self, via: str | None) -> ServerReducer | MeanReducer:
         """Take part in the job. State the wrapped optimizer already has goes with the values the job starts from."""
         if goes_via_peers(self._spec, via, self._session, bool(self._tables.embeddings)):
             if self._session.client is not None and self._session.job.meeting:
-                return PeerExchange(self._session, self._name, self._proposal(peers=True), self._params)
+                return SharedMemoryReducer(self._session, self._name, self._proposal(peers=True), self._params)
             self._session.before_leaving(self.join)
-            return GroupExchange(self._session, self._name, self._proposal(peers=True), self._params)
+            return CollectiveReducer(self._session, self._name, self._proposal(peers=True), self._params)
         proposal, runs = self._proposal(), []
         if self._apply == "server" and self.inner.state:
             runs = self._tables.runs_of(self.inner.state_dict()["state"], proposal.tensors, self._params)
             self.inner.state.clear()
         staged = self._apply == "server" and not proposal.push_filter
         params = [self._params[index] for index in self._dense]
-        return Exchange(self._session, self._name, proposal, params, runs, staged=staged, tables=self._tables.all)
+        return ServerReducer(self._session, self._name, proposal, params, runs, staged=staged, tables=self._tables.all)
 
     def _own(self) -> None:
         """Of several optimizers with the same parameter only the last made may step: servers hold values for each."""
@@ -221,15 +220,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         result = self.inner.step(closure)
         return loss if closure is None else result
 
-    def _step_with_peers(self, exchange: MeanExchange, skip: bool, samples: float, **about: Any) -> None:
-        flat: Flat | None = None
+    def _step_with_peers(self, exchange: MeanReducer, skip: bool, samples: float, **about: Any) -> None:
+        flat: FlatBuffer | None = None
         if not skip:
             flat, absent = exchange.gradients()
             about |= {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step)}
         exchange.push(flat, self._hyper.of(self.param_groups), average=not self._agreed, samples=samples, **about)
         self._apply_mean(exchange)
 
-    def _apply_mean(self, exchange: MeanExchange) -> None:
+    def _apply_mean(self, exchange: MeanReducer) -> None:
         if exchange.line.skipped:
             return
         in_place = self._clip_norm is None and exchange.may_read_in_place(self.inner)
@@ -240,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         exchange.copier.watch.record()
 
     def _step_together(
-        self, exchange: Exchange | MeanExchange, closure: Callable[[], Any] | None, samples: float | None
+        self, exchange: ServerReducer | MeanReducer, closure: Callable[[], Any] | None, samples: float | None
     ) -> Any:
         now = [param for group in self.param_groups for param in group["params"]]
         if self._displaced:
@@ -255,7 +254,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         computed = self._session.computed(time.perf_counter())
         skip = self._unscale()
         weight = 1.0 if samples is None else samples
-        if isinstance(exchange, MeanExchange):
+        if isinstance(exchange, MeanReducer):
             return self._step_with_peers(exchange, skip, weight, computed=computed, **self._position(samples))
         if self._downpour is not None:
             if self._clip_norm is not None:
@@ -264,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return None
         if self._apply == "delta" and self._spec.mode.barrier and not self._agreed:
             skip = self._agree(weight, skip)
-        flat: Flat | None = None
+        flat: FlatBuffer | None = None
         self._closure_loss = None
         about: dict[str, Any] = {}
         if not skip:
@@ -274,13 +273,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
         return self._closure_loss
 
-    def _gradient(self, exchange: Exchange) -> tuple[Flat, dict[str, Any]]:
+    def _gradient(self, exchange: ServerReducer) -> tuple[FlatBuffer, dict[str, Any]]:
         if self._clip_norm is not None and not self._spec.mode.barrier:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
         flat, absent = exchange.gradients()
         return flat, {"absent": absent, "nonfinite": self._watch.look_at(flat, exchange.step, self._tables.is_finite())}
 
-    def _change(self, exchange: Exchange, closure: Callable[[], Any] | None) -> tuple[Flat, dict[str, Any]]:
+    def _change(self, exchange: ServerReducer, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, dict[str, Any]]:
         """Run the wrapped optimizer; what it changed is what is pushed."""
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, self._clip_norm)
@@ -356,18 +355,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _agree(self, samples: float, skip: bool) -> bool:
         """Average the gradients in the side clock; was the round skipped?"""
         assert self._exchange is not None
-        if isinstance(self._exchange, GroupExchange):
+        if isinstance(self._exchange, CollectiveReducer):
             absent = () if skip else self._exchange.gradients()[1]
             self._exchange.agree(skip, self._hyper.of(self.param_groups), samples, absent)
             if not self._exchange.line.skipped:
                 self._exchange.take_mean()
             return self._exchange.line.skipped
-        if self._mean is None and isinstance(self._exchange, PeerExchange):
+        if self._mean is None and isinstance(self._exchange, SharedMemoryReducer):
             name = f"{self._name}/mean"
-            self._mean = PeerExchange(self._session, name, self._proposal(peers=True), self._params, self._exchange)
+            self._mean = SharedMemoryReducer(self._session, name, self._proposal(peers=True), self._params, self._exchange)
         if self._mean is None:
             staged = self._apply == "delta"  # else the gradients live in the other exchange's bucket
-            self._mean = Exchange(
+            self._mean = ServerReducer(
                 self._session, f"{self._name}/mean", self._proposal(mean=True), self._params, staged=staged
             )
         if skip:
@@ -375,7 +374,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         else:
             flat, absent = self._mean.gradients()
             self._mean.push(flat, (), absent=absent, samples=samples)
-            if isinstance(self._mean, PeerExchange):
+            if isinstance(self._mean, SharedMemoryReducer):
                 self._mean.take_mean()
         return self._mean.line.skipped
 
@@ -386,7 +385,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         leaving the job does it by itself. Under `polytempo run` on one host nobody needs it: who ends is left out.
         """
         exchange = self._exchange
-        if isinstance(exchange, GroupExchange):
+        if isinstance(exchange, CollectiveReducer):
             with torch.no_grad():
                 while not exchange.join():
                     self._apply_mean(exchange)
@@ -404,7 +403,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _send_ahead(self, sending: bool) -> None:
         for exchange in (self._exchange, self._mean):
-            if isinstance(exchange, Exchange | GroupExchange):
+            if isinstance(exchange, ServerReducer | CollectiveReducer):
                 exchange.sending = sending
 
     # What the job holds.
@@ -427,7 +426,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """The wrapped optimizer's state, from the servers where they keep it: one state of the job, on this rank alone."""
         state: dict[str, Any] = self.inner.state_dict()
         exchange = self._exchange
-        if isinstance(exchange, Exchange) and self._apply == "server":
+        if isinstance(exchange, ServerReducer) and self._apply == "server":
             state["state"] = self._tables.torch_state(exchange.read_state(), exchange.proposal.tensors, self._params)
             state |= {"filters": held} if (held := exchange.filters.state()) else {}
         return state
@@ -436,7 +435,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Load a state, for the whole job where the servers keep it."""
         self.inner.load_state_dict(state_dict)
         exchange = self._exchange
-        if isinstance(exchange, Exchange) and self._apply == "server":
+        if isinstance(exchange, ServerReducer) and self._apply == "server":
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             exchange.load_state(self._tables.runs_of(state, exchange.proposal.tensors, self._params))
@@ -446,7 +445,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         """Figures of this worker so far."""
         exchange, local = self._exchange, self._downpour
-        line = exchange.line if exchange is not None else Line("")
+        line = exchange.line if exchange is not None else ClientState("")
         sent, received = exchange.traffic() if exchange is not None else (0, 0)
         return {
             "step": self._alone_steps if exchange is None else exchange.step if local is None else local.steps,
@@ -458,7 +457,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "spread": line.answer.spread,
         }
 
-    def _proposal(self, mean: bool = False, peers: bool = False) -> Proposal:
+    def _proposal(self, mean: bool = False, peers: bool = False) -> OptimizerSpec:
         chosen = range(len(self._params)) if mean or peers else self._dense
         tables = () if mean or peers else tuple(table.info for table in self._tables.all)
         described = self._proposing.describe(self._params, self._names, self._groups, chosen)

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from polytempo.errors import UsageError
+from polytempo.session.session import Session, current, init, is_initialized
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
-from polytempo.train.session import Session, current, init, is_initialized
 
 #: What a loader is made with, and keeps under the same name.
 KEPT = (

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from polytempo.train.positions import Pass
-from polytempo.train.session import Session, current
+from polytempo.session.positions import Pass
+from polytempo.session.session import Session, current
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]

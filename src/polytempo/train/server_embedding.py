@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from polytempo.client.row_traffic import SomeRows, WorkerTable
 from polytempo.errors import UsageError, WrongType
-from polytempo.parameter_server.state import dtype_name
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
-from polytempo.tables.checks import check_table
-from polytempo.tables.ids import checked_ids, coalesce
-from polytempo.tables.rules import checked_hyper, rule
-from polytempo.train.row_traffic import SomeRows, WorkerTable
+from polytempo.server.optimizer_state import dtype_name
+from polytempo.tables.row_batches import checked_ids, coalesce
+from polytempo.tables.row_optimizers import checked_hyper, rule
+from polytempo.tables.validation import check_table
 
 MODES = (None, "sum", "mean")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from polytempo.parameter_server.state import RunState, of_tensor
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
+from polytempo.server.optimizer_state import SegmentState, of_tensor
 
 
 def torch_state(
-    runs: Sequence[RunState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+    runs: Sequence[SegmentState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
     """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors.
 
@@ -43,12 +43,12 @@ def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
     return torch.empty(tuple(empty.shape), dtype=getattr(torch, empty.dtype)) if each else value.clone()
 
 
-def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]) -> list[RunState]:
+def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]) -> list[SegmentState]:
     """The same the other way: one run for each parameter that has state."""
     runs = []
     for place in lay_out(tensors, 1).places:
         own = {name: _on_cpu(name, value, place.info) for name, value in state.get(numbers[place.index], {}).items()}
-        runs.append(RunState(place.info.dtype, place.start, place.stop, own))
+        runs.append(SegmentState(place.info.dtype, place.start, place.stop, own))
     return runs
 
 

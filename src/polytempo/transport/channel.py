@@ -21,7 +21,7 @@ from polytempo.errors import UsageError
 from polytempo.transport.poller import Poller
 
 Bytes = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
-Done = Callable[[], None]
+OnSent = Callable[[], None]
 
 #: More buffers than this in one message are refused: one for each dtype, or a few for each run of an optimizer's state.
 BUFFER_COUNT_LIMIT = 1 << 20
@@ -38,7 +38,7 @@ class Peer(ABC):
         self.who: Any = None
 
     @abstractmethod
-    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         """Send without waiting. The buffers must not change until `done` is called."""
 
     @abstractmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polytempo.errors import UsageError
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel, scheme_of
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.pool import Pool
 from polytempo.transport.stream import StreamChannel
 from polytempo.transport.zeromq import ZmqChannel
 

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Done
-from polytempo.transport.pool import Pool
-from polytempo.transport.segments import Borrowed, Segment, Shelf, open_segment
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, OnSent
+from polytempo.transport.shared_memory import Borrowed, Segment, SharedMemoryRegistry, open_segment
 
 MAGIC = b"PT02"
 PREFIX = struct.Struct("<4sIIIII")
@@ -38,17 +38,17 @@ JOIN_UP_TO = 64 << 10
 REMEMBERED = 64
 
 #: Bytes to send, and segments to hand over with them.
-Piece = tuple[memoryview, list[Segment]]
+FramePiece = tuple[memoryview, list[Segment]]
 
 
-def send_piece(sock: socket.socket, piece: Piece) -> Piece | None:
+def send_piece(sock: socket.socket, piece: FramePiece) -> FramePiece | None:
     """Send what the socket takes; what is left, if anything is."""
     data, segments = piece
     count = socket.send_fds(sock, [data], [segment.descriptor for segment in segments]) if segments else sock.send(data)
     return (data[count:], []) if count < len(data) else None
 
 
-class Writer:
+class FrameWriter:
     """Puts messages together, for one connection: what is written out, what is only referred to."""
 
     def __init__(self, pool: Pool) -> None:
@@ -57,7 +57,7 @@ class Writer:
         self._words: set[int] = set()  # loans that are out
         self._places: dict[int, tuple[weakref.ref[Bytes], tuple[Segment, int] | None]] = {}  # of buffers sent before
 
-    def write(self, header: bytes, buffers: Sequence[Bytes], done: Done | None) -> tuple[list[Piece], Done | None]:
+    def write(self, header: bytes, buffers: Sequence[Bytes], done: OnSent | None) -> tuple[list[FramePiece], OnSent | None]:
         """The pieces to send, and what is to be called when they were sent; of a loan, `done` is called when it is back."""
         new: list[Segment] = []
         found = [self._place(self._shelf, buffer) if self._shelf is not None else None for buffer in buffers]
@@ -80,7 +80,7 @@ class Writer:
         pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
         return pieces, None if loan else done
 
-    def _place(self, shelf: Shelf, buffer: Bytes) -> tuple[Segment, int] | None:
+    def _place(self, shelf: SharedMemoryRegistry, buffer: Bytes) -> tuple[Segment, int] | None:
         """Where a buffer lies. The same few are sent again and again."""
         known = self._places.get(id(buffer))
         if known is not None and known[0]() is buffer:
@@ -91,7 +91,7 @@ class Writer:
         self._places[id(buffer)] = weakref.ref(buffer), place
         return place
 
-    def _lend(self, shelf: Shelf, done: Done) -> tuple[Segment, int] | None:
+    def _lend(self, shelf: SharedMemoryRegistry, done: OnSent) -> tuple[Segment, int] | None:
         word = -1
 
         def back() -> None:
@@ -116,7 +116,7 @@ class Writer:
             self._shelf.write_off(word)  # type: ignore[union-attr]
 
 
-class Reader:
+class FrameReader:
     """Reads messages piece by piece, as bytes come; a large buffer directly into the memory it will be used from.
 
     With `ahead` small pieces are read together, perhaps with the beginning of the next message.
@@ -221,7 +221,7 @@ class Reader:
             result.append(self._view(number, offset, length, back))
         return result
 
-    def _view(self, number: int, offset: int, length: int, back: Done | None) -> Bytes:
+    def _view(self, number: int, offset: int, length: int, back: OnSent | None) -> Bytes:
         if back is not None:  # it matters when this one is gone
             return self._segments[number].view(offset, length, back).view(Borrowed)
         key = number, offset, length
@@ -231,7 +231,7 @@ class Reader:
             self._views[key] = self._segments[number].view(offset, length).view(Borrowed)
         return self._views[key]
 
-    def _loan(self, number: int, word: int, views: int) -> Done:
+    def _loan(self, number: int, word: int, views: int) -> OnSent:
         """Clears a loan's word when so many views are gone."""
         if number >= len(self._segments) or word >= self._segments[number].size:
             raise PeerError("a message refers to a loan that is not there")

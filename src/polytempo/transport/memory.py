@@ -15,13 +15,13 @@ from typing import Any
 import zmq
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
 from polytempo.transport.poller import Poller
 
-Message = tuple[bytes, list[Bytes]]
+QueuedMessage = tuple[bytes, list[Bytes]]
 
 
-class Bell:
+class WakeUp:
     """Wakes a poller: a number in the kernel that any thread may raise."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class MemoryPeer(Peer):
         super().__init__(f"thread {id(channel):x}", 1 << 62)
         self._channel = channel
 
-    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         self._channel.inbox.append((header, [buffer.copy() for buffer in buffers]))
         self._channel.bell.ring()
         if done:
@@ -72,7 +72,7 @@ class MemoryEndpoint(Endpoint):
 
     def __init__(self, name: str) -> None:
         self.address = f"memory://{name}"
-        self.bell = Bell()
+        self.bell = WakeUp()
         self.inbox: deque[Received | Closed] = deque()
         self.channels: list[MemoryChannel] = []
         self.closed = False
@@ -97,8 +97,8 @@ class MemoryChannel(Channel):
 
     def __init__(self, endpoint: MemoryEndpoint) -> None:
         self._endpoint = endpoint
-        self.inbox: deque[Message] = deque()
-        self.bell = Bell()
+        self.inbox: deque[QueuedMessage] = deque()
+        self.bell = WakeUp()
         self.turned_away = False
         self._peer = MemoryPeer(self)
         endpoint.channels.append(self)
@@ -110,7 +110,7 @@ class MemoryChannel(Channel):
         self._endpoint.bell.ring()
         return len(header) + sum(buffer.nbytes for buffer in buffers)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> QueuedMessage | None:
         if self.inbox:
             return self.inbox.popleft()
         self.bell.silence()

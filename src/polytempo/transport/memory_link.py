@@ -8,20 +8,20 @@ from typing import Any
 import zmq
 
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import HEAD, Link, Message, Receiver, Sent
-from polytempo.transport.memory import Bell
+from polytempo.transport.memory import WakeUp
+from polytempo.transport.peer_link import HEAD, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
-from polytempo.transport.segments import Segment
+from polytempo.transport.shared_memory import Segment
 
 Item = tuple[bytes, Segment | None, Bytes | None]
 
 
-class MemoryLink(Link):
+class MemoryLink(PeerLink):
     """One end; `pair` makes both."""
 
     def __init__(self, rank: int, receiver: Receiver) -> None:
         super().__init__(rank, receiver)
-        self._bell = Bell()
+        self._bell = WakeUp()
         self._inbox: deque[Item | None] = deque()  # None: the other end is closed
         self._other: MemoryLink = self
         self._poller: Poller | None = None
@@ -33,7 +33,7 @@ class MemoryLink(Link):
         one._other, two._other = two, one
         return one, two
 
-    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
+    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         if self._other.open:
             self._give((head, segment, payload.copy() if payload is not None else None))
         else:
@@ -65,7 +65,7 @@ class MemoryLink(Link):
 
     def _deliver(self, head: bytes, segment: Segment | None, payload: Bytes | None) -> None:
         kind, _, context, tag, length = HEAD.unpack_from(head)
-        message = Message(kind, context, tag, head[HEAD.size :], segment)
+        message = LinkMessage(kind, context, tag, head[HEAD.size :], segment)
         if payload is not None and length:
             room = self.receiver.room(self.rank, message, length)
             room[:] = payload

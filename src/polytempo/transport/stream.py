@@ -20,10 +20,10 @@ from typing import Any
 import zmq
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import Bytes, Channel, Closed, Done, Endpoint, Peer, Received
-from polytempo.transport.framing import Piece, Reader, Writer, send_piece
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.framing import FramePiece, FrameReader, FrameWriter, send_piece
 from polytempo.transport.poller import Poller
-from polytempo.transport.pool import Pool
 
 SOCKET_BUFFER = 4 << 20
 IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)  # as plain numbers: they are looked at often
@@ -36,13 +36,13 @@ class StreamPeer(Peer):
         super().__init__(f"connection {sock.fileno()}", limit)
         self.sock = sock
         self.fileno = sock.fileno()
-        self.reader = Reader(pool, limit)
-        self.writer = Writer(pool)
+        self.reader = FrameReader(pool, limit)
+        self.writer = FrameWriter(pool)
         self._endpoint = endpoint
-        self._outbox: deque[tuple[Piece, Done | None]] = deque()
+        self._outbox: deque[tuple[FramePiece, OnSent | None]] = deque()
         self._writing = False
 
-    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         pieces, done = self.writer.write(header, buffers, done)
         self._outbox.extend((piece, None) for piece in pieces[:-1])
         self._outbox.append((pieces[-1], done))
@@ -181,9 +181,9 @@ class StreamChannel(Channel):
     def __init__(self, path: str, pool: Pool, limit: int, patience: float = 0.0) -> None:
         self._sock = _connected(path, patience)
         widen(self._sock)
-        self._reader = Reader(pool, limit)
+        self._reader = FrameReader(pool, limit)
         self._reader.ahead = True
-        self._writer = Writer(pool)
+        self._writer = FrameWriter(pool)
         self._path = path
         self._sent = 0
 
@@ -191,7 +191,7 @@ class StreamChannel(Channel):
         pieces, _ = self._writer.write(header, buffers, None)
         try:
             for piece in pieces:
-                left: Piece | None = piece
+                left: FramePiece | None = piece
                 self._sent += len(piece[0])
                 while left is not None:
                     left = send_piece(self._sock, left)

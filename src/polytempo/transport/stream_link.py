@@ -9,9 +9,9 @@ from typing import Any
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
-from polytempo.transport.links import HEAD, KINDS, PAYLOAD_LIMIT, SEGMENT, Link, Message, Receiver, Sent
+from polytempo.transport.peer_link import HEAD, KINDS, PAYLOAD_LIMIT, SEGMENT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
-from polytempo.transport.segments import Segment, open_segment
+from polytempo.transport.shared_memory import Segment, open_segment
 from polytempo.transport.stream import IN, OUT, widen
 
 #: Read at once where a head is expected: a little, because what belongs to a payload is copied once more.
@@ -24,7 +24,7 @@ LAST_WORDS = 1.0
 CLOSED = "its connection has closed"
 
 
-class StreamLink(Link):
+class StreamLink(PeerLink):
     """One end of a connected socket."""
 
     def __init__(self, rank: int, receiver: Receiver, sock: socket.socket) -> None:
@@ -34,15 +34,17 @@ class StreamLink(Link):
         self._sock = sock
         self._fileno = sock.fileno()
         self._poller: Poller | None = None
-        self._outbox: deque[tuple[memoryview, Segment | None, Sent | None]] = deque()
+        self._outbox: deque[tuple[memoryview, Segment | None, OnLinkSent | None]] = deque()
         self._writing = False
         self._rest = b""
         self._descriptors: list[int] = []
-        self._filling: tuple[Message, Bytes, int] | None = None  # a payload that is not whole, and how much of it is there
+        self._filling: tuple[LinkMessage, Bytes, int] | None = (
+            None  # a payload that is not whole, and how much of it is there
+        )
 
     # Sending.
 
-    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
+    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         if payload is None or payload.nbytes <= JOIN_UP_TO:
             whole = head if payload is None else head + payload.tobytes()
             self._outbox.append((memoryview(whole), segment, sent))
@@ -149,7 +151,7 @@ class StreamLink(Link):
         if len(data) < start:
             return 0
         segment = open_segment(self._descriptors.pop(0)) if kind == SEGMENT and self._descriptors else None
-        message = Message(kind, context, tag, data[HEAD.size : start], segment)
+        message = LinkMessage(kind, context, tag, data[HEAD.size : start], segment)
         if not length:
             self.receiver.arrived(self.rank, message, None)
             return start

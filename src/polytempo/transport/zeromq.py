@@ -18,11 +18,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Done, Endpoint, Peer, Received
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
 from polytempo.transport.keys import JobKeys, WorkerKeys
 from polytempo.transport.meter import Meter
 from polytempo.transport.poller import Poller
-from polytempo.transport.pool import Pool
 
 PIECE = 1 << 20
 #: No single frame may be larger: pieces are smaller, headers never reach it.
@@ -55,7 +55,7 @@ class ZmqPeer(Peer):
         self._identity = identity
         self.closed = False
 
-    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: Done | None = None) -> None:
+    def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         try:
             if not self.closed:
                 self._socket.send_multipart([self._identity, *frames_of(header, buffers)])

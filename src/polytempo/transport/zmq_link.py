@@ -18,10 +18,10 @@ from zmq.utils.monitor import parse_monitor_message
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.links import BYE, HEAD, KINDS, PAYLOAD_LIMIT, Link, Message, Receiver, Sent
 from polytempo.transport.meter import drain
+from polytempo.transport.peer_link import BYE, HEAD, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
-from polytempo.transport.segments import Segment
+from polytempo.transport.shared_memory import Segment
 from polytempo.transport.zeromq import OnlyWorkers, set_options
 
 #: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
@@ -68,7 +68,7 @@ class ZmqWires:
         self.context.term()
 
 
-class ZmqLink(Link):
+class ZmqLink(PeerLink):
     """One end."""
 
     def __init__(self, rank: int, receiver: Receiver, wires: ZmqWires, serves: bool) -> None:
@@ -79,7 +79,7 @@ class ZmqLink(Link):
         self.established = False  #: both ends have proved who they are
         self.problem = ""  #: why it cannot be
         self._poller: Poller | None = None
-        self._outbox: deque[tuple[list[bytes | memoryview], Sent | None]] = deque()
+        self._outbox: deque[tuple[list[bytes | memoryview], OnLinkSent | None]] = deque()
         self._writing = False
         self._ended = False
         self._polite = False  # it has said its last
@@ -94,7 +94,7 @@ class ZmqLink(Link):
         """Reach the other end, which listens already."""
         self._socket.connect(address)
 
-    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: Sent | None) -> None:
+    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         assert segment is None, "memory is shared on one host only"
         view = memoryview(payload.data).cast("B") if payload is not None else memoryview(b"")
         self._polite = head[0] == BYE
@@ -181,7 +181,7 @@ class ZmqLink(Link):
         fits = len(frames[0]) == HEAD.size + meta_length and length == sum(map(len, frames[1:]))
         if kind >= KINDS or length > PAYLOAD_LIMIT or not fits:
             raise PeerError("it sent something that is no message")
-        message = Message(kind, context, tag, frames[0].bytes[HEAD.size :])
+        message = LinkMessage(kind, context, tag, frames[0].bytes[HEAD.size :])
         payload = self.receiver.room(self.rank, message, length) if length else None
         start = 0
         for frame in frames[1:]:

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import polytempo.horovod as hvd
 from polytempo.errors import UsageError
-from polytempo.horovod import buckets
+from polytempo.horovod import gradient_buckets
 
 warnings.simplefilter("error")
-buckets.CAPACITY = 64  # so that there are several
+gradient_buckets.CAPACITY = 64  # so that there are several
 torch.set_num_threads(1)
 hvd.init()
 rank, size = hvd.rank(), hvd.size()

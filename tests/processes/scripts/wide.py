@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from polytempo.train.job import job_of_environment
+from polytempo.launch.job_facts import job_of_environment
+from polytempo.session.session import open_session
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.session import open_session
 
 size, steps, retry = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 found = job_of_environment()

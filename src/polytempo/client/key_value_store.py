@@ -1,0 +1,85 @@
+"""Where ranks on several hosts find each other: the job's first server, or a key-value store of torch's. Only addresses.
+
+Whoever reaches the port of torch's store can read and write it. All that this can do is keep ranks from finding each other:
+with the keys of the key file they prove to each other who they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from polytempo.client.client import Client
+from polytempo.errors import PeerError
+from polytempo.transport.rendezvous import KeyValueStore
+
+FIRST_PAUSE, LONGEST_PAUSE = 1e-3, 0.05
+
+
+class TorchStore(KeyValueStore):
+    """Any store of torch."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def find(self, key: str, seconds: float) -> str | None:
+        """Asked again and again: torch's own `wait` writes two warnings for each wait that was too short."""
+        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            return str(self._store.get(key).decode())
+        except (RuntimeError, UnicodeDecodeError) as error:
+            why = str(error).splitlines()[0][:160]
+            raise PeerError(f"the store cannot be asked for {key!r} ({why}); is the process that keeps it alive?") from None
+
+
+class JobStore(KeyValueStore):
+    """The first server of a job of ours. `life`: what tells the keys of a later meeting from those of earlier ones."""
+
+    def __init__(self, client: Client, lock: threading.RLock, life: str = "") -> None:
+        self._client, self._lock, self._life = client, lock, life
+
+    def put(self, key: str, value: str) -> None:
+        with self._lock:
+            self._client.put(key + self._life, value)
+
+    def find(self, key: str, seconds: float) -> str | None:
+        with self._lock:
+            return self._client.find(key + self._life, seconds)
+
+
+_kept: list[Any] = []  # stores whose keeper this process is: ranks that join again find them where they were
+
+
+def store_at(address: str, rank: int, size: int, agent: bool, patience: float, life: str = "") -> TorchStore:
+    """The store at host:port: rank 0 keeps it, or, with `agent`, the launcher. `life`: as for `JobStore`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PeerError(f"expected host:port of a store that all hosts reach, got {address!r}")
+    try:
+        store = torch.distributed.TCPStore(
+            host.strip("[]"),
+            int(port),
+            size,
+            is_master=rank == 0 and not agent,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:200]
+        raise PeerError(f"rank {rank} cannot reach the store at {address}: {why}; is rank 0 on that host?") from None
+    if rank == 0 and not agent:
+        _kept[:] = [store]
+    return TorchStore(torch.distributed.PrefixStore(f"polytempo{life}", store))

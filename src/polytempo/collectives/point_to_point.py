@@ -1,0 +1,73 @@
+"""Single messages between two ranks of a group: `send` and `recv`, with tags, in any order of posting, from anybody."""
+
+from __future__ import annotations
+
+import torch
+
+from polytempo.collectives.executor import bytes_of, nbytes
+from polytempo.collectives.flattening import flat, shape_of
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.errors import PeerError, UsageError
+from polytempo.transport.peer_link import DATA, LinkMessage
+
+#: Tags are whole numbers of 64 bits.
+TAGS = 1 << 63
+
+
+def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, background: bool = False) -> Task:
+    """Send a tensor. Done when it may be changed again: the receiver need not be there yet."""
+    _check_peer(group, to)
+    _check_tag(tag)
+    peer = group.ranks[to]
+
+    def steps() -> Steps:
+        copy, left = flat(tensor)[0], [1]
+        group.engine.send(peer, LinkMessage(DATA, group.context + 1, tag), bytes_of(copy), left.clear)
+        if left:
+            yield Wait(lambda: not left, lambda: [peer])
+
+    return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", steps(), background)
+
+
+def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int = 0, background: bool = False) -> Task:
+    """Receive into a tensor, from one rank or from any; the result is the rank it came from."""
+    _check_tag(tag)
+    if source is not None:
+        _check_peer(group, source)
+    sender = None if source is None else group.ranks[source]
+    others = [rank for rank in group.ranks if rank != group.engine.rank]
+
+    def steps() -> Steps:
+        target, back = flat(tensor)
+        receipt = group.engine.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
+        try:
+            if not receipt.done:
+                yield group.engine.until(receipt, others)
+        finally:
+            group.engine.post.withdraw(receipt, group.context + 1, tag)
+        if receipt.problem:
+            raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
+        if back is not None:
+            back()
+        return group.ranks.index(receipt.source)
+
+    whom = f"from {source}" if source is not None else "from any"
+    return _start(group, f"recv({shape_of(tensor)}, {whom}, tag {tag})", steps(), background)
+
+
+def _check_peer(group: RankGroup, rank: int) -> None:
+    if not 0 <= rank < group.size:
+        raise UsageError(f"expected a rank from 0 to {group.size - 1}, got {rank}")
+    if rank == group.rank:
+        raise UsageError(f"rank {rank} cannot send to itself; copy the tensor")
+
+
+def _check_tag(tag: int) -> None:
+    if not -TAGS <= tag < TAGS:
+        raise UsageError(f"expected a tag from {-TAGS} to {TAGS - 1}, got {tag}")
+
+
+def _start(group: RankGroup, name: str, steps: Steps, background: bool) -> Task:
+    """In no lane: single messages do not wait for collectives."""
+    return group.engine.start(CallQueue(-1, group.ranks), name, steps, background, group.timeout)

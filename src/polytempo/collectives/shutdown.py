@@ -1,0 +1,81 @@
+"""The ends of a process that others must not misunderstand: a fork is none, and a script that ends well has not crashed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from polytempo.transport.peer_link import BYE, LinkMessage, PeerLink
+
+
+class Links(dict[int, PeerLink]):
+    """By rank. (A plain dict cannot be referred to weakly.)"""
+
+
+def let_go_after_fork(links: Links) -> None:
+    """A forked child, such as a data loader's, must not keep its parent's links open: nobody would see the parent die."""
+    reference = weakref.ref(links)
+
+    def let_go() -> None:
+        inherited = reference()
+        if inherited is not None:
+            for link in inherited.values():
+                link.abandon()
+            inherited.clear()
+
+    os.register_at_fork(after_in_child=let_go)
+
+
+def at_exit(close: Callable[[bool], None]) -> Callable[[], None]:
+    """When the process ends, close: politely, unless it has failed. Returns what takes this back."""
+    process = os.getpid()
+    watch_exit()
+
+    def leave() -> None:
+        if os.getpid() == process:  # a forked child's end is not its parent's
+            close(not ended_badly())
+
+    atexit.register(leave)
+    return lambda: atexit.unregister(leave)
+
+
+_said: list[object] = []  # the status that sys.exit was last called with
+
+
+def watch_exit() -> None:
+    """Note what `sys.exit` is called with: what runs at the end of a process is not told its exit status."""
+    plain = sys.exit
+
+    def noting(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread, not the process
+            _said[:] = [status]
+        plain(status)
+
+    if not hasattr(plain, "plain"):
+        noting.plain = plain  # type: ignore[attr-defined]
+        sys.exit = noting
+
+
+def ended_badly() -> bool:
+    """At the end of the process: has an error ended it, or `sys.exit` with a status that is none of success?
+
+    torch, pytest and others replace `sys.excepthook`; the interpreter notes an error that nobody caught before it calls it.
+    `raise SystemExit(3)` cannot be seen from here: whoever waits for the process does.
+    """
+    return hasattr(sys, "last_value") or any(status not in (None, 0) for status in _said)
+
+
+def politely_closed(link: PeerLink) -> None:
+    """The other end is told that this is no crash."""
+    link.send(LinkMessage(BYE, 0, 0))
+    link.close()
+
+
+def abruptly_closed(link: PeerLink) -> None:
+    """As by a crash."""
+    link.close()

@@ -1,0 +1,1 @@
+"""Compression of pushes and pulls: casts, sparsification, signs, and key caching."""

@@ -1,0 +1,219 @@
+"""Filter chains: what becomes of a flat tensor before it is sent, and how it is read at the other end.
+
+    none               all of it, as it is
+    bf16, fp16         all of it, in two bytes each
+    topk:0.01          the largest hundredth; significant:1e-3 what is beyond a threshold; sign one bit each
+    topk:0.01+bf16     a selection, then a cast of what was selected
+
+A lossy chain keeps what a message did not say, the residual, and adds it to the next: p = g + e; q = C(p); e = p - D(q). So
+everything is sent in the end, and sent + residual = produced at any time. Casts keep their rounding errors too, which papers
+usually leave out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from polytempo.compression.encoding import ByteArray, Code, Dense, NumberFormat, as_bytes, dtype_name
+from polytempo.compression.sign import Sign
+from polytempo.compression.sparsification import Significant, TopK
+from polytempo.errors import PeerError, UsageError, WrongType, nearest
+
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SELECTORS = ("topk", "significant", "sign")
+NAMES = ("none", *SELECTORS, *CASTS)
+KNOWN = "none, bf16, fp16, topk:0.01, significant:1e-3, sign, and a selection with a cast such as topk:0.01+bf16"
+
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+#: A plus that is not part of a number such as 1e+3.
+PLUS = re.compile(r"(?<![\d.][eE])\+")
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """A chain that was understood."""
+
+    code: Code
+    cast: str = ""
+
+    @property
+    def text(self) -> str:
+        """Its one canonical name."""
+        return "+".join(filter(None, (self.code.text, self.cast))) or "none"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Does everything arrive as it was?"""
+        return not self.selects and not self.cast
+
+    @property
+    def selects(self) -> bool:
+        """Is it more than a cast?"""
+        return self.code != Dense()
+
+    @property
+    def buffers(self) -> int:
+        """Of every message."""
+        return self.code.buffers
+
+    def new(self, size: int, dtype: torch.dtype) -> CompressionChain:
+        """A chain for one flat tensor, with nothing held back yet."""
+        return CompressionChain(self, self._form(size, dtype))
+
+    def stated_bytes(self, size: int, dtype: torch.dtype) -> int | None:
+        """Bytes of every message about such a tensor; None where its values decide."""
+        return self.code.stated_bytes(self._form(size, dtype))
+
+    def decode(self, buffers: Sequence[ByteArray], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The values that a message says, in memory of their own; `PeerError` when the message cannot be right."""
+        form = self._form(size, dtype)
+        try:
+            if len(buffers) != self.buffers:
+                raise PeerError(f"expected {self.buffers} buffers, got {len(buffers)}")
+            return self.code.decode(buffers, form)
+        except PeerError as error:
+            raise PeerError(f"a message of {form} by the filter {self.text} cannot be read: {error}") from None
+
+    def _form(self, size: int, dtype: torch.dtype) -> NumberFormat:
+        form = NumberFormat(size, dtype, CASTS.get(self.cast, dtype))
+        self.code.check(form)
+        return form
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class CompressionChain:
+    """A chain at work on one flat tensor: what it must remember is the residual."""
+
+    def __init__(self, spec: ChainSpec, form: NumberFormat) -> None:
+        self.spec = spec
+        self.form = form
+        self._held = torch.zeros(0 if spec.is_lossless else form.size, dtype=form.wide)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What was given and not sent yet; float32 for values of two bytes."""
+        return torch.zeros(self.form.size, dtype=self.form.wide) if self.spec.is_lossless else self._held.clone()
+
+    def encode(self, values: torch.Tensor) -> list[ByteArray]:
+        """The next message. Without a filter its memory is that of `values`, which must not change until it is sent."""
+        values = self._checked(values)
+        if self.spec.is_lossless:
+            return [as_bytes(values)]
+        self._held.add_(values)
+        return self.spec.code.encode(self._held, self.form)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What must be kept to go on later as if nothing had happened."""
+        return {} if self.spec.is_lossless else {"residual": self._held.clone()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        ours, theirs = _described({} if self.spec.is_lossless else {"residual": self._held}), _described(state)
+        if ours != theirs:
+            raise UsageError(f"the state of filter {self.spec} is {ours}, got {theirs}; use the filter that saved it")
+        if not self.spec.is_lossless:
+            self._held.copy_(state["residual"])
+
+    def _checked(self, values: torch.Tensor) -> torch.Tensor:
+        fits = values.dtype == self.form.dtype and values.shape == (self.form.size,) and values.device.type == "cpu"
+        if not fits:
+            got = f"{list(values.shape)} {dtype_name(values.dtype)} on {values.device.type}"
+            raise UsageError(f"expected a flat tensor of {self.form} on the CPU, got {got}; make a chain for each tensor")
+        return values.detach()
+
+
+def _described(state: Mapping[str, torch.Tensor]) -> str:
+    parts = (f"{name} {list(value.shape)} {dtype_name(value.dtype)}" for name, value in state.items())
+    return ", ".join(parts) or "nothing"
+
+
+def parse_chain(text: str) -> ChainSpec:
+    """Read a chain such as `topk:0.01+bf16`; a `UsageError` says in one line what is wrong."""
+    parts = [part.strip() for part in PLUS.split(text)]
+    if parts in ([""], ["none"]):
+        return ChainSpec(Dense())
+    names = [_name(part, text) for part in parts]
+    if len(parts) > 1 and not (len(parts) == 2 and names[0] in SELECTORS and names[1] in CASTS):
+        raise UsageError(f"expected a selection, a cast, or one of each in this order, got {text!r}; known: {KNOWN}")
+    if names[0] == "sign" and len(parts) == 2:
+        raise UsageError(f"sign sends single bits, which cannot be cast, got {text!r}; write sign")
+    code = _code(parts[0]) if names[0] in SELECTORS else Dense()
+    return ChainSpec(code, names[-1] if names[-1] in CASTS else "")
+
+
+def _name(part: str, text: str) -> str:
+    name, colon, _ = part.partition(":")
+    if name not in NAMES:
+        near = nearest(name.lower(), NAMES)
+        raise UsageError(f"unknown filter {name!r} in {text!r}{near}; known: {KNOWN}")
+    if colon and name not in ("topk", "significant"):
+        raise UsageError(f"{name} takes no number, got {part!r}; write {name}")
+    return name
+
+
+def _code(part: str) -> Code:
+    name, _, number = part.partition(":")
+    if name == "sign":
+        return Sign()
+    value = float(number) if NUMBER.fullmatch(number) else float("nan")
+    if name == "topk":
+        if not 0 < value <= 1:
+            raise UsageError(f"topk needs a share above 0 and up to 1, got {part!r}; write for example topk:0.01")
+        return TopK(value)
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"significant needs a threshold of at least 0, got {part!r}; write for example significant:1e-3")
+    return Significant(value)
+
+
+# Which chain pushes and which answers go through.
+#
+# A cast given as a bare text is for both directions. A selection is for pushes alone: what it leaves out of an answer a
+# worker would miss, so who wants that must say so with {"push": ..., "pull": ...}.
+
+DIRECTIONS = ("push", "pull")
+
+
+@dataclass(frozen=True)
+class PushPullCompression:
+    """The chain of each direction."""
+
+    push: ChainSpec
+    pull: ChainSpec
+
+    @property
+    def is_lossless(self) -> bool:
+        """Does everything arrive as it was, both ways?"""
+        return self.push.is_lossless and self.pull.is_lossless
+
+    def __str__(self) -> str:
+        return self.push.text if self.push == self.pull else f"push {self.push}, pull {self.pull}"
+
+
+def parse_compression(given: str | Mapping[str, str] | None) -> PushPullCompression:
+    """Read `compression=`: a chain, one for each direction, or nothing."""
+    if given is None:
+        return PushPullCompression(parse_chain("none"), parse_chain("none"))
+    if isinstance(given, str):
+        chain = parse_chain(given)
+        return PushPullCompression(chain, parse_chain("none") if chain.selects else chain)
+    if not isinstance(given, Mapping):
+        expected = 'expected a text such as "bf16" or {"push": "topk:0.01", "pull": "bf16"}'
+        raise WrongType(f"{expected} as compression, got {type(given).__name__}")
+    for direction in given:
+        if direction not in DIRECTIONS:
+            near = nearest(str(direction).lower(), DIRECTIONS)
+            raise UsageError(f"unknown direction {direction!r} of compression{near}; known: {', '.join(DIRECTIONS)}")
+    return PushPullCompression(*(_of(given, direction) for direction in DIRECTIONS))
+
+
+def _of(given: Mapping[str, str], direction: str) -> ChainSpec:
+    text = given.get(direction, "none")
+    if not isinstance(text, str):
+        raise WrongType(f'expected a text such as "bf16" as compression of {direction}, got {type(text).__name__}')
+    return parse_chain(text)

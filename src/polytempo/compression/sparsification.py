@@ -1,0 +1,179 @@
+"""Codes that send some of the values and where they stand: the largest, or those that are large enough.
+
+    topk:density      the k = ceil(density * n) largest |p|, at least one; among equals those that stand first
+    significant:t     every |p| above t
+
+A message has the places as int32, strictly increasing, and the values in the same order.
+
+Finding the k-th largest of a million is most of the work, so a sample guesses a bound that a few more than k will pass, and
+the k-th is looked for among those. The guess decides how long it takes, never what is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import ceil
+
+import numpy
+import torch
+
+from polytempo.compression.encoding import (
+    ByteArray,
+    Code,
+    NumberFormat,
+    Whole,
+    as_bytes,
+    as_values,
+    clear,
+    item_size,
+    magnitudes,
+    narrow,
+    round_down,
+)
+from polytempo.errors import PeerError, UsageError
+
+#: Values looked at to guess a bound; fewer than four times as many are not worth a guess.
+SAMPLE = 1 << 14
+#: More cannot be counted in int32.
+SIZE_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True)
+class TopK(Code):
+    """The largest values."""
+
+    density: float
+    buffers = 2
+
+    @property
+    def text(self) -> str:
+        return f"topk:{_number(self.density)}"
+
+    def check(self, form: NumberFormat) -> None:
+        _check_size(form)
+
+    @cached_property
+    def share(self) -> Fraction:
+        """The decimal number that was written, not its nearest float: 0.07 of 100 are 7, not 8."""
+        return Fraction(repr(self.density))
+
+    def count(self, size: int) -> int:
+        """How many of so many values are sent: at least one, if there is any."""
+        return ceil(self.share * size)
+
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
+        return _pack(held, largest(magnitudes(held), self.count(form.size)), form)
+
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
+        return _unpack(buffers, self.count(form.size), form)
+
+    def stated_bytes(self, form: NumberFormat) -> int:
+        return self.count(form.size) * (4 + item_size(form.wire))
+
+
+@dataclass(frozen=True)
+class Significant(Code):
+    """The values beyond a threshold."""
+
+    threshold: float
+    buffers = 2
+
+    @property
+    def text(self) -> str:
+        return f"significant:{_number(self.threshold)}"
+
+    def check(self, form: NumberFormat) -> None:
+        _check_size(form)
+
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
+        bound = magnitudes(torch.tensor([round_down(self.threshold, form.wide)], dtype=form.wide))
+        return _pack(held, numpy.flatnonzero(magnitudes(held) > bound), form)
+
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
+        return _unpack(buffers, buffers[0].nbytes // 4, form)
+
+    def stated_bytes(self, form: NumberFormat) -> None:
+        return None
+
+
+def largest(values: Whole, count: int) -> Whole:
+    """Places of the `count` largest, in order; among equals those that stand first."""
+    if count >= values.size:
+        return numpy.arange(values.size)
+    places = _candidates(values, count)
+    chosen = values if places is None else values[places]
+    smallest = numpy.partition(chosen, chosen.size - count)[chosen.size - count]
+    keep = chosen > smallest
+    equal = numpy.flatnonzero(chosen == smallest)
+    keep[equal[: count - int(numpy.count_nonzero(keep))]] = True
+    kept = numpy.flatnonzero(keep)
+    return kept if places is None else places[kept]
+
+
+def _candidates(values: Whole, count: int) -> Whole | None:
+    """Places of some more than `count` values, the largest among them; None for all."""
+    if values.size < 4 * SAMPLE:
+        return None
+    sample = values[:: values.size // SAMPLE]
+    share = count / values.size
+    rank = ceil(sample.size * share + 4 * (sample.size * share) ** 0.5) + 1
+    if rank >= sample.size // 2:
+        return None
+    bound = numpy.partition(sample, sample.size - rank)[sample.size - rank]
+    places = numpy.flatnonzero(values >= bound)
+    return places if places.size >= count else None
+
+
+def _number(value: float) -> str:
+    return repr(value).removesuffix(".0").replace("e+", "e")
+
+
+def _check_size(form: NumberFormat) -> None:
+    if form.size > SIZE_LIMIT:
+        raise UsageError(f"expected at most {SIZE_LIMIT} values in one tensor, got {form.size}; use a cast or more servers")
+
+
+def _pack(held: torch.Tensor, places: Whole, form: NumberFormat) -> list[ByteArray]:
+    where = torch.from_numpy(places)
+    chosen = held[where]
+    sent = narrow(chosen, form)
+    held[where] = chosen - sent.to(form.dtype)
+    clear(held)
+    return [as_bytes(where.int()), as_bytes(sent)]
+
+
+def _unpack(buffers: Sequence[ByteArray], count: int, form: NumberFormat) -> torch.Tensor:
+    places = as_values(buffers[0], count, torch.int32, "places")
+    values = as_values(buffers[1], count, form.wire, "values")
+    _check_places(places.numpy(), form.size)
+    result = torch.zeros(form.size, dtype=form.dtype)
+    result[places.long()] = values.to(form.dtype)
+    return result
+
+
+def _check_places(places: Whole, size: int) -> None:
+    if places.size and not (places[0] >= 0 and places[-1] < size and bool((places[1:] > places[:-1]).all())):
+        lowest, highest = int(places.min()), int(places.max())
+        expected = f"expected strictly increasing places from 0 to {size - 1}"
+        raise PeerError(f"{expected}, got {places.size} from {lowest} to {highest} that are not")
+
+
+# The KKT filter of Li et al. (OSDI 2014) for L1 problems: what would not move a weight away from zero need not be sent.
+#
+# With a penalty of lambda * |w|, a weight that is zero stays zero as long as |gradient| <= lambda. A worker knows its own
+# gradient only, so `delta` is below lambda: how far is the caller's choice, and what is skipped is skipped for good.
+
+
+def kkt_keep(weights: torch.Tensor, gradient: torch.Tensor, delta: float) -> torch.Tensor:
+    """A mask of the entries to send: all but those with a weight of zero and a gradient of at most `delta`."""
+    if weights.shape != gradient.shape:
+        shapes = f"{list(weights.shape)} and {list(gradient.shape)}"
+        raise UsageError(f"expected weights and gradient of the same shape, got {shapes}; pull the weights of the same keys")
+    if not 0 <= delta < math.inf:
+        raise UsageError(f"expected a delta of at least 0, got {delta}; it is a bound of the gradient, below the penalty")
+    small = gradient.abs() <= round_down(float(delta), gradient.dtype)  # NaN is not small
+    return ~((weights == 0) & small)

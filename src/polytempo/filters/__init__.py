@@ -1,1 +1,0 @@
-"""What is sent instead of everything: casts, selections, signs, and lists of keys that are sent once."""

@@ -1,0 +1,268 @@
+"""How tensors are reduced: packed by dtype, announced, sent as one, and brought back to where they were.
+
+What is not in place can be differentiated: the gradient is reduced as the tensor was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError, WrongType
+from polytempo.horovod.compression import Compression, Compressor
+from polytempo.horovod.handles import Handle
+from polytempo.horovod.negotiation import CallSteps, Flight, negotiator_of
+from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.ops import Average, Op, Sum, choose_op, divide_whole_, word_for
+from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
+
+ReducedTensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How tensors are reduced."""
+
+    op: Op
+    members: ProcessSet
+    name: str | None = None
+    before: float = 1.0
+    after: float = 1.0
+    background: bool = True  #: it goes on whether or not it is waited for
+
+
+def digest_of_factors(how: Reduction) -> int:
+    """What must be the same on all ranks, beside the tensors."""
+    return 0 if how.before == how.after == 1.0 else digest(float(how.before), float(how.after))
+
+
+def check_tensors(tensors: ReducedTensors, call: str) -> None:
+    """Dense tensors, at least one."""
+    if not tensors:
+        raise UsageError(f"{call} needs at least one tensor, got none")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise WrongType(f"{call} needs tensors, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise WrongType(f"{call} needs dense tensors, got one with layout {tensor.layout}; use .to_dense()")
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place; whole numbers are cut off, as Horovod does."""
+    if factor != 1.0:
+        exact = tensor.is_floating_point() or tensor.is_complex()
+        _ = tensor.mul_(factor) if exact else tensor.copy_(tensor.double() * factor)
+
+
+def pack(tensors: ReducedTensors) -> list[list[torch.Tensor]]:
+    """What can travel as one: tensors of one dtype and device."""
+    packs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        packs.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(packs.values())
+
+
+class _Pack:
+    """Some tensors of one dtype, which travel as one and come back to where they were."""
+
+    def __init__(self, tensors: ReducedTensors, how: Reduction) -> None:
+        self._tensors, self._how = tensors, how
+        self._in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        self.flat = tensors[0].view(-1) if self._in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        scale_(self.flat, how.before)
+        self.flight: Flight | None = self._launch() if how.members.size() > 1 else None
+
+    def _launch(self) -> Flight:
+        how, flat, shapes = self._how, self.flat, [tuple(tensor.shape) for tensor in self._tensors]
+        call = call_of(
+            CallKind.ALLREDUCE,
+            how.name,
+            op=how.op.code,
+            dtype=dtype_code(flat.dtype),
+            count=flat.numel(),
+            shape=digest(*shapes),
+            scale=digest_of_factors(how),
+        )
+
+        def act(calls: dict[int, Call], inside: Any) -> CallSteps:
+            yield from inside.all_reduce([flat], word_for(how.op, flat.dtype))
+
+        return negotiator_of(how.members).start(call, act, how.background)
+
+    def finish(self) -> None:
+        if self.flight is not None:
+            self.flight.wait()
+            divide_whole_(self.flat, self._how.op, self._how.members.size())
+        scale_(self.flat, self._how.after)
+        if not self._in_place:
+            pieces = self.flat.split([tensor.numel() for tensor in self._tensors])
+            for tensor, piece in zip(self._tensors, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[list[torch.Tensor]]:
+    """Reduce tensors: themselves, or copies of them."""
+    check_tensors(tensors, "allreduce")
+    check_member(how.members, "allreduce")
+    with torch.no_grad():
+        kept = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        alike = pack(kept)
+        packs = [_Pack(some, _named(how, index if len(alike) > 1 else None)) for index, some in enumerate(alike)]
+
+    def finish() -> list[torch.Tensor]:
+        with torch.no_grad():
+            for some in packs:
+                some.finish()
+        return list(tensors) if in_place else kept
+
+    return Handle(finish, [some.flight for some in packs if some.flight is not None])
+
+
+def _named(how: Reduction, index: int | None) -> Reduction:
+    """Each of several packs has a name of its own."""
+    return how if how.name is None or index is None else replace(how, name=f"{how.name}.{index}")
+
+
+class _Reduce(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        return tuple(start(tensors, replace(how, background=False), in_place=False).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.how.op not in (Average, Sum):
+            raise UsageError(f"allreduce with op={ctx.how.op} has no gradient here; use Average or Sum, or detach()")
+        how = replace(ctx.how, name=None)
+        reduced = iter(start([grad for grad in grads if grad is not None], how, in_place=False).wait())
+        return None, *(None if grad is None else next(reduced) for grad in grads)
+
+
+def reduce_differentiably(tensors: ReducedTensors, how: Reduction, compression: type[Compressor]) -> list[torch.Tensor]:
+    """New tensors, through which gradients flow."""
+    check_tensors(tensors, "allreduce")
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Reduce.apply(how, *(small for small, _ in pairs))
+    return [compression.decompress(small, ctx) for small, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+# `allreduce` in Horovod's eight forms: one tensor or several, a new one or in place, waited for or not.
+
+
+def _first(handle: Handle[list[torch.Tensor]]) -> Handle[torch.Tensor]:
+    return Handle(lambda: handle.wait()[0], handle._parts)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The mean over all ranks (or another `op`), as a new tensor."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return reduce_differentiably([tensor], how, compression)[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """The same, not waited for."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return _first(start([tensor], how, in_place=False))
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """In place, not waited for."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return _first(start([tensor], how, in_place=True))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """In place."""
+    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+
+
+def grouped_allreduce(
+    tensors: ReducedTensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Several tensors as one."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return reduce_differentiably(tensors, how, compression)
+
+
+def grouped_allreduce_async(
+    tensors: ReducedTensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Several tensors as one, not waited for."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return start(tensors, how, in_place=False)
+
+
+def grouped_allreduce_async_(
+    tensors: ReducedTensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Several tensors as one, in place, not waited for."""
+    how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
+    return start(tensors, how, in_place=True)
+
+
+def grouped_allreduce_(
+    tensors: ReducedTensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Several tensors as one, in place."""
+    return grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()

@@ -1,0 +1,154 @@
+"""What a worker process must know to join its job: written by the launcher, read by `init`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polytempo.errors import UsageError
+from polytempo.launch.environment import Placement, placement_of
+from polytempo.transport.keys import WorkerKeys, read_key_file
+
+#: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
+JOB_VARIABLE = "POLYTEMPO_JOB"
+RANK_VARIABLE = "POLYTEMPO_RANK"
+#: Where ranks on several hosts meet, and the file with their keys, or the word "insecure". Arguments win over these, too.
+ADDRESS_VARIABLE = "POLYTEMPO_ADDRESS"
+KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
+#: The process that has a place in a job, and which place: set by `init`, for the processes that this one starts.
+WORKER_VARIABLE = "POLYTEMPO_WORKER"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The same for all workers of a host."""
+
+    size: int
+    addresses: tuple[str, ...]
+    sync: str = "bsp"
+    seed: int = 0
+    first_rank: int = 0  #: of this host
+    local_size: int = 1
+    incarnation: int = 0
+    slow: dict[int, float] = field(default_factory=dict)
+    hiccup: tuple[float, float] = (0.0, 0.0)
+    positions: tuple[dict[str, Any], ...] = ()  #: how far the data was read by the jobs this one goes on from
+    keys: dict[str, str] | None = None
+    via: str = (
+        "ps"  #: how gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers
+    )
+    meeting: str = ""  #: the directory where workers of this host meet
+    route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
+    insecure: bool = False
+    tokens: dict[int, str] = field(default_factory=dict)  #: by rank: what proves to the servers who a worker is
+    port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
+
+    def torch_variables(self, rank: int) -> dict[str, str]:
+        """What torchrun would set: `torch.distributed.init_process_group()` works in our workers, too."""
+        host = self.route.rpartition(":")[0].strip("[]")
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank - self.first_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": host if host not in ("", "0.0.0.0", "*", "::") else "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+
+    def write(self, path: Path) -> None:
+        """For the workers of this host and nobody else: it may hold a key."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(self), file)
+        except OSError as error:  # of a full disk; it does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def job_from(data: dict[str, Any]) -> JobFacts:
+    """The facts in plain data."""
+    slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
+    addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
+    probability, seconds = data.pop("hiccup", (0.0, 0.0))
+    tokens = {int(rank): str(token) for rank, token in data.pop("tokens", {}).items()}
+    return JobFacts(
+        **data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds), tokens=tokens
+    )
+
+
+def read_job(path: str | Path) -> JobFacts:
+    """Read what a launcher wrote."""
+    try:
+        return job_from(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"the job file {path} cannot be read: {error}; start the script with polytempo run") from None
+
+
+def placement_of_environment() -> Placement | None:
+    """How another launcher (torchrun, mpirun, srun) started this process; None when none did."""
+    parent = f"{os.getppid()}-{_started(os.getppid())}"
+    return placement_of(os.environ, parent)  # of another launcher's variables: placement.py says which
+
+
+def place_of_environment() -> str:
+    """The place in a job that this process's variables name, which those it starts inherit; empty without a launcher."""
+    path, rank = os.environ.get(JOB_VARIABLE), os.environ.get(RANK_VARIABLE)
+    if path is not None and rank is not None:
+        return f"{path} {rank}"
+    placement = placement_of(os.environ, "any")  # the placement by another launcher; whose child this is does not matter
+    return f"{placement.name} {placement.rank}" if placement is not None else ""
+
+
+def claim(place: str) -> None:
+    """This process has that place, and those that it starts do not."""
+    if place:
+        os.environ[WORKER_VARIABLE] = f"{os.getpid()} {place}"
+
+
+def disclaim() -> None:
+    """No longer."""
+    os.environ.pop(WORKER_VARIABLE, None)
+
+
+def claimed_by(place: str) -> int:
+    """The process that has this place, if this one or one that started it has; else 0."""
+    worker, _, claimed = os.environ.get(WORKER_VARIABLE, "").partition(" ")
+    return int(worker) if place and claimed == place and worker.isdigit() else 0
+
+
+def _started(process: int) -> str:
+    """When a process was started, so that its number means this one for good."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks on several hosts reach each other."""
+
+    address: str = ""
+    keys: WorkerKeys | None = None
+    insecure: bool = False
+    agent: bool = False  #: the launcher keeps the store
+
+
+def way_of(address: str | None, key_file: str | None) -> Way:
+    """From arguments and, where they say nothing, variables."""
+    found = address or os.environ.get(ADDRESS_VARIABLE, "")
+    file = key_file or os.environ.get(KEY_VARIABLE, "")
+    agent = not found and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keys = read_key_file(file) if file not in ("", "insecure") else None
+    return Way(found, keys, file == "insecure", agent)
+
+
+def job_of_environment() -> tuple[JobFacts, int] | None:
+    """The job and rank this process was started with; None when no launcher started it."""
+    path, rank = os.environ.get(JOB_VARIABLE), os.environ.get(RANK_VARIABLE)
+    if path is None or rank is None:
+        return None
+    return read_job(path), int(rank)

@@ -1,0 +1,59 @@
+"""The folder of a job on this host: sockets, the job file, the key. It is removed with the job, however that ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from polytempo.launch import orphan_cleanup
+from polytempo.launch.job_facts import JOB_VARIABLE
+
+#: A janitor that was told that nothing is left to do has nothing to wait for.
+PATIENCE = 5.0
+
+
+class JobFolder:
+    """A private folder, and a janitor that removes it if this process is killed."""
+
+    def __init__(self, who: str) -> None:
+        self.path = private_directory()
+        self.job_file = self.path / "job.json"
+        command = [sys.executable, "-I", "-S", os.path.abspath(orphan_cleanup.__file__)]
+        self._janitor = subprocess.Popen(
+            [*command, who, str(os.getpid()), str(self.path), f"{JOB_VARIABLE}={self.job_file}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def mark(self) -> dict[str, str]:
+        """What every process of the job has in its environment."""
+        return {JOB_VARIABLE: str(self.job_file)}
+
+    def remove(self) -> None:
+        """Everything has ended in order."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        assert self._janitor.stdin is not None
+        with suppress(BrokenPipeError):
+            self._janitor.stdin.write(b"!")
+            self._janitor.stdin.close()
+        try:
+            self._janitor.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._janitor.kill()
+            self._janitor.wait()
+
+
+def private_directory() -> Path:
+    """A directory only this user can enter, with a path short enough for a socket."""
+    directory = tempfile.mkdtemp(prefix="polytempo-")
+    if len(directory) > 80:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="polytempo-", dir="/tmp")
+    return Path(directory)

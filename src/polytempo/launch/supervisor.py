@@ -1,0 +1,143 @@
+"""What follows from a process's end: go on, or end the job, and with which status. Pure: ends in, orders out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from polytempo.protocol.messages import Status
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Tell the sequencer that a worker is gone; `warning` is for people, where there is something to say."""
+
+    worker: int
+    reason: str
+    cause: str
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """End everything: this is the first cause."""
+
+    cause: str
+    worker: int | None = None
+
+
+@dataclass(frozen=True)
+class AllDone:
+    """Every worker is gone, and enough of them well."""
+
+
+SupervisorAction = FailureReport | EndJob | AllDone
+
+
+@dataclass
+class Supervisor:
+    """Knows who is still there."""
+
+    size: int
+    least: int
+    tolerant: bool = False  #: was `least` said by the user?
+    trains: bool = False  #: has any worker made an optimizer?
+    finished: set[int] = field(default_factory=set)
+    dead: dict[int, str] = field(default_factory=dict)
+    ending: bool = False
+    _early: dict[int, str] = field(default_factory=dict)  # failed before a push, in a job that may make none
+
+    def exited(self, worker: int, reason: str, cause: str, accepted: bool = True) -> list[SupervisorAction]:
+        """A worker's process has ended: "finished", "failed" or "lost". `accepted`: was any push of it counted?
+
+        A script that fails before its first push has a mistake in it, or does not fit the others: the job ends, in every
+        mode. Later failures, and deaths by a signal at any time, are what `--min-workers` is about. What makes no optimizer
+        (a pipeline, torch.distributed) never pushes: there `--min-workers`, if it was given, holds from the start.
+        """
+        if worker in self.finished or worker in self.dead or self.ending:
+            return []
+        if reason == "finished":
+            self.finished.add(worker)
+            return [FailureReport(worker, reason, cause), *self._whether_done()]
+        if reason == "failed" and not accepted:
+            if self.trains or not self.tolerant:
+                return self._mistaken(worker, cause)
+            self._early[worker] = cause
+        self.dead[worker] = cause
+        left = self.size - len(self.dead)
+        if left < self.least:
+            self.ending = True
+            needs = "" if left == 0 else f"; {left} of {self.size} workers are left, at least {self.least} are needed"
+            return [EndJob(f"worker {worker} {cause}{needs}", worker)]
+        warning = f"worker {worker} {cause}; going on with {left} of {self.size}"
+        return [FailureReport(worker, reason, cause, warning), *self._whether_done()]
+
+    def training(self) -> list[SupervisorAction]:
+        """A worker has made an optimizer: who failed before a push has failed too early after all."""
+        self.trains = True
+        for worker, cause in self._early.items():
+            return [] if self.ending else self._mistaken(worker, cause)
+        return []
+
+    def _mistaken(self, worker: int, cause: str) -> list[SupervisorAction]:
+        self.ending = True
+        return [EndJob(f"worker {worker} {cause} before its first push", worker)]
+
+    def _whether_done(self) -> list[SupervisorAction]:
+        if len(self.finished) + len(self.dead) < self.size:
+            return []
+        self.ending = True
+        return [AllDone()]
+
+    def server_exited(self, server: int, cause: str, checkpoint: str) -> list[SupervisorAction]:
+        """A server's process has ended before the job did."""
+        if self.ending:
+            return []
+        self.ending = True
+        resume = (
+            f"resume with --resume {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint to resume from (--checkpoint DIR)"
+        )
+        return [EndJob(f"server {server} {cause}: its part of the model is lost; {resume}")]
+
+
+def waited_too_long(status: Status, limit: float) -> int | None:
+    """A worker that another has waited for longer than `limit`, and that does not wait itself; None when there is none."""
+    states = {worker.worker: worker.state for worker in status.workers}
+    for worker in status.workers:
+        if worker.held_s > limit:  # since its wait began some of those may have come
+            late = [rank for rank in worker.waiting_for if states.get(rank) in ("absent", "computing")]
+            if late:
+                return late[0]
+    return None
+
+
+def last_error(written: Iterable[str]) -> list[str]:
+    """Of what a process wrote at its end, the last traceback with those it came from; without one, all."""
+    lines = list(written)
+    begin = "Traceback (most recent call last):"
+    heads = [number for number, line in enumerate(lines) if line == begin]
+    if not heads:
+        return lines
+    first = heads[-1]
+    for head in reversed(heads[:-1]):
+        between = lines[head:first]
+        if not any(line.startswith(("The above exception", "During handling of")) for line in between[-3:]):
+            break
+        first = head
+    return lines[first:]
+
+
+def described(status: int) -> tuple[str, str]:
+    """A process's exit status as a reason and in words."""
+    if status == 0:
+        return "finished", "finished"
+    if status > 0:
+        return "failed", f"failed with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return "lost", f"was killed by {name}"

@@ -1,0 +1,53 @@
+"""How far the gradients of different workers are apart: a figure that tells shards that differ from shards that are alike.
+
+    sqrt(mean over i of |g_i - mean|^2) / |mean|        over the latest gradient g_i of each worker
+
+It is taken from two workers on, once for as many new gradients as there are workers, from at most 1,024 coordinates that lie
+evenly over the parameters. Its mean over the run is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+COORDINATES = 1024
+
+
+class GradientDivergence:
+    """Takes gradients as they are computed, and looks at the latest of each worker when told to."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        self._stride = max(1, math.ceil(sum(sizes) / COORDINATES))
+        self._firsts = [-sum(sizes[:index]) % self._stride for index in range(len(sizes))]  # of each parameter
+        self._latest: dict[int, torch.Tensor] = {}
+        self._new = 0  # gradients since the last look
+        self._total, self._looks = 0.0, 0
+
+    @property
+    def mean(self) -> float:
+        """Over all looks; 0 when there were never two workers."""
+        return self._total / self._looks if self._looks else 0.0
+
+    def take(self, worker: int, gradient: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> None:
+        """A worker's new gradient, in the place of the one before; where there is none, the parameter was not used."""
+        self._new += 1
+        given = [torch.zeros_like(p) if g is None else g for g, p in zip(gradient, parameters, strict=True)]
+        self._latest[worker] = torch.cat(
+            [g.reshape(-1)[f :: self._stride] for g, f in zip(given, self._firsts, strict=True)]
+        )
+
+    def look(self) -> None:
+        """Count the spread as it is now, if it is time."""
+        if self._new < len(self._latest) or len(self._latest) < 2:
+            return
+        self._new = 0
+        every = torch.stack(list(self._latest.values())).to(torch.float64)
+        mean = every.mean(0)
+        size = float(mean.norm())
+        if size > 0 and math.isfinite(size):
+            self._total += float((every - mean).norm()) / math.sqrt(len(every)) / size
+            self._looks += 1

@@ -1,0 +1,44 @@
+"""A process that compiles nothing starts twice as fast without torch's compiler, which making an optimizer loads.
+
+Torch marks some methods of optimizers "not to be compiled" when they are first called, and imports torch._dynamo for it:
+over a second. Here they are marked beforehand, for servers, and for workers whose steps the servers make (an optimizer's own
+`step` imports it in any case). Whoever then loads the compiler finds them as if this had never been; a torch that does it in
+another way is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from polytempo.lazy_imports import when_imported
+
+COMPILER = "torch._dynamo"
+MARK = "__dynamo_disable"
+METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+def spare_compiler() -> None:
+    """Keep torch's optimizers from importing its compiler."""
+    if COMPILER in sys.modules or any(getattr(method, MARK, None) is method for method in _marked_later()):
+        return
+    for method in _marked_later():
+        setattr(method, MARK, method)
+    when_imported(COMPILER, lambda _: _take_back())
+
+
+def _take_back() -> None:
+    for method in _marked_later():
+        if getattr(method, MARK, None) is method:
+            delattr(method, MARK)
+
+
+def _marked_later() -> Iterator[Callable[..., Any]]:
+    """Torch puts its mark on the function that it has wrapped."""
+    for name in METHODS:
+        plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if plain is not None:
+            yield plain

@@ -1,0 +1,59 @@
+"""What a script's pipeline is made of, without training it: its model, and what its first batch looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.pipeline import pipeline
+from polytempo.session.session import is_initialized, shutdown
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model, an example of its inputs, and how many microbatches a batch has where the script says so."""
+
+    model: Any
+    example: Any
+    microbatches: int | None = None
+
+
+class Stepped(BaseException):
+    """A pipeline has got its first batch: no script that catches errors catches this."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
+
+
+class _Asked:
+    """Stands for `pt.Pipeline` while a script is looked at."""
+
+    def __init__(self, model: Any, *_: Any, microbatches: int | None = None, **__: Any) -> None:
+        self.microbatches = microbatches
+        self._model = model
+
+    def step(self, x: Any = None, y: Any = None) -> None:
+        raise Stepped(Found(self._model, _part(x, self.microbatches or 1), self.microbatches))
+
+
+def _part(value: Any, parts: int) -> Any:
+    """One of the parts that a batch is cut into."""
+    if isinstance(value, tuple | list):
+        return type(value)(_part(one, parts) for one in value)
+    return value[: max(1, len(value) // parts)] if getattr(value, "shape", ()) else value
+
+
+@contextmanager
+def pipelines_stop_at_their_first_batch() -> Iterator[None]:
+    """Here `pt.Pipeline` trains nothing: its first step raises `Stepped`. A job that the script joins is left again."""
+    real = pipeline.Pipeline
+    pipeline.Pipeline = _Asked  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        pipeline.Pipeline = real  # type: ignore[misc]
+        if is_initialized():
+            shutdown()

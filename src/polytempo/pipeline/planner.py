@@ -1,0 +1,284 @@
+"""PipeDream's search for stages: which layers go together, and how many devices share them.
+
+For each level of links, from the inside out, A(first, last, m) is the slowest part of the best pipeline for these layers on
+m components of the level, and T(first, last, m) that of one stage of m replicas of a component, each of which may be a
+pipeline by itself, the best one of the level below:
+
+    T(i, j, m) = replicated(A of the level below for i..j on all that a component has, m)
+    A(i, j, m) = least of T(i, j, m) and, for all s and m', the largest of A(i, s, m - m'), cut(s), T(s + 1, j, m')
+
+Departures. By levels a stage has a part of one host, or whole hosts: fifteen devices of four hosts and one for the rest
+cannot be said, though that is what the paper reports for VGG-16. So all devices are also searched side by side, with every
+link taken for the slowest, and the better of the two plans is the answer; `whole_hosts=True` is the paper's search alone.
+The paper does not say how a limit of memory enters; here it is exact: what a stage keeps depends on the devices behind it,
+so where there is a limit the level below is searched once for each number of devices that can be behind (for each replica,
+so a fraction). All devices are used, as in the paper; `use_all=False` also tries all topologies with fewer components in a
+level. The formula by default is that of the released code, because only with it the published profiles give the published
+plans (see cost.py for both).
+
+Of equally good plans, one stage is preferred to a cut, then the earliest cut before the last stage, then the fewest replicas
+of that stage; of the two searches, the one with fewer stages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+
+from polytempo.errors import UsageError, nearest
+from polytempo.pipeline.layer_profile import Profile
+from polytempo.pipeline.planner_cost import FORMULAS, Formula, Layers, LeastMemory, Paper, in_flight
+from polytempo.pipeline.topology import Level, Topology
+
+#: Sums in another order differ by this much; a plan has to be better by more to be taken for better.
+_ROUNDING = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """Layers first..last (both included) on so many devices. Times are seconds for each minibatch of the whole job."""
+
+    first: int
+    last: int
+    replicas: int
+    time: float
+    memory: float  #: bytes on each device
+    compute: float  #: the part of `time` that is forward and backward
+    exchange: float  #: what replicas take to exchange their updates
+    send: float  #: what sending to the next stage and back takes, beside `time`
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Stages in order, and what they promise."""
+
+    stages: tuple[PlannedStage, ...]
+    seconds: float  #: between two minibatches, once the pipeline is full
+    data_parallel_seconds: float  #: the same with all layers on every device
+    data_parallel_memory: float
+    config: str  #: replicas of the stages, such as 15-1
+    limit: float | None  #: the bytes that a device has, where that was said
+
+    @property
+    def devices(self) -> int:
+        """How many devices are used."""
+        return sum(stage.replicas for stage in self.stages)
+
+
+def plan(
+    profile: Profile,
+    topology: Topology,
+    memory: float | None = None,
+    *,
+    straight: bool = False,
+    use_all: bool = True,
+    whole_hosts: bool = False,
+    formula: str = "released",
+) -> StagePlan:
+    """The fastest stages for these devices, `memory` bytes each; `straight` gives every stage one device."""
+    if formula not in FORMULAS:
+        raise UsageError(f"there is no formula {formula!r}{nearest(formula, FORMULAS)}; there are: {', '.join(FORMULAS)}")
+    if memory is not None and not 0 < memory < math.inf:
+        raise UsageError(f"expected memory in bytes above 0, or None for no limit, got {memory!r}")
+    views = [topology] if whole_hosts or len(topology.levels) == 1 else [topology, topology.flat()]
+    choices = _choices(profile, views, straight, use_all)
+    search = _Search(profile, FORMULAS[formula](memory), straight)
+    seconds, levels = _best(search, choices)
+    if seconds == math.inf:
+        raise _too_little_memory(profile, choices, straight, memory)
+    data_parallel = min(_data_parallel(search.layers, view, FORMULAS[formula]()) for view in views)
+    stages = _described(search.layers, search.stages(levels), FORMULAS[formula]())
+    needed = search.layers.memory(0, search.layers.count - 1, 1)
+    return StagePlan(stages, seconds, data_parallel, needed, "-".join(str(stage.replicas) for stage in stages), memory)
+
+
+def _choices(profile: Profile, views: list[Topology], straight: bool, use_all: bool) -> list[tuple[Level, ...]]:
+    """The levels to search: those of each view of the topology, or also all with fewer components."""
+    topology, choices = views[0], [view.levels for view in views]
+    if not use_all:
+        choices = [fewer for levels in choices for fewer in _fewer(levels)]
+    possible = [levels for levels in choices if not straight or Topology(levels).devices <= len(profile.layers)]
+    if not possible:
+        raise UsageError(
+            f"a straight pipeline on {topology.devices} devices needs as many layers, and {profile.model} has "
+            f"{len(profile.layers)}; take at most {len(profile.layers)} devices, or straight=False"
+        )
+    return possible
+
+
+def _fewer(levels: tuple[Level, ...]) -> list[tuple[Level, ...]]:
+    """These levels and all that have fewer components in some, the most components first."""
+    counts = product(*(range(level.count, 0, -1) for level in levels))
+    return [tuple(replace(level, count=n) for level, n in zip(levels, chosen, strict=True)) for chosen in counts]
+
+
+def _best(search: _Search, choices: list[tuple[Level, ...]]) -> tuple[float, tuple[Level, ...]]:
+    """The best value and its levels; of equally good ones those with fewer stages, then the first."""
+    values = [search.value(levels) for levels in choices]
+    best = min(values)
+    equal = [levels for value, levels in zip(values, choices, strict=True) if best < math.inf and value <= best * _ROUNDING]
+    return best, min(equal, key=lambda levels: len(search.stages(levels)), default=choices[0])
+
+
+def _too_little_memory(
+    profile: Profile, choices: list[tuple[Level, ...]], straight: bool, memory: float | None
+) -> UsageError:
+    search = _Search(profile, LeastMemory(), straight)
+    least, levels = _best(search, choices)
+    config = "-".join(str(stage.replicas) for stage in search.stages(levels))
+    return UsageError(
+        f"no plan for {profile.model} fits into memory={memory:g} bytes a device; the least that any needs is "
+        f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stage while replicas are put around it: the values of levels so far."""
+
+    first: int
+    last: int
+    replicas: int = 1
+    exchange: float = 0.0
+    send: float = 0.0
+
+
+class _Search:
+    """Tables of values, made when they are first asked for."""
+
+    def __init__(self, profile: Profile, formula: Formula, straight: bool) -> None:
+        self.layers = Layers(profile)
+        self.formula = formula
+        self.straight = straight
+        self._tables: dict[tuple[tuple[Level, ...], Fraction, bool], _Table] = {}
+
+    def table(self, levels: tuple[Level, ...], behind: Fraction, whole: bool) -> _Table:
+        """The table of a component of these levels; `whole`: only pipelines that begin at the first layer are asked for."""
+        key = (levels, behind if self.formula.limited else Fraction(0), whole)
+        if key not in self._tables:
+            self._tables[key] = _Table(self, *key)
+        return self._tables[key]
+
+    def value(self, levels: tuple[Level, ...]) -> float:
+        """The value of the best plan for all layers on these levels."""
+        return self.table(levels, Fraction(0), True).best(0, self.layers.count - 1)
+
+    def stages(self, levels: tuple[Level, ...]) -> list[_Part]:
+        """The stages of the best plan."""
+        return self.table(levels, Fraction(0), True).parts(0, self.layers.count - 1, levels[-1].count)
+
+
+class _Table:
+    """A and T of one level, for one number of devices behind it."""
+
+    def __init__(self, search: _Search, levels: tuple[Level, ...], behind: Fraction, whole: bool) -> None:
+        self._search, self._level, self._below, self._behind = search, levels[-1], levels[:-1], behind
+        self._size = math.prod(level.count for level in self._below)
+        self._stages: dict[tuple[int, int], list[list[float]]] = {}
+        cuts = [search.formula.cut(passed, self._level.bandwidth) for passed in search.layers.passed]
+        self._rows = [self._row(first, cuts) for first in range(1 if whole else search.layers.count)]
+
+    def best(self, first: int, last: int) -> float:
+        """A of these layers on all components."""
+        return self._rows[first][0][self._level.count][last - first]
+
+    def parts(self, first: int, last: int, components: int) -> list[_Part]:
+        """The stages of A of these layers on the first so many components."""
+        whole = self._rows[first][0][components][last - first]
+        if self._single(components) and self._stage(components, components)[last][first] <= whole * _ROUNDING:
+            return self._replicated(first, last, components, self._level.count - components)
+        ahead = self._rows[first][1]
+        for cut, replicas in product(range(first, last), self._shares(components)):
+            behind = self._stage(replicas, components)[last][cut + 1]
+            if max(ahead[components - replicas][cut - first], behind) <= whole * _ROUNDING:
+                break
+        parts = self.parts(first, cut, components - replicas)
+        send = self._search.formula.cut(self._search.layers.passed[cut], self._level.bandwidth)
+        parts[-1] = replace(parts[-1], send=send)
+        return parts + self._replicated(cut + 1, last, replicas, self._level.count - components)
+
+    def _row(self, first: int, cuts: list[float]) -> tuple[list[list[float]], list[list[float]]]:
+        """A by components and last layer, for pipelines that begin here; and the larger of A and the cut behind it."""
+        count, layers = self._level.count, self._search.layers.count
+        values: list[list[float]] = [[] for _ in range(count + 1)]
+        ahead: list[list[float]] = [[] for _ in range(count + 1)]
+        for last in range(first, layers):
+            for m in range(1, count + 1):
+                best = self._stage(m, m)[last][first] if self._single(m) else math.inf
+                for replicas in self._shares(m):
+                    behind = self._stage(replicas, m)[last][first + 1 : last + 1]
+                    best = min(best, min(map(max, ahead[m - replicas], behind), default=math.inf))
+                values[m].append(best)
+            for m in range(1, count + 1):
+                ahead[m].append(max(values[m][-1], cuts[last]))
+        return values, ahead
+
+    def _single(self, components: int) -> bool:
+        return components == 1 or not self._search.straight
+
+    def _shares(self, components: int) -> range:
+        """How many of these components the last of several stages may have."""
+        return range(1, min(components, 2) if self._search.straight else components)
+
+    def _stage(self, replicas: int, components: int) -> list[list[float]]:
+        """T by last and first layer, of the stage that has the last so many of these first components."""
+        behind = self._level.count - components if self._search.formula.limited else 0
+        key = (replicas, behind)
+        if key not in self._stages:
+            self._stages[key] = self._all_stages(replicas, behind)
+        return self._stages[key]
+
+    def _all_stages(self, replicas: int, behind: int) -> list[list[float]]:
+        layers, formula, bandwidth = self._search.layers, self._search.formula, self._level.bandwidth
+        if self._below:
+            inside = self._inside(replicas, behind).best
+        else:
+            inside = partial(formula.alone, layers, minibatches=in_flight(replicas, behind + self._behind))
+        return [
+            [
+                formula.replicated(inside(first, last), layers.weights(first, last), replicas, bandwidth)
+                for first in range(last + 1)
+            ]
+            for last in range(layers.count)
+        ]
+
+    def _inside(self, replicas: int, behind: int) -> _Table:
+        """The table of the level below, for components of a stage with so many components of this level behind it."""
+        return self._search.table(self._below, (behind * self._size + self._behind) / replicas, False)
+
+    def _replicated(self, first: int, last: int, replicas: int, behind: int) -> list[_Part]:
+        if self._below:
+            parts = self._inside(replicas, behind).parts(first, last, self._below[-1].count)
+        else:
+            parts = [_Part(first, last)]
+        weights = self._search.layers.weights(first, last)
+        return [_shared(part, weights, replicas, self._level.bandwidth, self._search.formula) for part in parts]
+
+
+def _shared(part: _Part, weights: float, replicas: int, bandwidth: float, formula: Formula) -> _Part:
+    """A part of what has so many replicas, which exchange so many bytes of weights."""
+    exchange = formula.replicated(part.exchange, weights, replicas, bandwidth)
+    return replace(part, replicas=part.replicas * replicas, exchange=exchange, send=part.send / replicas)
+
+
+def _described(layers: Layers, parts: list[_Part], formula: Paper) -> tuple[PlannedStage, ...]:
+    """The stages with what they take."""
+    stages, behind = [], 0
+    for part in reversed(parts):
+        compute = layers.seconds(part.first, part.last) / part.replicas
+        memory = layers.memory(part.first, part.last, in_flight(part.replicas, behind))
+        time = formula.together(compute, part.exchange)
+        stages.append(PlannedStage(part.first, part.last, part.replicas, time, memory, compute, part.exchange, part.send))
+        behind += part.replicas
+    return tuple(reversed(stages))
+
+
+def _data_parallel(layers: Layers, topology: Topology, formula: Paper) -> float:
+    """Seconds for each minibatch with all layers on every device."""
+    whole = _Part(0, layers.count - 1)
+    for level in topology.levels:
+        whole = _shared(whole, layers.weights(0, layers.count - 1), level.count, level.bandwidth, formula)
+    return formula.together(layers.seconds(0, layers.count - 1) / whole.replicas, whole.exchange)

@@ -1,0 +1,259 @@
+"""Parcels (`parcels.py`) between ranks.
+
+What a message is like (shapes, dtypes, which tensors want a gradient) is announced before the first of its kind between two
+ranks, and again when it changes; after that only bytes travel, in one piece. On one host they lie in shared memory
+(`slots.py`), and small messages say where.
+
+Sending never waits: a copy is made, and what the socket does not take at once is sent by the engine's thread. Otherwise no
+thread is involved: who sends, sends by itself, and who waits for a message receives it by itself. Handing things to another
+thread and waking it would cost more than the rest of a hop.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polytempo.collectives.failures import failure
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.mailbox import Receipt
+from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.errors import PeerError, UsageError
+from polytempo.pipeline.message_slots import PLACE, MessageSlots, read
+from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, outline, pack, unpacked
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes
+from polytempo.transport.cpu_affinity import CoreSlot
+from polytempo.transport.peer_link import DATA, SEGMENT, LinkMessage
+from polytempo.transport.shared_memory import SHARE_FROM, Segment
+
+#: Kinds of messages: activations, gradients, losses; activations and losses of a batch that is only evaluated.
+FORWARD, BACKWARD, LOSS, EVALUATION, EVALUATED = 0, 1, 2, 3, 4
+KINDS = 8
+#: An announcement has this many bytes.
+ANNOUNCEMENT = 8 << 10
+#: What an announcement begins with: messages say where parcels lie, or are parcels.
+SHARED, BYTES = "shared ", "bytes "
+
+
+@dataclass
+class _Outgoing:
+    """Messages of one kind to one rank."""
+
+    outline: tuple[Any, ...] = ()
+    form: MessageForm | None = None
+    count: int = 0  # of announcements
+    shared: bool = False
+
+
+@dataclass
+class _Incoming:
+    """Messages of one kind from one rank, in the order in which they were sent."""
+
+    form: MessageForm | None = None
+    shared: bool = False
+    count: int = 0  # of announcements
+    announced: Receipt | None = None  # the next announcement; it may be there before the messages that come first are read
+    parcels: dict[int, StageMessage] = field(default_factory=dict)
+
+
+class PointToPoint:
+    """This rank's post."""
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self._group, self._engine, self.device = group, group.engine, device
+        self._context = group.context + 1
+        self._outgoing: dict[tuple[int, int], _Outgoing] = {}
+        self._incoming: dict[tuple[int, int], _Incoming] = {}
+        self._sending: deque[Task] = deque()
+        self._pool = Pool()
+        here = next(host for host in group.place.hosts if group.rank in host)
+        self._slots = {group.ranks[index]: MessageSlots() for index in here}  # for those who share memory with this rank
+        self._seat = CoreSlot(len(here))
+        self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
+
+    # Sending.
+
+    def send(self, to: int, kind: int, parcel: StageMessage) -> None:
+        """Send to a rank, without waiting."""
+        outgoing = self._outgoing.setdefault((to, kind), _Outgoing())
+        form, announcement = self._form(outgoing, parcel, to in self._slots)
+        while self._sending and self._sending[0].done:
+            self._sending.popleft()
+        try:
+            data, segment = self._written(to, outgoing, form, parcel)
+        except (OSError, MemoryError) as error:
+            self._do_without(to, form.size, error)
+            outgoing.form = None  # to be announced again
+            outgoing.count -= bool(announcement)  # nobody has heard of it
+            return self.send(to, kind, parcel)
+        steps = self._send(to, kind, outgoing.count, data, announcement, segment)
+        task = self._engine.begin(CallQueue(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
+        self._sending.append(task)
+
+    def _form(self, outgoing: _Outgoing, parcel: StageMessage, beside: bool) -> tuple[MessageForm, bytes]:
+        """What the message is like, and what must be announced before it."""
+        if outgoing.form is not None and outgoing.outline == outline(parcel):
+            return outgoing.form, b""
+        form = MessageForm(described(parcel))
+        outgoing.outline, outgoing.form, outgoing.shared = outline(parcel), form, beside and form.size >= SHARE_FROM
+        outgoing.count += 1
+        return form, _padded((SHARED if outgoing.shared else BYTES) + form.text)
+
+    def _written(
+        self, to: int, outgoing: _Outgoing, form: MessageForm, parcel: StageMessage
+    ) -> tuple[Bytes, tuple[int, Segment] | None]:
+        """What travels; and memory to hand over before it."""
+        if not outgoing.shared:
+            data = self._pool.take(form.size)
+            pack(parcel, form, data)
+            return data, None
+        slot, made = self._slots[to].take(form.size)
+        pack(parcel, form, slot.room)
+        data = self._pool.take(PLACE.size)
+        data[:] = memoryview(slot.place)
+        return data, (slot.number, made) if made is not None else None
+
+    def _do_without(self, to: int, size: int, error: Exception) -> None:
+        del self._slots[to]
+        why = getattr(error, "strerror", None) or str(error)
+        sys.stderr.write(
+            f"polytempo: rank {self._engine.rank} cannot share {size} bytes of memory with rank {to} ({why}); "
+            "its bytes travel through sockets instead, which is slower\n"
+        )
+        sys.stderr.flush()
+
+    def _send(
+        self, to: int, kind: int, count: int, data: Bytes, announcement: bytes, segment: tuple[int, Segment] | None
+    ) -> Steps:
+        if announcement:
+            note = self._pool.take(ANNOUNCEMENT)
+            note[:] = memoryview(announcement)
+            self._engine.send(to, LinkMessage(DATA, self._context, kind), note)
+        if segment is not None:
+            self._engine.send(to, LinkMessage(SEGMENT, self._context, segment[0], segment=segment[1]))
+        left = [1]
+        self._engine.send(to, LinkMessage(DATA, self._context, count * KINDS + kind), data, left.clear)
+        if left:
+            yield Wait(lambda: not left, lambda: [to])
+        self._pool.give(data)
+
+    def settle(self) -> None:
+        """Until all is sent: who ends after this owes nobody anything."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    # Receiving.
+
+    def take(self, source: int, kind: int, number: int, meanwhile: Callable[[], bool] = lambda: False) -> StageMessage:
+        """The message with this number, of this kind, from this rank; waits for it. As long as it is not there,
+        `meanwhile` may do a piece of other work, until it has none."""
+        incoming = self._incoming.setdefault((source, kind), _Incoming())
+        while number not in incoming.parcels:
+            task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
+            while not task.is_completed() and meanwhile():
+                pass
+            with self._seat if not task.done else nullcontext():
+                parcel = task.wait()
+            incoming.parcels[parcel.number] = parcel
+        return incoming.parcels.pop(number)
+
+    def _receive(self, source: int, kind: int, incoming: _Incoming) -> Steps:
+        """The next message; announcements that come before it are read."""
+        while True:
+            if incoming.announced is None:
+                incoming.announced = self._engine.expect(self._context, kind, source, ANNOUNCEMENT)
+            form, note = incoming.form, incoming.announced
+            tag = incoming.count * KINDS + kind
+            size = PLACE.size if incoming.shared else form.size if form else 0
+            data = self._engine.expect(self._context, tag, source, size) if form else note
+            try:
+                yield from self._until(source, data, note)
+            finally:
+                if data is not note:
+                    self._engine.post.withdraw(data, self._context, tag)
+            if form is not None and data.done:  # what was sent first is there first: it is not of the newer form
+                return unpacked(self._held(source, _bytes(data), incoming.shared, form.size), form, self.device)
+            how, _, text = _bytes(note).tobytes().decode().rstrip().partition(" ")
+            incoming.form, incoming.shared = MessageForm(text), f"{how} " == SHARED
+            incoming.count, incoming.announced = incoming.count + 1, None
+
+    def _held(self, source: int, data: Bytes, shared: bool, size: int) -> Bytes:
+        """The bytes of a parcel; where they lie is free for others when nobody holds them any more."""
+        if not shared:
+            view = data[:]
+            weakref.finalize(view, self._engine.pool.give, data).atexit = False
+            return view
+        number, offset = PLACE.unpack(data.tobytes())
+        try:
+            if (key := (source, number)) not in self._segments:
+                self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
+            return read(self._segments[key], offset, size)
+        except (KeyError, ValueError):
+            raise PeerError(
+                f"rank {source} says that a message lies at {offset} of memory {number}, which is not so"
+            ) from None
+
+    def _until(self, source: int, *receipts: Receipt) -> Steps:
+        lane = self._group.lane
+
+        def ready() -> bool:
+            return lane.failed is not None or any(receipt.done for receipt in receipts)
+
+        if not ready():
+            yield Wait(ready, lambda: [source])
+        if lane.failed is not None and not any(receipt.done for receipt in receipts):
+            self._engine.hear_all()  # what was sent before counts, and may be in a socket that was not looked at since
+            if not any(receipt.done for receipt in receipts):
+                raise lane.failed
+
+    # Failing.
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why others cannot go on, as they have said."""
+        return self._group.lane.failed
+
+    def fail(self, error: Exception, groups: Sequence[RankGroup]) -> None:
+        """Tell all others in these groups that nothing goes on, and why: also what others have told. So everybody
+        who waits for this rank hears the cause before it hears that this rank is gone, too."""
+
+        def steps() -> Steps:
+            for group in groups:
+                self._engine.spread(group.lane, failure(group.lane, error, final=True, number=0))
+                self._engine.fail(group.lane, error, tell=False, final=True)
+            return
+            yield  # a generator
+
+        with suppress(PeerError):  # what is to be said is more than that it could not be said
+            self._start("telling others of a failure", steps()).wait(5.0)
+
+    def loss_of(self, rank: int) -> str:
+        """What is known of a rank that is gone."""
+        return self._engine.left.get(rank, "is gone")
+
+    def _start(self, name: str, steps: Steps) -> Task:
+        return self._engine.start(CallQueue(-1, self._group.ranks), name, steps, False, self._group.timeout)
+
+
+def _padded(text: str) -> bytes:
+    data = text.encode()
+    if len(data) > ANNOUNCEMENT:
+        raise UsageError(
+            f"what passes between two stages takes {len(data)} bytes to describe, more than {ANNOUNCEMENT}; "
+            "cut where fewer tensors pass"
+        )
+    return data.ljust(ANNOUNCEMENT)
+
+
+def _bytes(receipt: Receipt) -> Bytes:
+    if receipt.problem or receipt.buffer is None:
+        raise PeerError(f"a message between stages does not fit its announcement: {receipt.problem}")
+    return receipt.buffer

@@ -1,0 +1,232 @@
+"""A model measured layer by layer, for the planner: seconds of forward and backward, and bytes.
+
+Layers are those that a pipeline can be cut between (`cutting.py`). Each is run by itself on what the layer before gave, once
+to warm up and then some more times; the medians count. Only the layer under measurement is moved to the device, so a model
+can be measured that does not fit there. What a layer keeps for its backward is what torch saves, each piece of memory once,
+without weights, statistics and its input, which the layer before has counted. A tied weight counts wherever it is used.
+Afterwards the model is as it was: weights, gradients, running statistics, and the state of the random generator.
+
+Departure from the paper: it measures over many minibatches of the data; here one example stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from polytempo.errors import PolytempoError, UsageError
+from polytempo.pipeline.layer_profile import Layer, Profile
+from polytempo.pipeline.model_part import ModelPart
+from polytempo.pipeline.partition import layers_of
+
+Device: TypeAlias = torch.device | str | None
+
+
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    *,
+    repeats: int = 5,
+    batch: int | None = None,
+    progress: Callable[[float], None] | None = None,
+    device: Device = None,
+) -> Profile:
+    """Measure every layer on an example of the inputs (a tensor, or a tuple of them), in the mode that the model is in.
+
+    `batch`: how many samples the example has, if not its first dimension. `progress` is told the share that is done.
+    `device`: where to measure, if not where the model is.
+    """
+    if repeats < 1:
+        raise UsageError(f"expected repeats, how often each layer is measured, to be at least 1, got {repeats}")
+    inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
+    samples = _samples(inputs) if batch is None else batch
+    chain = layers_of(model, inputs)
+    count, layers = len(chain.costs), []
+    parts = [chain.part(number, number + 1) for number in range(count)]
+    value: Any = inputs if parts[0].spreads or len(inputs) > 1 else inputs[0]
+    with torch.random.fork_rng(devices=_gpus(parts, device)):
+        for number, (name, part) in enumerate(zip(chain.names, parts, strict=True)):
+            layer, value = _measured_or_refused(name, part, value, repeats, device)
+            layers.append(layer)
+            if progress is not None:
+                progress((number + 1) / count)
+    return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), samples)
+
+
+def _samples(inputs: Sequence[Any]) -> int:
+    first = next((value for value in _tensors(inputs) if value.dim()), None)
+    if first is None:
+        kinds = ", ".join(type(value).__name__ for value in inputs)
+        raise UsageError(f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch=")
+    return int(first.shape[0])
+
+
+def _gpus(parts: Sequence[ModelPart], device: Device) -> list[torch.device]:
+    """Whose random generators might be used."""
+    found = {param.device for part in parts for _, param in part.parameters()}
+    return [one for one in found | ({torch.device(device)} if device is not None else set()) if one.type == "cuda"]
+
+
+def _measured_or_refused(name: str, part: ModelPart, value: Any, repeats: int, device: Device) -> tuple[Layer, Any]:
+    try:
+        with _borrowed(part.module, device):
+            return _measured(name, part, _moved(value, device), repeats)
+    except PolytempoError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
+        said = " ".join(str(problem).split())[:200]
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(value))
+        raise UsageError(
+            f"layer {name!r} cannot be run on the example: it got {shapes or type(value).__name__} and said "
+            f"{type(problem).__name__}: {said}; give an example that the model accepts"
+        ) from problem
+
+
+def _measured(name: str, part: ModelPart, value: Any, repeats: int) -> tuple[Layer, Any]:
+    """What a layer takes, and what it gives."""
+    params = {param: None for _, param in part.parameters()}
+    made: dict[int, int] = {}
+    with _saving(made):
+        inputs = _fresh(value, part.changes_its_input())
+        output = _called(part, inputs)
+    known = {_memory(tensor)[0] for tensor in (*params, *part.module.buffers(), *_tensors(inputs))}
+    made |= dict(_memory(tensor) for tensor in _tensors(output))
+    gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in _tensors(output)]
+    _backward(output, gradients)
+    times = [_timed(part, value, gradients) for _ in range(repeats)]
+    layer = Layer(
+        name,
+        median(forward for forward, _ in times),
+        median(backward for _, backward in times),
+        sum(tensor.nbytes for tensor in _tensors(output)),
+        sum(param.nbytes for param in params),
+        sum(size for where, size in made.items() if where not in known),
+        _spread([forward + backward for forward, backward in times]),
+    )
+    return layer, output
+
+
+def _spread(seconds: Sequence[float]) -> float | None:
+    """Half of what lies between the quartiles: one slow measurement in five does not move it."""
+    if len(seconds) < 3:
+        return None
+    first, _, third = quantiles(seconds, n=4, method="inclusive")
+    return (third - first) / 2
+
+
+def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[float, float]:
+    """Seconds of one forward and of its backward."""
+    inputs = _fresh(value, part.changes_its_input())
+    devices = {tensor.device for tensor in _tensors(inputs) if tensor.is_cuda}
+    started = _now(devices)
+    output = _called(part, inputs)
+    between = _now(devices)
+    _backward(output, gradients)
+    return between - started, _now(devices) - between
+
+
+def _now(devices: set[torch.device]) -> float:
+    """The time when all that was begun there is done."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def _called(part: ModelPart, value: Any) -> Any:
+    return part.module(*value) if part.spreads else part.module(value)
+
+
+def _backward(output: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    outputs = _tensors(output)
+    pairs = [(one, gradient) for one, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+
+
+# Memory.
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory behind a tensor begins, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+@contextmanager
+def _saving(made: dict[int, int]) -> Iterator[None]:
+    """Writes down the memory that torch keeps for backward."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        made.update([_memory(tensor)])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+
+
+@contextmanager
+def _borrowed(module: nn.Module, device: Device) -> Iterator[None]:
+    """A layer on a device and without gradients; afterwards it is where it was, and as it was."""
+    params = [(param, param.data, param.grad) for param in module.parameters()]
+    owners = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)]
+    contents = [buffer.clone() for _, _, buffer in owners]
+    for param, _, _ in params:
+        param.grad = None
+    try:
+        if device is not None:
+            module.to(device)
+        yield
+    finally:
+        for param, data, gradient in params:
+            param.data, param.grad = data, gradient
+        for (owner, name, buffer), content in zip(owners, contents, strict=True):
+            buffer.data.copy_(content)
+            owner._buffers[name] = buffer
+
+
+# Values between layers: tensors, and tuples, lists and dicts of them.
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(change, one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return (
+            [_mapped(change, one) for one in value] if isinstance(value, list) else tuple(_mapped(change, v) for v in value)
+        )
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(collect, value)
+    return found
+
+
+def _fresh(value: Any, copied: bool) -> Any:
+    """The same values without their past. `copied`: for a layer that changes its input."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        return leaf.clone() if copied else leaf
+
+    return _mapped(change, value)
+
+
+def _moved(value: Any, device: Device) -> Any:
+    if device is None:
+        return value
+    return _mapped(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)

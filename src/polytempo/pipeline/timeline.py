@@ -1,0 +1,167 @@
+"""When everything happens: a schedule and the times of its stages give a moment for every action.
+
+Every action starts as soon as its line is free and what it waits for has arrived. What travels between stages s and s + 1
+takes `transfer[s]` both ways and holds nobody up: a link carries any number of things at once, and sending costs a stage
+nothing. The replicas of a stage take equally long, and start an update together. Gradients of weights that have a time
+of their own are done by the rule that a run goes by (`debts.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polytempo.errors import UsageError
+from polytempo.pipeline.actions import Schedule, ScheduleAction
+from polytempo.pipeline.check import check
+from polytempo.pipeline.deferred_gradients import DeferredGradients
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action, from when to when."""
+
+    action: ScheduleAction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each replica of each stage did what: `spans[stage][replica]`; the first action starts at 0."""
+
+    schedule: Schedule
+    spans: tuple[tuple[tuple[Span, ...], ...], ...]
+
+    @property
+    def total(self) -> float:
+        """When the last action ends."""
+        return max(span.end for stage in self.spans for line in stage for span in line)
+
+    def bubble(self, stage: int | None = None) -> float:
+        """The share of the whole time in which the stage, or all of them on average, has nothing to do."""
+        return self._idle(0.0, self.total, self.spans if stage is None else self.spans[stage : stage + 1])
+
+    def steady_bubble(self, skip: int = 0) -> float:
+        """The same while a schedule without a flush is under way: from the first backward of the first stage, or the one
+        after so many on each of its replicas, to its last forward."""
+        if skip < 0:
+            raise UsageError(f"skip must be 0 or more, not {skip}")
+        first = self.spans[0]
+        backwards = ([span.start for span in line if span.action.kind == "B"] for line in first)
+        begin = max([*starts[skip:], math.inf][0] for starts in backwards)
+        end = min(max((span.end for span in line if span.action.kind == "F"), default=0.0) for line in first)
+        if end <= begin:
+            raise UsageError(
+                f"there is no steady state: not every replica of the first stage makes a forward after backward {skip + 1}; "
+                "give more minibatches or skip fewer"
+            )
+        return self._idle(begin, end, self.spans)
+
+    def as_lines(self) -> list[dict[str, str | int | float]]:
+        """For a record: one dictionary an action, in order of time."""
+        lines: list[dict[str, str | int | float]] = [
+            {"stage": stage, "replica": replica, "action": str(span.action), "start": span.start, "end": span.end}
+            for stage, replicas in enumerate(self.spans)
+            for replica, line in enumerate(replicas)
+            for span in line
+        ]
+        return sorted(lines, key=lambda line: line["start"])
+
+    def _idle(self, begin: float, end: float, stages: Sequence[Sequence[Sequence[Span]]]) -> float:
+        lines = [line for stage in stages for line in stage]
+        busy = math.fsum(max(0.0, min(span.end, end) - max(span.start, begin)) for line in lines for span in line)
+        whole = (end - begin) * len(lines)
+        return max(0.0, 1.0 - busy / whole) if whole else 0.0
+
+
+def run(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float] = (),
+    recompute: Sequence[float] = (),
+    update: Sequence[float] = (),
+    weights: Sequence[float] = (),
+    pieces: int = 1,
+) -> Timeline:
+    """The moments of all actions, from what one takes at each stage; a backward that makes its forward again takes
+    `recompute` more. `weights`: what the gradients of weights take, in so many pieces; it is not part of `backward` then.
+    Times that are left out are 0. The schedule is checked first."""
+    stages = schedule.stages
+    durations = {
+        "F": _times("forward", forward, stages),
+        "B": _times("backward", backward, stages),
+        "U": _times("update", update or [0.0] * stages, stages),
+    }
+    travel = _times("transfer", transfer or [0.0] * (stages - 1), stages - 1)
+    extra = _times("recompute", recompute or [0.0] * stages, stages)
+    later = [time / pieces for time in _times("weights", weights or [0.0] * stages, stages)]
+    again = {(stage, replica): schedule.made_again(stage, replica) for stage, replica, _ in schedule.each_line()}
+    facts = check(schedule)
+    clock = _Clock(schedule, travel, later, facts.activations)
+    for stage, replica, index in facts.order:
+        action = schedule.lines[stage][replica][index]
+        repeated = action.microbatch in again[stage, replica]
+        more = extra[stage] if action.kind == "B" and repeated else 0.0
+        clock.pay(stage, replica, action, repeated)
+        clock.do(stage, replica, action, durations[action.kind][stage] + more)
+        clock.debts[stage][replica].did(action, repeated, pieces if later[stage] else 0)
+    return Timeline(schedule, tuple(tuple(map(tuple, replicas)) for replicas in clock.spans))
+
+
+def _times(name: str, times: Sequence[float], count: int) -> Sequence[float]:
+    if len(times) != count:
+        raise UsageError(f"expected {count} times for {name}, got {len(times)}")
+    if wrong := [time for time in times if not 0 <= time < math.inf]:
+        raise UsageError(f"times for {name} must be finite and not negative, got {wrong[0]}")
+    return times
+
+
+class _Clock:
+    """Who is free when, and what has arrived when."""
+
+    def __init__(self, schedule: Schedule, travel: Sequence[float], later: Sequence[float], rooms: Sequence[int]) -> None:
+        self.travel, self.later = travel, later
+        self.debts = [
+            [DeferredGradients(room) for _ in replicas] for room, replicas in zip(rooms, schedule.lines, strict=True)
+        ]
+        self.free = [[0.0] * count for count in schedule.replicas]
+        self.spans: list[list[list[Span]]] = [[[] for _ in replicas] for replicas in self.free]
+        self.ends: dict[tuple[int, ScheduleAction], float] = {}
+        self.meeting = [0.0] * schedule.stages
+
+    def do(self, stage: int, replica: int, action: ScheduleAction, duration: float) -> None:
+        """As soon as can be; what it waits for was done before."""
+        start = max(self.free[stage][replica], self.arrival(stage, replica, action))
+        self.spans[stage][replica].append(Span(action, start, start + duration))
+        self.free[stage][replica] = self.ends[stage, action] = start + duration
+
+    def pay(self, stage: int, replica: int, action: ScheduleAction, again: bool) -> None:
+        """What is owed, as far as it is due before this action or there is time until it can start."""
+        if action.kind == "U":
+            for other, debts in enumerate(self.debts[stage]):  # they meet: all of them must be done
+                while debts:
+                    self.piece(stage, other)
+            return
+        debts = self.debts[stage][replica]
+        while debts.due(action, again) or (debts and self.free[stage][replica] < self.arrival(stage, replica, action)):
+            self.piece(stage, replica)
+
+    def piece(self, stage: int, replica: int) -> None:
+        """Do one; those of a microbatch that follow each other are one span."""
+        spans, start = self.spans[stage][replica], self.free[stage][replica]
+        action = ScheduleAction("W", self.debts[stage][replica].pay())
+        end = self.free[stage][replica] = start + self.later[stage]
+        if spans[-1].action == action and spans[-1].end == start:
+            start = spans.pop().start
+        spans.append(Span(action, start, end))
+
+    def arrival(self, stage: int, replica: int, action: ScheduleAction) -> float:
+        if action.kind == "U":
+            if replica == 0:  # the replicas come here one after the other, and start together
+                self.meeting[stage] = max(self.free[stage])
+            return self.meeting[stage]
+        before, link = (stage - 1, stage - 1) if action.kind == "F" else (stage + 1, stage)
+        return self.ends[before, action] + self.travel[link] if 0 <= link < len(self.travel) else 0.0

@@ -1,1 +1,0 @@
-"""Where to cut a model into stages and how many devices each stage gets, from measured layers."""

@@ -1,0 +1,135 @@
+"""Reads a record; what cannot be read is named with file and line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from polytempo.errors import RecordError
+from polytempo.records.lines import RecordLine
+
+
+def read_events(directory: str | Path) -> Iterator[RecordLine]:
+    """The lines of events.jsonl, one after another."""
+    path = Path(directory) / EVENTS
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from parse_lines(file, str(path))
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}; expected a directory made with --record") from None
+
+
+def parse_lines(texts: Iterable[str], name: str) -> Iterator[RecordLine]:
+    """Lines from their texts; `name` is what an error calls their source."""
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"{name}, line {number}: not JSON ({error.msg}); the record may be cut short") from None
+        if not isinstance(line, dict) or "kind" not in line or "t" not in line:
+            raise RecordError(f"{name}, line {number}: expected an object with 't' and 'kind', got {text.strip()[:60]}")
+        yield line
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """The content of meta.json."""
+    path = Path(directory) / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}; without it the job did not end") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not JSON ({error.msg})") from None
+    missing = [key for key in ("spec", "size") if key not in meta]
+    if missing:
+        raise RecordError(f"{path} lacks {', '.join(missing)}")
+    return dict(meta)
+
+
+# Writes a record: a directory with events.jsonl and meta.json.
+
+EVENTS = "events.jsonl"
+META = "meta.json"
+
+
+class RecordWriter:
+    """Takes lines as they happen; `meta` is written last, so a record without it was cut short.
+
+    Whatever cannot be written is an OSError that names the file.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / META).unlink(missing_ok=True)
+        self._file = (self.directory / EVENTS).open("w", encoding="utf-8")
+
+    def write(self, line: RecordLine) -> None:
+        """Append one line."""
+        with _naming(self.directory / EVENTS):
+            self._file.write(to_text(line) + "\n")
+
+    def flush(self) -> None:
+        """Let others read what was written so far."""
+        with _naming(self.directory / EVENTS):
+            self._file.flush()
+
+    def abandon(self) -> None:
+        """End without the meta: the record says that it was cut short."""
+        with suppress(OSError):  # what a full disk did not take at first it does not take now
+            self._file.close()
+
+    def close(self, meta: dict[str, Any] | None = None) -> None:
+        """Finish the record."""
+        with _naming(self.directory / EVENTS):
+            self._file.close()
+        if meta is not None:
+            text = _json(meta, indent=1) + "\n"
+            with _naming(self.directory / META):
+                (self.directory / META).write_text(text, encoding="utf-8")
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abandon()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing carry no name; those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def record_lost(error: OSError) -> str:
+    """In words, for a job that goes on."""
+    return f"cannot write {error.filename}: {error.strerror}; the job goes on, its record is cut short"
+
+
+def to_text(line: RecordLine) -> str:
+    """A line as it stands in events.jsonl."""
+    return _json(line, separators=(",", ":"))
+
+
+def _json(value: Any, **form: Any) -> str:
+    """JSON has no word for what is no finite number: it becomes a text that `float()` reads."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

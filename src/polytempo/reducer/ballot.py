@@ -1,0 +1,102 @@
+"""What each rank says at the end of a step that no sequencer decides, and what follows: the same for everybody.
+
+A rank that has run out of data goes on with weight zero. A bucket that somebody has changed since it was sent (clipping,
+another weight than was thought) is done again by all. If one skips the step, all skip it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polytempo.summation import in_order
+
+HEAD = struct.Struct("<dBQQ")
+RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters;
+    `touched`: its script has written to parameters, which might now differ from the others'; `gradient`: a digest of its
+    gradient, in the first steps."""
+
+    weight: float
+    ran_out: bool = False
+    skips: bool = False
+    digest: int = 0
+    changed: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+    touched: bool = False
+    gradient: int = 0
+
+    def pack(self, buckets: int, params: int) -> bytes:
+        """As long on every rank."""
+        flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
+        head = HEAD.pack(self.weight, flags, self.digest, self.gradient)
+        return head + _bits(self.changed, buckets) + _bits(self.absent, params)
+
+
+@dataclass(frozen=True)
+class BallotOutcome:
+    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ; `alike`: two of one gradient."""
+
+    total: float
+    over: bool
+    skipped: bool
+    again: tuple[int, ...]
+    absent: tuple[int, ...]
+    unlike: tuple[int, int] | None
+    touched: bool = False
+    alike: tuple[int, int] | None = None
+
+
+def size_of(buckets: int, params: int) -> int:
+    """Bytes of a ballot."""
+    return HEAD.size + -(-buckets // 8) + -(-params // 8)
+
+
+def unpack(data: bytes, buckets: int, params: int) -> Ballot:
+    """What `pack` wrote."""
+    weight, flags, digest, gradient = HEAD.unpack_from(data)
+    middle = HEAD.size + -(-buckets // 8)
+    changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
+    ran_out, skips, touched = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED))
+    return Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient)
+
+
+def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:
+    """What follows."""
+    active = [index for index, ballot in enumerate(ballots) if not ballot.ran_out]
+    weighing = [index for index in active if ballots[index].weight > 0]
+    unlike = next(((active[0], other) for other in active if ballots[other].digest != ballots[active[0]].digest), None)
+    skipped = any(ballots[index].skips for index in active)
+    again = frozenset[int]() if skipped else frozenset().union(*(ballots[index].changed for index in active))
+    return BallotOutcome(
+        total=in_order(ballots[index].weight for index in active),
+        over=not active,
+        skipped=skipped,
+        again=tuple(sorted(again)),
+        absent=tuple(sorted(frozenset.intersection(*(ballots[index].absent for index in weighing)))) if weighing else (),
+        unlike=unlike,
+        touched=any(ballot.touched for ballot in ballots),
+        alike=_alike([(index, ballots[index].gradient) for index in active]),
+    )
+
+
+def _alike(gradients: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    seen: dict[int, int] = {}
+    for index, gradient in gradients:
+        if gradient and seen.setdefault(gradient, index) != index:
+            return seen[gradient], index
+    return None
+
+
+def _bits(numbers: frozenset[int], count: int) -> bytes:
+    return sum(1 << number for number in numbers).to_bytes(-(-count // 8), "little")
+
+
+def _numbers(data: bytes) -> frozenset[int]:
+    bits = int.from_bytes(data, "little")
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)

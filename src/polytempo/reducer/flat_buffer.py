@@ -1,0 +1,252 @@
+"""A worker's bucket: gradients in, new values out.
+
+One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one stretch of memory. On one
+host that memory is shared, and the servers read it where it is. A parameter's `.grad` becomes a view of the bucket once it
+was copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the bucket. New values go
+from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, or
+lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.protocol.layout import ITEM_SIZES, Layout
+from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.parameter_watch import ParameterWatch
+from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
+from polytempo.transport.channel import Bytes
+
+
+def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int]) -> tuple[TensorInfo, ...]:
+    """What the servers must know of each parameter."""
+    return tuple(
+        TensorInfo(name, tuple(param.shape), dtype_name(param.dtype), group)
+        for param, name, group in zip(params, names, groups, strict=True)
+    )
+
+
+class Memory(Protocol):
+    """Where flat tensors lie."""
+
+    pins: bool  #: may memory of torch's own be taken instead, which GPUs can reach?
+
+    def allocate(self, size: int) -> Bytes:
+        """Zeroed memory to keep."""
+
+
+class FlatBuffer:
+    """One set of flat tensors, with a view for each parameter."""
+
+    def __init__(self, layout: Layout, memory: Memory, pinned: bool) -> None:
+        self._bytes = {
+            dtype: as_bytes(torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=True))
+            if pinned
+            else memory.allocate(size * ITEM_SIZES[dtype])
+            for dtype, size in layout.sizes.items()
+        }
+        self.tensors = {dtype: as_tensor(data, dtype) for dtype, data in self._bytes.items()}
+        self._layout_places = {place.index: place for place in layout.places}
+        self.views = {index: self._view(index) for index in self._layout_places}
+        self._places = {index: view.data_ptr() for index, view in self.views.items()}
+        self._renewed = dict.fromkeys(self.views, 0)
+        self._finite: dict[int, int] = {}  # views that were found finite, and their version then
+        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in stretches] for stretches in layout.shards]
+
+    def _part(self, dtype: str, start: int, stop: int) -> Bytes:
+        return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
+
+    def _view(self, index: int) -> torch.Tensor:
+        """A tensor of its own, not a slice: it has its own version counter, and nothing else of the bucket."""
+        place = self._layout_places[index]
+        part = self._part(place.info.dtype, place.start, place.stop)
+        return as_tensor(part, place.info.dtype).view(tuple(place.info.shape))
+
+    def is_in_place(self, index: int) -> bool:
+        """Does a view still lie in here? As `.grad` of a parameter it may have been given other memory: through `.data`, or
+        with the model's (`model.to(...)`)."""
+        view = self.views[index]
+        return bool(view.data_ptr() == self._places[index] and view.is_contiguous())
+
+    def renew(self, index: int) -> None:
+        """Make a view anew."""
+        self.views[index] = self._view(index)
+        self._renewed[index] += 1
+        self._finite.pop(index, None)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Differs once torch has changed a view, or it was made anew."""
+        return self._renewed[index], self.views[index]._version
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor lie in here?"""
+        return any(
+            flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes
+            for flat in self.tensors.values()
+            if flat.device == tensor.device
+        )
+
+    def find_finite(self, index: int) -> bool:
+        """Are all elements of one view numbers? What is no number survives a sum."""
+        view = self.views[index]
+        finite = math.isfinite(view.sum().item()) or bool(torch.isfinite(view).all())
+        if finite:
+            self._finite[index] = view._version
+        return finite
+
+    def is_finite(self, everything: bool) -> bool:
+        """Are all elements numbers? Views that torch has not changed since they were looked at are looked at only on demand:
+        what is written through `.data` or NumPy is not seen."""
+        unknown = [i for i, view in self.views.items() if everything or self._finite.get(i) != view._version]
+        return all(self.find_finite(index) for index in unknown)
+
+    def changed_all(self) -> None:
+        """Something was written that views do not know of."""
+        self._finite.clear()
+
+
+class Copier:
+    """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1, compares: bool = False
+    ) -> None:
+        self.params = list(params)
+        infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
+        self.watch = ParameterWatch(params, infos, compares)
+        self.layout = layout
+        self._on_gpu = any(param.is_cuda for param in params)
+        pinned = self._on_gpu and memory.pins
+        self._flats = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
+        # Pushes under way must not change.
+        self._staging = self._flats[0] if slots == 1 else FlatBuffer(layout, memory, pinned)
+        self._turn = 0
+        self._order = [place.index for place in layout.places]
+        self._direct, self._staged = self._targets()
+
+    def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
+        """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
+        flat = self._staging
+        staged = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
+        for index in self._order:
+            if not flat.is_in_place(index):  # as `.grad` it went along with its parameter
+                flat.renew(index)
+        direct: list[list[list[torch.Tensor]]] = []
+        for stretches in self.layout.shards:
+            of_shard: list[list[torch.Tensor]] = []
+            for stretch in stretches:
+                targets = []
+                for place in self.layout.places:
+                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+                    if place.info.dtype == stretch.dtype and start < stop:
+                        source = flat.views[place.index] if place.index in staged else self.params[place.index].detach()
+                        targets.append(source.view(-1)[start - place.start : stop - place.start])
+                of_shard.append(targets)
+            direct.append(of_shard)
+        return direct, staged
+
+    def look(self, compare: bool = True) -> bool:
+        """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
+        moved = self.watch.look(compare)
+        if moved:
+            self._direct, self._staged = self._targets()
+        return moved
+
+    def next_flat(self) -> FlatBuffer:
+        """The flat copy whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._flats)
+        return self._flats[self._turn]
+
+    def gather(self, flat: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
+        """Copy `of(param)` of every parameter into the flat copy; those for which it is None are zero, and returned."""
+        absent: list[int] = []
+        targets, sources = [], []
+        for index in self._order:
+            tensor = of(self.params[index])
+            in_place = flat.is_in_place(index)
+            if tensor is flat.views[index] and in_place:
+                continue
+            if not in_place:  # whatever `.grad` is now: once it was the view
+                flat.renew(index)
+            if tensor is None:
+                absent.append(index)
+                continue
+            if tensor.layout != torch.strided:  # of an embedding that nobody told us of: all its rows travel
+                tensor = tensor.to_dense()
+            targets.append(flat.views[index])
+            sources.append(tensor.clone() if flat.holds(tensor) else tensor)  # another's view: it may be written first
+        if self._on_gpu:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        for index in absent:
+            flat.views[index].zero_()
+        return tuple(absent)
+
+    def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
+        """New values, one list of buffers for each shard, into the parameters."""
+        self.watch.see_writes()
+        flat = self._staging
+        if self._staged:
+            flat.changed_all()
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            for shard, buffers in parts.items():
+                for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
+                    if len(targets) == 1:
+                        targets[0].copy_(as_tensor(buffer, stretch.dtype))
+                    elif targets:
+                        sources = torch.split(as_tensor(buffer, stretch.dtype), [t.numel() for t in targets])
+                        torch._foreach_copy_(targets, list(sources))
+            for index in self._staged:
+                self.params[index].detach().copy_(flat.views[index], non_blocking=True)
+            self._synchronize()
+        self.watch.record()
+
+    def holds(self, parts: dict[int, list[Bytes]]) -> bool:
+        """Are these the values of the parameters?"""
+        for shard, buffers in parts.items():
+            for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
+                given = as_tensor(buffer, stretch.dtype)
+                for place in self.layout.places:
+                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+                    if place.info.dtype == stretch.dtype and start < stop:
+                        own = self.params[place.index].detach().reshape(-1)[start - place.start : stop - place.start]
+                        if not is_same(own.cpu(), given[start - stretch.start : stop - stretch.start]):
+                            return False
+        return True
+
+    def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        """The agreed gradients, into `.grad` of every parameter but those for which nobody had one."""
+        flat = self._staging
+        flat.changed_all()
+        with torch.no_grad():
+            for shard, buffers in parts.items():
+                for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
+                    flat.tensors[stretch.dtype][stretch.start : stretch.stop] = as_tensor(buffer, stretch.dtype)
+            for index in self._order:
+                param = self.params[index]
+                if index in absent:
+                    param.grad = None  # this worker's own may be there, and weigh nothing
+                    continue
+                if param.grad is None or param.grad.layout != torch.strided:
+                    param.grad = torch.empty_like(param)
+                param.grad.copy_(flat.views[index], non_blocking=True)
+            self._synchronize()
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        same = len(params) == len(self.params) and all(one is other for one, other in zip(params, self.params, strict=True))
+        if not same:
+            raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()

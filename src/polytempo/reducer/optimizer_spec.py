@@ -1,0 +1,164 @@
+"""What an optimizer says to the servers of itself: its tensors, its hyper-parameters, which rule runs there.
+
+A mode may bring a rule of its own (`asup`): then the wrapped optimizer gives the learning rate and the weight decay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.compression.chain import PushPullCompression
+from polytempo.errors import UsageError
+from polytempo.optim.asup import AsuP
+from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.reducer.flat_buffer import describe
+from polytempo.server.optimizer_state import as_bytes
+from polytempo.server.optimizers import check_optimizer
+from polytempo.sync.spec import Spec
+
+#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
+PLAIN = (bool, int, float, str, type(None))
+
+
+class HyperParameters:
+    """The hyper-parameters of all groups as they travel. They seldom change; what was looked at is not looked at again."""
+
+    def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer) -> None:
+        self._spec, self._is_own = spec, isinstance(optimizer, AsuP)
+        self._seen: list[Any] = []
+        self._plain: tuple[dict[str, Any], ...] = ()
+
+    def of(self, groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """As they are now."""
+        groups = list(groups)
+        seen = [value for group in groups for name, value in group.items() if name != "params"]
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
+            self._plain = tuple(self._of_group(group) for group in groups)
+            self._seen = seen
+        return self._plain
+
+    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        if not self._spec.mode.rule:
+            return plain
+        names = self._spec.rule_options
+        own = {name: plain[name] for name in names if self._is_own and name not in self._spec.options}
+        return {"lr": plain["lr"], "weight_decay": plain.get("weight_decay", 0.0), **names, **own}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A hyper-parameter as it can travel."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(name, item) for item in value)
+    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
+
+
+class SpecBuilder:
+    """One optimizer's proposals."""
+
+    def __init__(
+        self, spec: Spec, apply: str, inner: torch.optim.Optimizer, compression: PushPullCompression, clip_norm: float | None
+    ) -> None:
+        self._spec, self._apply, self._inner = spec, apply, inner
+        self._compression, self._clip_norm = compression, clip_norm
+        self._started: str | None = None  # looked at once, before the first step
+
+    def check(self, here: bool, together: bool) -> None:
+        """Refuse what does not go together; `here`: the wrapped optimizer runs on the worker."""
+        rule, name = self._spec.mode.rule, type(self._inner).__name__
+        if rule and type(self._inner) not in (torch.optim.SGD, AsuP):
+            raise UsageError(
+                f"{self._spec.text} brings its own rule; wrap SGD, whose lr and weight_decay it takes, not {name}"
+            )
+        if self._spec.corrections.adapts_momentum and not rule and "momentum" not in self._inner.param_groups[0]:
+            raise UsageError(
+                f"momentum=async needs an optimizer with a momentum to correct, got {name}; use SGD with momentum"
+            )
+        if self._spec.corrections.any and self._apply == "delta":
+            raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
+        if self._spec.local and not self._compression.pull.is_lossless:
+            raise UsageError(f"{self._spec.text} reads values whole; compress pushes alone: compression={{'push': ...}}")
+        if (rule or self._spec.local) and self._apply == "delta":
+            raise UsageError(f"{self._spec.text} needs the gradients on the servers; leave apply='delta' out")
+        if self._spec.local and self._spec.corrections.compensation:
+            raise UsageError(
+                f"{self._spec.text}: dc and dca need the weights a gradient was taken on, which local steps make here; leave"
+                " them out"
+            )
+        if together and here and not self._compression.is_lossless:
+            raise UsageError(
+                "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
+            )
+
+    def _start(self) -> str:
+        """What the wrapped optimizer began with, as a word: replicas that begin with different states drift apart."""
+        if self._started is None:
+            self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
+        return self._started
+
+    def describe(
+        self, params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int], chosen: Iterable[int]
+    ) -> tuple[TensorInfo, ...]:
+        """The tensors of these parameters."""
+        some = list(chosen)
+        return describe([params[i] for i in some], [names[i] for i in some], [groups[i] for i in some])
+
+    def propose(
+        self, special: str, tensors: tuple[TensorInfo, ...], hyper: tuple[dict[str, Any], ...], tables: tuple[TableInfo, ...]
+    ) -> OptimizerSpec:
+        """The proposal of a track; `special`: "peers" or "mean", where it is not the servers that hold the values."""
+        on_server = self._apply == "server" and not special
+        name = ""
+        if special == "peers":  # each worker keeps its own, and all must begin alike
+            name = type(self._inner).__name__ + self._start()
+        elif on_server and tensors:
+            name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.mode.barrier)
+        filtered = on_server and not self._compression.is_lossless
+        return OptimizerSpec(
+            sync=self._spec.text,
+            apply=special or self._apply,
+            optimizer=name,
+            tensors=tensors,
+            groups=hyper,
+            clip_norm=self._clip_norm if on_server or special == "peers" else None,
+            tables=tables,
+            push_filter=self._compression.push.text if filtered else "",
+            pull_filter=self._compression.pull.text if filtered else "",
+        )
+
+
+def _digest(state: dict[int, dict[str, Any]]) -> str:
+    found = hashlib.blake2b(digest_size=4)
+    for index, values in sorted(state.items()):
+        for name, value in sorted(values.items()):
+            found.update(f"{index} {name}".encode())
+            plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            found.update(as_bytes(value.detach().cpu()).tobytes() if plain else repr(value).encode())
+    return found.hexdigest()
+
+
+class RuleAlone:
+    """A mode's own rule in a job of one without servers."""
+
+    def __init__(self, spec: Spec, hyper: HyperParameters, outer: torch.optim.Optimizer) -> None:
+        self._hyper, self._outer = hyper, outer
+        described = hyper.of(outer.param_groups)
+        groups = [{**own, "params": group["params"]} for own, group in zip(described, outer.param_groups, strict=True)]
+        self._rule = AsuP(groups)
+
+    def step(self) -> None:
+        """With the hyper-parameters of now."""
+        for group, now in zip(self._rule.param_groups, self._hyper.of(self._outer.param_groups), strict=True):
+            group.update(now)
+        self._rule.state = self._outer.state  # so that state_dict() has it, and load_state_dict() gives it
+        self._rule.step()

@@ -1,0 +1,141 @@
+"""What a worker's parameters were when this library wrote them last: has something else written to them since, or given them
+other memory?
+
+Torch counts writes to a tensor (its version), but not those through `.data` or NumPy. Of these a part of the values is
+compared, in each step another: what a script does in every step is found soon. Both are a matter of microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.protocol.values import TensorInfo
+from polytempo.server.optimizer_state import as_bytes, digest_of_bytes, dtype_name, is_same
+from polytempo.transport.channel import Bytes
+
+#: Bytes of the values that are compared in a step, and of how many parameters at most.
+COMPARED = 64 << 10
+AT_MOST = 16
+
+
+class ParameterWatch:
+    """Looks at the parameters of one optimizer. `compares`: also for writes that torch does not count."""
+
+    def __init__(self, params: Sequence[torch.Tensor], infos: Sequence[TensorInfo], compares: bool = False) -> None:
+        self._params, self._infos = list(params), infos
+        self._devices = [param.device for param in params]
+        self._compares = compares and all(device.type == "cpu" for device in self._devices)
+        self.touched = ""  #: the first parameter that something else was seen to write to; until that is dealt with
+        self._turn = 0  # where the comparing goes on
+        self._compared: list[tuple[int, Bytes, bytes]] = []
+        self._find_places()
+        self.record()
+
+    def is_clean(self) -> bool:
+        """Has nothing else written to them, as far as can be seen?"""
+        self.see_writes()
+        return not self.touched and not self._has_moved()
+
+    def _find_places(self) -> None:
+        """Where the values lie. Memory that is held is not used again: another place is another memory."""
+        self._held = [param.detach() for param in self._params]
+        self._places = [param.data_ptr() for param in self._params]
+        self._plain = [param.is_contiguous() for param in self._params]
+        self._strides = [param.stride() for param, plain in zip(self._params, self._plain, strict=True) if not plain]
+        self._bytes = {
+            index: as_bytes(param)
+            for index, param in enumerate(self._params)
+            if self._compares and self._plain[index] and param.numel()
+        }
+        self._order = list(self._bytes)
+        self._compared = []
+
+    def record(self) -> None:
+        """This library has written: so they are now."""
+        self._versions = [param._version for param in self._params]
+        self._compared = []
+        room = COMPARED
+        while self._order and room > 0 and len(self._compared) < min(AT_MOST, len(self._order)):
+            index = self._order[self._turn % len(self._order)]
+            self._turn += 1
+            data = self._bytes[index]
+            start = (self._turn // len(self._order)) * room % data.nbytes if data.nbytes > room else 0
+            part = data[start : start + room]
+            self._compared.append((index, part, part.tobytes()))
+            room -= part.nbytes
+
+    def see_writes(self) -> None:
+        """Note if something else has written to a parameter."""
+        if self.touched or [param._version for param in self._params] == self._versions:
+            return
+        pairs = zip(self._params, self._versions, strict=True)
+        self.touched = next(self._infos[i].name for i, (param, version) in enumerate(pairs) if param._version != version)
+
+    def was_written(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """These tensors have other values than before, which torch may not have counted: are there parameters among them?"""
+        places = {tensor.data_ptr() for tensor in tensors}
+        written = [index for index, param in enumerate(self._params) if param.data_ptr() in places]
+        if written and not self.touched:
+            self.touched = self._infos[written[0]].name
+        return bool(written)
+
+    def look(self, compare: bool = True) -> bool:
+        """Note writes; do values lie elsewhere than before? What does not fit any more is refused by name; so is, where it
+        is to be compared, what was written uncounted."""
+        self.see_writes()
+        moved = self._has_moved()
+        if moved:
+            self._check_forms()
+            self._find_places()
+        elif compare and not self.touched:
+            self._compare()
+        return moved
+
+    def _has_moved(self) -> bool:
+        params = self._params
+        return (
+            [param.data_ptr() for param in params] != self._places
+            or [param.is_contiguous() for param in params] != self._plain
+            or [param.stride() for param, plain in zip(params, self._plain, strict=True) if not plain] != self._strides
+        )
+
+    def _check_forms(self) -> None:
+        for index, (param, before) in enumerate(zip(self._params, self._held, strict=True)):
+            now, was = _form(param), _form(before)
+            if now != was:
+                raise UsageError(
+                    f"{self._infos[index].name} was {was} when the optimizer was wrapped and is {now} now; "
+                    "cast, move and reshape a model before DistributedOptimizer()"
+                )
+            shared = self._compares and param.numel() and [p.data_ptr() for p in self._params].count(param.data_ptr()) > 1
+            if shared and not param.is_set_to(before):
+                raise UsageError(
+                    f"{self._infos[index].name} was made to share memory with another parameter, and servers keep values "
+                    "for each; tie them as one parameter before DistributedOptimizer()"
+                )
+            if not self.touched and not param.is_set_to(before) and not is_same(param.detach(), before):
+                self.touched = self._infos[index].name
+
+    def _compare(self) -> None:
+        for index, part, before in self._compared:
+            if part.tobytes() != before:
+                raise UsageError(
+                    f"{self._infos[index].name} was written to through .data or NumPy, which torch does not count and the "
+                    "next step() would undo; call optimizer.push_parameters() after each such write"
+                )
+
+    def digests(self) -> bytes:
+        """Eight bytes for the values of each parameter."""
+        return b"".join(digest_of_bytes([as_bytes(p.detach().cpu())]) for p in self._params)
+
+    def name_of(self, index: int) -> str:
+        """What a parameter is called."""
+        return self._infos[index].name
+
+
+def _form(tensor: torch.Tensor) -> str:
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{device}"

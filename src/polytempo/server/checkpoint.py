@@ -1,0 +1,192 @@
+"""Checkpoints: one safetensors file a shard and a manifest, in a directory that appears whole or not at all.
+
+    DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...  filters-0-worker-0.safetensors ...
+
+Shards write into `step-00000120.partial`, each file synced; when all have, the first server writes the manifest with their
+digests, syncs it and the directory, and renames. All shards save at one place of the log, so the files fit together.
+Stretches are given in the flat order of the whole model, so any number of servers can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from polytempo.errors import UsageError
+from polytempo.protocol.layout import first_difference, lay_out, table_difference
+from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.server.manifest import MANIFEST, PARTIAL, remove_checkpoint, step_of, whole_checkpoints
+from polytempo.server.optimizer_state import SegmentState, as_bytes
+from polytempo.server.shard import Shard
+from polytempo.transport.channel import Bytes
+
+KEPT = 3  #: older checkpoints of the same job are removed
+
+
+@dataclass
+class SavedShard:
+    """What one file holds of one optimizer: stretches of values, and runs of state."""
+
+    values: list[tuple[str, int, torch.Tensor]]  # dtype, where it starts, the elements
+    runs: list[SegmentState]
+    rows: dict[str, torch.Tensor]  # of tables, by their number and a name
+    clocks: list[dict[str, Any]]  # of tables
+
+
+def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Shard]) -> tuple[str, str, dict[str, Any]]:
+    """Write one shard's file; its name, digest and table of contents."""
+    tensors: dict[str, torch.Tensor] = {}
+    contents: dict[str, Any] = {}
+    for track, store in stores.items():
+        if store.averages:
+            continue
+        values = store.saved_values()
+        for index, (_, _, tensor) in enumerate(values):
+            tensors[f"{track}.value.{index}"] = tensor
+        runs = []
+        for index, run in enumerate(store.state()):
+            plain = {n: v for n, v in run.state.items() if not isinstance(v, torch.Tensor)}
+            held = {n: v for n, v in run.state.items() if isinstance(v, torch.Tensor)}
+            tensors |= {f"{track}.state.{index}.{n}": v.contiguous() for n, v in held.items()}
+            runs.append({"dtype": run.dtype, "start": run.start, "stop": run.stop, "names": list(held), "plain": plain})
+        rows = store.rows.saved()
+        tensors |= {f"{track}.table.{n}": v for n, v in rows.items()}
+        contents[track] = {
+            "values": [[dtype, start] for dtype, start, _ in values],
+            "runs": runs,
+            "rows": list(rows),
+            "clocks": store.rows.saved_clocks(),
+        }
+    partial = directory / f"{name}{PARTIAL}"
+    partial.mkdir(parents=True, exist_ok=True)
+    file = f"shard-{shard}.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in _apart(tensors).items()}, partial / file)
+    return file, _digest(partial / file), contents
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, each in memory of its own: those that are parts of others are copied."""
+    return {
+        key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for key, tensor in tensors.items()
+    }
+
+
+def _digest(path: Path) -> str:
+    """Of a file that is then safely on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> Path:
+    """All shards are written: make it a checkpoint."""
+    partial, final = directory / f"{name}{PARTIAL}", directory / name
+    text = json.dumps({"format": 1, **manifest, "files": list(files)}, indent=1)
+    _write_synced(partial / MANIFEST, text.encode())
+    _sync_directory(partial)
+    replaced = directory / f"{name}.replaced{PARTIAL}"
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(FileNotFoundError):  # there seldom is one
+        final.rename(replaced)
+    partial.rename(final)
+    _sync_directory(directory)
+    earlier = [old for old in whole_checkpoints(directory) if step_of(old) <= manifest["step"]]
+    for old in [replaced, *earlier[:-KEPT]]:
+        remove_checkpoint(old)
+    return final
+
+
+def read_shards(directory: Path, track: str, proposal: OptimizerSpec) -> list[SavedShard]:
+    """All that a checkpoint holds of one optimizer; refused when it is of another model."""
+    manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    saved = manifest["tracks"][track]["proposal"]
+    tensors = [TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]]
+    tables = [TableInfo(*described) for described in saved.get("tables", [])]
+    difference = first_difference(proposal.tensors, tensors) or table_difference(proposal.tables, tables)
+    if difference:
+        raise UsageError(f"the checkpoint {directory.name} is of another model: {difference} (there: the checkpoint)")
+    if saved["optimizer"] != proposal.optimizer:
+        there = saved["optimizer"] or "none"
+        raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {proposal.optimizer}")
+    return [_read_shard(directory / file["file"], track, file["tensors"][track]) for file in manifest["files"]]
+
+
+def _read_shard(path: Path, track: str, contents: Mapping[str, Any]) -> SavedShard:
+    tensors = load_file(path)
+    values = [(dtype, start, tensors[f"{track}.value.{i}"]) for i, (dtype, start) in enumerate(contents["values"])]
+    runs = []
+    for index, run in enumerate(contents["runs"]):
+        held = {name: tensors[f"{track}.state.{index}.{name}"] for name in run["names"]}
+        runs.append(SegmentState(run["dtype"], run["start"], run["stop"], {**run["plain"], **held}))
+    rows = {name: tensors[f"{track}.table.{name}"] for name in contents.get("rows", ())}
+    return SavedShard(values, runs, rows, contents.get("clocks", []))
+
+
+def load_values(shards: Sequence[SavedShard], store: Shard) -> list[Bytes]:
+    """The values of a store's stretches, from however they were cut when saved."""
+    flats = {
+        dtype: torch.empty(size, dtype=getattr(torch, dtype))
+        for dtype, size in lay_out(store.proposal.tensors, 1).sizes.items()
+    }
+    for shard in shards:
+        for dtype, start, tensor in shard.values:
+            flats[dtype][start : start + tensor.numel()] = tensor
+    return [as_bytes(tensor) for tensor in store.from_model(flats)]
+
+
+def write_held(directory: Path, name: str, track: str, worker: int, held: Sequence[SegmentState]) -> None:
+    """Keep what a worker's filters hold back, beside the shards of a checkpoint that is made or being made."""
+    data = save({run.dtype: run.state["residual"] for run in held})
+    for place in (directory / f"{name}{PARTIAL}", directory / name):
+        file = place / _held_file(track, worker)
+        try:
+            file.write_bytes(data)
+            return
+        except FileNotFoundError:  # it has just become whole, or is gone already
+            continue
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
+
+
+def read_held(directory: Path, track: str, worker: int) -> list[SegmentState]:
+    """What was kept for a worker; nothing where nothing was."""
+    path = directory / _held_file(track, worker)
+    tensors = load_file(path) if path.exists() else {}
+    return [SegmentState(dtype, 0, tensor.numel(), {"residual": tensor}) for dtype, tensor in tensors.items()]
+
+
+def _held_file(track: str, worker: int) -> str:
+    return f"filters-{track.replace('/', '-')}-worker-{worker}.safetensors"
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def in_words(error: Exception) -> str:
+    """Why something could not be written, in one line."""
+    said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+    return " ".join(said.split())

@@ -1,0 +1,253 @@
+"""One optimizer's clock: its policy, and which exchanges have been counted and answered.
+
+A script may make several optimizers; each has a track of its own, in which every worker has its own step. What
+`synchronize()` and `apply="delta"` average beside the optimizer's own steps runs in a side track, "0/mean" for "0".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.protocol.layout import first_difference, table_difference
+from polytempo.protocol.log import Reply, Update
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import OptimizerSpec, PushId, UpdatePart
+from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
+from polytempo.sync.actions import Apply, Release
+from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
+from polytempo.sync.events import HyperItems, Pushed
+from polytempo.sync.policy import Policy
+from polytempo.sync.spec import Spec, parse_spec
+
+#: A worker may lag behind others by so many loads, and its own are still told to be the same.
+REMEMBERED = 64
+
+
+@dataclass
+class WorkerSlot:
+    """A member's place in a track."""
+
+    incarnation: int
+    exchange: int = -1  # its last counted push
+    answered: int = -2  # its last answered push
+    places: dict[int, int] = field(default_factory=dict)  # of the last answer to each push that may be asked about
+    released: int = -1  # the last step it may start
+    held_at: float | None = None
+    waited: float = 0.0  # for its last push
+    staleness: int = 0  # of its last push
+    stop: bool = False  # what its last answer said of the budget
+    loads: int = 0  # what it has given beside its steps is numbered downwards: the last
+    given: dict[str, int] = field(default_factory=dict)  # and by kind, how often
+    ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
+    checkpoint: str = ""  # was made since its last answer
+
+    def enter(self, step: int) -> None:
+        """It will start with this step: the exchange before it counts as made, and is to be answered."""
+        self.exchange, self.answered = step - 1, step - 2
+
+
+@dataclass
+class OptimizerClock:
+    """The state of one optimizer's clock."""
+
+    name: str
+    proposal: OptimizerSpec
+    spec: Spec
+    policy: Policy
+    first: int  #: the worker whose proposal it was
+    seeded: bool = False
+    version: int = 0
+    place: int = 0  # of the last answer in the log
+    seats: dict[int, WorkerSlot] = field(default_factory=dict)
+    early: list[int] = field(default_factory=list)  # registered before there were values to start from
+    wakes: list[float] = field(default_factory=list)
+    corrections: Corrections = field(default_factory=Corrections)
+    _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
+    _mean: MeanStaleness = field(default_factory=MeanStaleness)
+    _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
+    _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
+
+    @property
+    def is_main(self) -> bool:
+        """Does the budget count its steps?"""
+        return self.name == MAIN
+
+    def has_loaded(self, push: Push) -> bool:
+        """Is what a worker gives beside its steps (optimizer state, values) there already?
+
+        A script that loads does so on every worker, and without a barrier a slow one does when others have made steps: what
+        several workers give as their n-th, and is the same, is one thing, taken when the first gives it. Values in rounds
+        are taken from all: they are compared.
+        """
+        seat, number = self.seats[push.id.worker], push.id.step
+        if number >= seat.loads:
+            return True
+        seat.loads = number
+        if push.kind == "values" and self.spec.mode.name == "bsp":
+            return False
+        nth = seat.given[push.kind] = seat.given.get(push.kind, 0) + 1
+        if (push.kind, nth) in self._loaded:
+            return self._loaded[push.kind, nth] == push.digest
+        self._loaded[push.kind, nth] = push.digest
+        self._loaded.pop((push.kind, nth - REMEMBERED), None)
+        return False
+
+    def mark(self, line: RecordLine) -> RecordLine:
+        """A line of the record names its optimizer, unless that is the first."""
+        return line if self.is_main else {**line, "optimizer": self.name}
+
+    def verdict(self, action: Apply) -> Verdict:
+        """What becomes of an update, given how stale its push is. Modes with corrections apply single pushes."""
+        if not self.corrections.any:
+            return Verdict(1.0)
+        head = self._counted[id(action.pushes[0])][1]
+        return self.corrections.verdict(max(self.version - head.version - head.own, 0))
+
+    def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
+        """The log's entry for an update, and how stale each part of it is."""
+        parts, staleness = [], []
+        for push in action.pushes:
+            head = self._counted.pop(id(push))[1]
+            parts.append(UpdatePart(head.id, head.samples))
+            staleness.append(max(self.version - head.version - head.own, 0))
+            if push.worker in self.seats:
+                self.seats[push.worker].staleness = staleness[-1]
+        self.version += 1
+        update = Update(
+            track=self.name,
+            version=self.version,
+            parts=tuple(parts),
+            rate=action.rate * factor,
+            barrier=self.spec.mode.barrier,
+        )
+        if self.corrections.adapts_momentum:
+            update.mean_staleness = self._mean.add(staleness[0])
+        return update, staleness
+
+    def update_lines(self, action: Apply, now: float, shards: int, staleness: list[int]) -> list[RecordLine]:
+        """An update's lines in the record, one a server."""
+        return [self.mark(apply_line(action, now, shard, self.version, staleness)) for shard in range(shards)]
+
+    def reply(self, release: Release, stop: bool, now: float) -> Reply:
+        """The log's entry for a release: the answer to the worker's last push."""
+        seat = self.seats[release.worker]
+        seat.waited, seat.held_at = (now - seat.held_at if seat.held_at is not None else 0.0), None
+        seat.answered, seat.released, seat.stop = seat.exchange, release.step, stop
+        reply = self.answer(release.worker, seat.exchange)
+        seat.checkpoint = ""
+        return reply
+
+    def next_place(self, worker: int, exchange: int) -> int:
+        """Where in the log a push is answered: all shards answer with this number."""
+        seat = self.seats[worker]
+        self.place += 1
+        seat.places[exchange] = self.place
+        oldest = exchange - self.spec.ahead if exchange >= 0 else 0
+        seat.places = {known: at for known, at in seat.places.items() if known >= oldest or known == exchange}
+        return self.place
+
+    def answer(self, worker: int, exchange: int) -> Reply:
+        """An answer to one of a worker's pushes; given again it says the same of the budget."""
+        seat = self.seats[worker]
+        return Reply(
+            track=self.name,
+            worker=worker,
+            incarnation=seat.incarnation,
+            exchange=exchange,
+            place=self.next_place(worker, exchange),
+            step=seat.released,
+            version=self.version,
+            stop=seat.stop,
+            waited=seat.waited,
+            staleness=seat.staleness,
+            members=tuple(sorted(self.seats)) if self.proposal.apply == "peers" else (),
+            checkpoint=seat.checkpoint,
+        )
+
+    def saving(self, name: str, replies: Iterable[Reply]) -> None:
+        """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
+        if not self.proposal.push_filter:
+            return
+        for seat in self.seats.values():
+            seat.checkpoint = name
+        for reply in replies:
+            reply.checkpoint, self.seats[reply.worker].checkpoint = name, ""
+
+    def hyper(self, groups: Sequence[dict[str, Any]]) -> HyperItems:
+        """`hyper_of` a push."""
+        if groups != self._hyper[0]:
+            self._hyper = groups, hyper_of(groups)
+        return self._hyper[1]
+
+    def count(self, event: Pushed, push: Push) -> None:
+        """A push is handed to the policy, which will give back this very event."""
+        self._counted[id(event)] = event, push
+
+    def drop(self, worker: int, step: int) -> Push:
+        """Forget a push that was discarded or refused: the one of the worker's present life."""
+        incarnation = self.seats[worker].incarnation
+        wanted = PushId(self.name, worker, incarnation, step)
+        key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
+        return self._counted.pop(key)[1]
+
+    def pending(self) -> list[Push]:
+        """Pushes that are counted and still to be applied: of a round that is not complete."""
+        return [push for _, push in self._counted.values()]
+
+    def counted_of(self, worker: int) -> list[PushId]:
+        """A worker's pushes that are still to be applied."""
+        return [push.id for _, push in self._counted.values() if push.id.worker == worker]
+
+
+def open_clock(name: str, worker: int, proposal: OptimizerSpec, size: int, first_step: int) -> OptimizerClock:
+    """A new track for what a worker proposes; a `UsageError` when it cannot be."""
+    spec = parse_spec(proposal.sync)
+    policy = spec.policy(size)
+    if not name.endswith(MEAN):
+        policy.begin_at(first_step)
+    seeded = proposal.apply == "mean" or name.endswith(MEAN)
+    return OptimizerClock(name, proposal, spec, policy, worker, seeded, corrections=spec.corrections)
+
+
+def disagreement(track: OptimizerClock, worker: int, proposal: OptimizerSpec) -> str:
+    """Why a worker's proposal does not fit the one the track was made with; empty when it does."""
+    first = track.proposal
+    for field_name, meaning in _COMPARED.items():
+        ours, theirs = getattr(proposal, field_name), getattr(first, field_name)
+        if ours != theirs:
+            return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {track.first}"
+    difference = first_difference(proposal.tensors, first.tensors) or table_difference(proposal.tables, first.tables)
+    if difference:
+        return f"the models of workers {worker} (here) and {track.first} (there) differ: {difference}"
+    ours, theirs = hyper_of(proposal.groups), hyper_of(first.groups)
+    if track.spec.mode.barrier and ours != theirs:
+        here, there = dict(ours), dict(theirs)
+        name = next(n for n in {**there, **here} if here.get(n, "not given") != there.get(n, "not given"))
+        values = here.get(name, "not given"), there.get(name, "not given")
+        return f"hyper-parameters differ: {name} is {values[0]} at worker {worker} and {values[1]} at worker {track.first}"
+    return ""
+
+
+_COMPARED = {
+    "sync": "sync",
+    "apply": "apply",
+    "optimizer": "the optimizer",
+    "clip_norm": "clip_norm",
+    "push_filter": "the compression of pushes",
+    "pull_filter": "the compression of answers",
+}
+
+
+def hyper_of(groups: Sequence[dict[str, Any]]) -> HyperItems:
+    """Hyper-parameters of all groups as pairs; the group is named where there are several."""
+    if len(groups) == 1:
+        return tuple((name, _plain(value)) for name, value in groups[0].items())
+    return tuple(
+        (f"group {index} {name}", _plain(value)) for index, group in enumerate(groups) for name, value in group.items()
+    )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

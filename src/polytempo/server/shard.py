@@ -1,0 +1,487 @@
+"""Corrections for stale gradients that need tensors or hyper-parameters: what of `sync/corrections.py` a shard carries out.
+
+Delay compensation needs the values that a worker computed its gradient on. They are kept for each worker from the moment
+they are sent until it has pushed what it made of them: one copy a worker, a few where its pushes overlap. Who has none
+(after a restart of the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polytempo.collectives.reduce_ops import weighted_mean
+from polytempo.compression.chain import parse_chain
+from polytempo.errors import PeerError
+from polytempo.optim.delay_compensation import compensated
+from polytempo.optim.gradient_divergence import GradientDivergence
+from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
+from polytempo.protocol.messages import Push
+from polytempo.protocol.values import OptimizerSpec, Share
+from polytempo.server.in_place_changes import InPlaceChanges
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
+from polytempo.server.optimizers import build, is_whole, settle
+from polytempo.server.pull_compression import Flats, PullCompression
+from polytempo.server.shard_tables import TrackTables
+from polytempo.summation import in_order
+from polytempo.sync.corrections import Corrections
+from polytempo.sync.spec import parse_spec
+from polytempo.transport.buffer_pool import Arena, Pool
+from polytempo.transport.channel import Bytes, OnSent
+
+
+class StalenessCorrection:
+    """The corrections of one store."""
+
+    def __init__(self, corrections: Corrections) -> None:
+        self._corrections = corrections
+        self._given: dict[int, dict[int, Flats]] = {}  # worker: version: values
+        self._squares: Flats = {}
+
+    def given(self, worker: int, version: int, values: Flats) -> None:
+        """A worker is sent these values."""
+        if self._corrections.compensation is not None:
+            self._given.setdefault(worker, {})[version] = {dtype: flat.clone() for dtype, flat in values.items()}
+
+    def gradient(self, worker: int, version: int, gradient: Flats, now: Flats) -> Flats:
+        """What this gradient, made on the values of a version, would be on those of now."""
+        about = self._corrections.compensation
+        given = self._given.get(worker, {})
+        for old in [known for known in given if known < version]:
+            del given[old]
+        if about is None or version not in given:
+            return gradient
+        if about.adaptive and not self._squares:
+            self._squares = {dtype: torch.zeros_like(flat) for dtype, flat in now.items()}
+        dtypes = list(gradient)
+        grads, squares = [gradient[d] for d in dtypes], [self._squares[d] for d in dtypes] if about.adaptive else None
+        values, read = [now[d] for d in dtypes], [given[version][d] for d in dtypes]
+        result = compensated(grads, values, read, about.strength, about.adaptive, about.memory, squares)
+        return {dtype: flat for dtype, flat in zip(dtypes, result, strict=True) if flat is not None}
+
+    def hyper(self, groups: Sequence[dict[str, Any]], mean_staleness: float) -> Sequence[dict[str, Any]]:
+        """Hyper-parameters whose momentum allows for that of stale gradients."""
+        if not self._corrections.adapts_momentum:
+            return groups
+        return [{**g, "momentum": self._corrections.momentum_for(g["momentum"], mean_staleness)} for g in groups]
+
+    def forget(self, worker: int) -> None:
+        """A worker is gone."""
+        self._given.pop(worker, None)
+
+
+# The spread of gradients between workers, on the first shard: looked at in windows, so that it costs next to nothing.
+
+#: Of so many updates the first few are looked at.
+EVERY, WINDOW = 128, 16
+
+
+class DivergenceWatch:
+    """Watches the pushes of one store."""
+
+    def __init__(self, values: Sequence[torch.Tensor], active: bool) -> None:
+        self._values = values
+        self._spread = GradientDivergence(values) if active and any(flat.numel() for flat in values) else None
+
+    @property
+    def mean(self) -> float:
+        """Over all looks so far; 0 where nobody looks, or there was only ever one worker."""
+        return self._spread.mean if self._spread is not None else 0.0
+
+    def see(self, version: int, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        """The gradients of an update, by worker."""
+        if self._spread is None or version % EVERY >= WINDOW:
+            return
+        for worker, tensors in gradients:
+            self._spread.take(worker, tensors, self._values)
+        self._spread.look()
+
+
+# A shard's part of one optimizer: values, optimizer state, version.
+#
+# Values stand in one flat tensor a dtype. The optimizer runs on *runs* of it: at first one for each group and dtype: a
+# step is one call however many tensors the model has. When a parameter has no gradient in an update, plain PyTorch leaves
+# it and its state alone; its run is then split, state and all, and the part without a gradient is left alone too.
+#
+# Values are sent from where they lie, and where memory is shared, read there. An update that comes while somebody still
+# reads them goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
+
+NormOf = Callable[[float], float]
+
+
+@dataclass(eq=False)
+class FlatSegment:
+    """Elements `start` to `stop` of this shard's flat tensor, updated together."""
+
+    dtype: str
+    group: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    param: torch.nn.Parameter
+
+
+class Loan:
+    """Counts how often one memory is out. It goes out in the store's thread and comes back in the desk's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def out(self) -> None:
+        """It is being sent once more."""
+        with self._lock:
+            self.count += 1
+
+    def back(self) -> None:
+        """It was sent."""
+        with self._lock:
+            self.count -= 1
+
+
+class Shard:
+    """What one shard holds of one optimizer."""
+
+    def __init__(
+        self,
+        proposal: OptimizerSpec,
+        shard: int,
+        shards: int,
+        pool: Pool | None = None,
+        alone: bool = True,
+        arena: Arena | None = None,
+    ) -> None:
+        self.proposal = proposal
+        self._alone = alone  # the only worker is promised plain PyTorch's bits
+        self._pool = pool or Pool()
+        self.version = 0
+        self.skipped = False
+        self.touched = ""  # a parameter that a worker of the last update had written to
+        self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
+        self.averages = proposal.apply == "mean"
+        self.shares: tuple[Share, ...] = ()  # of workers in the last update
+        whole = is_whole(proposal.optimizer)
+        layout = lay_out(() if proposal.apply == "peers" else proposal.tensors, shards, whole)
+        self.stretches: tuple[Stretch, ...] = layout.shards[shard]
+        self.expected = [stretch.nbytes for stretch in self.stretches]
+        self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
+        self.values, self._bytes = self._flats()
+        self._mean_here: Flats | None = None  # the memory for means, once there was one
+        self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
+        self._canonical = {place.index: place.start for place in lay_out(proposal.tensors, 1).places} if whole else None
+        self._loan = Loan()
+        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
+        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
+        self.rows = TrackTables(proposal, shard, shards, arena or Arena(self._pool))
+        spec = parse_spec(proposal.sync)
+        self.corrected = StalenessCorrection(spec.corrections)
+        self.changed = InPlaceChanges()
+        self._in_rounds = spec.mode.name == "bsp"
+        self._push_filter = parse_chain(proposal.push_filter)
+        self.spread = DivergenceWatch(
+            list(self.values.values()), active=shard == 0 and proposal.apply == "server" and not alone
+        )
+        self.answers = PullCompression(parse_chain(proposal.pull_filter), self.stretches, spec.ahead)
+        self.runs: list[FlatSegment] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        if proposal.apply == "server":
+            self.runs = self._first_runs(whole)
+            of_group = [[r.param for r in self.runs if r.group == g] for g in range(len(proposal.groups))]
+            if self.runs:
+                self._optimizer = build(proposal.optimizer, proposal.groups, of_group)
+                # Without torch's wrappers, which import its compiler in the first step (1.4 s, for everybody to wait).
+                self._plain_step = inspect.unwrap(type(self._optimizer).step)
+
+    # Where everything lies.
+
+    def _flats(self) -> tuple[Flats, list[Bytes]]:
+        """New flat tensors, and their memory, stretch by stretch."""
+        memory = [self._pool.allocate(stretch.nbytes) for stretch in self.stretches]
+        return {s.dtype: as_tensor(data, s.dtype) for s, data in zip(self.stretches, memory, strict=True)}, memory
+
+    def _piece_of(self, place: TensorPlace) -> list[tuple[TensorPlace, int, int]]:
+        """The part of a tensor that is here, in elements of this shard's flat tensor."""
+        stretch = next((s for s in self.stretches if s.dtype == place.info.dtype), None)
+        if stretch is None:
+            return []
+        start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
+        return [(place, start - stretch.start, stop - stretch.start)] if start < stop else []
+
+    def _first_runs(self, whole: bool) -> list[FlatSegment]:
+        runs: list[FlatSegment] = []
+        for place, start, stop in self._pieces:
+            last = runs[-1] if runs else None
+            if not whole and last and (last.dtype, last.group) == (place.info.dtype, place.info.group):
+                last.stop = stop
+            else:
+                shape = tuple(place.info.shape) if whole else ()
+                runs.append(
+                    FlatSegment(place.info.dtype, place.info.group, start, stop, shape, torch.nn.Parameter(torch.empty(0)))
+                )
+        for run in runs:
+            run.param = torch.nn.Parameter(self._view(self.values, run))
+        return runs
+
+    def _view(self, flats: Flats, run: FlatSegment) -> torch.Tensor:
+        flat = flats[run.dtype]
+        view = flat if run.stop - run.start == flat.numel() else flat[run.start : run.stop]
+        return view.view(run.shape) if run.shape else view
+
+    # Values in and out.
+
+    def lend(self, worker: int | None = None) -> tuple[list[Bytes], OnSent]:
+        """The memory of the values, to be sent; call the second when it was. A worker will push what it makes of them."""
+        if worker is not None:
+            self.corrected.given(worker, self.version, self.values)
+        self._loan.out()
+        return self._bytes, self._loan.back
+
+    def seed(self, buffers: Sequence[Bytes]) -> None:
+        """Take these values."""
+        self._own()
+        for stretch, tensor in zip(self.stretches, self.tensors_of(buffers), strict=True):
+            self.values[stretch.dtype].copy_(tensor)
+
+    def take_values(self, push: Push, buffers: Sequence[Bytes]) -> None:
+        """A worker's script has changed its values: they are the job's from now on. In rounds all must have done so."""
+        pairs = zip(self.stretches, self.tensors_of(buffers), strict=True)
+        same = all(is_same(self.values[stretch.dtype], tensor) for stretch, tensor in pairs)
+        if not same:
+            self.seed(buffers)
+            self.corrected.given(push.id.worker, self.version, self.values)  # its next gradient is made on these
+        if self._in_rounds and (self.changed.any or not same):
+            self.changed.take(push.id.worker, push.touched, digest_of_bytes(buffers))
+
+    def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
+        """Buffers of a push as flat tensors."""
+        self.check(buffers)
+        return [as_tensor(buffer, s.dtype) for buffer, s in zip(buffers, self.stretches, strict=True)]
+
+    def unfiltered(self, buffers: Sequence[Bytes]) -> list[Bytes]:
+        """A push as it was before its filter; refused when it cannot be one."""
+        if self._push_filter.is_lossless:
+            return list(buffers)
+        each = self._push_filter.buffers
+        if len(buffers) != each * len(self.stretches):
+            raise PeerError(f"a push of {len(buffers)} buffers came, {self._push_filter} has {each * len(self.stretches)}")
+        parts = [buffers[i * each : (i + 1) * each] for i in range(len(self.stretches))]
+        pairs = zip(parts, self.stretches, strict=True)
+        return [as_bytes(self._push_filter.decode(part, s.size, getattr(torch, s.dtype))) for part, s in pairs]
+
+    def forget(self, worker: int) -> None:
+        """A worker is gone."""
+        self.rows.forget(worker)
+        self.corrected.forget(worker)
+        self.answers.forget(worker)
+
+    def check(self, buffers: Sequence[Bytes]) -> None:
+        """Refuse buffers that do not fit this shard."""
+        got = [buffer.nbytes for buffer in buffers]
+        if got != self.expected:
+            raise PeerError(f"a push of {got} bytes came, this shard holds {self.expected}")
+
+    def _own(self) -> None:
+        """Before values change: what is still being read must not."""
+        if self._pool.shelf is not None:
+            self._pool.shelf.collect()
+        if not self._loan.count:
+            return
+        free = next((index for index, (_, loan) in enumerate(self._earlier) if not loan.count), None)
+        (flats, memory), loan = (self._flats(), Loan()) if free is None else self._earlier.pop(free)
+        for dtype, flat in self.values.items():
+            flats[dtype].copy_(flat)
+        self._earlier.append(((self.values, self._bytes), self._loan))
+        self.values, self._bytes, self._loan = flats, memory, loan
+        for run in self.runs:
+            run.param.data = self._view(self.values, run)
+
+    # Updates.
+
+    def update(
+        self,
+        parts: Sequence[tuple[Push, float, Sequence[Bytes]]],
+        rate: float,
+        barrier: bool,
+        total: NormOf,
+        mean_staleness: float = 0.0,
+    ) -> None:
+        """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
+        self.version += 1
+        weight = in_order(samples for _, samples, _ in parts)
+        self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
+        self.note(parts)
+        self.touched = next((push.touched for push, _, _ in parts if push.touched), "")
+        self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
+        if self.skipped:
+            return
+        parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
+        self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
+        dense = len(self.stretches) if self.rows else None
+        given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]
+        self.spread.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
+        mean = self._mean(given)
+        if self.rows:
+            self.rows.update([(push, samples, buffers[dense:]) for push, samples, buffers in parts], rate, self.version)
+        first = parts[0][0]
+        self._own()
+        if first.kind == "delta":
+            for dtype, change in mean.items():
+                self.values[dtype].add_(change, alpha=rate)
+        elif first.kind == "value" or self.averages:
+            for dtype, value in mean.items():
+                self.values[dtype].copy_(value)
+        else:
+            if self.proposal.clip_norm is not None and barrier:
+                mean = self._clipped(mean, self.proposal.clip_norm, total)
+            mean = self.corrected.gradient(first.id.worker, first.version, mean, self.values)
+            self._step(mean, self.corrected.hyper(first.hyper, mean_staleness), rate, self.absent)
+
+    def note(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]]) -> None:
+        """Remember what the answers to these pushes shall bring."""
+        for push, _, buffers in parts:
+            if self.rows or not push.values:
+                self.rows.note(push, buffers)
+
+    def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
+        """The weighted mean, summed in the order given. Of one push it is the push itself, which nobody may write."""
+        dtypes = [stretch.dtype for stretch in self.stretches]
+        if len(parts) == 1:
+            return dict(zip(dtypes, parts[0][1], strict=True))
+        result = self._scratch()
+        for index, dtype in enumerate(dtypes):
+            weighted_mean([tensors[index] for _, tensors in parts], [samples for samples, _ in parts], result[dtype])
+        return result
+
+    def _scratch(self) -> Flats:
+        if self._mean_here is None:
+            self._mean_here = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
+        return self._mean_here
+
+    def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:
+        square = in_order(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
+        factor = limit / (total(square) ** 0.5 + 1e-6)
+        if factor >= 1:
+            return mean
+        result = self._scratch()
+        for dtype, flat in mean.items():
+            torch.mul(flat, factor, out=result[dtype])
+        return result
+
+    def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: frozenset[int]) -> None:
+        if self._optimizer is None:
+            return
+        without = [(p.info.dtype, a, b) for p, a, b in self._pieces if p.index in absent] if absent else []
+        for dtype, start, stop in without:
+            self._split(dtype, start)
+            self._split(dtype, stop)
+        if hyper != self._hyper:
+            for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+                group.update(settle(values, self._optimizer, self._alone))
+            self._hyper = hyper
+        for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+            group["lr"] = values["lr"] * rate
+        self._forms_that_fit()
+        for run in self.runs:
+            left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
+            run.param.grad = None if left_alone else self._view(mean, run)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            self._plain_step(self._optimizer)
+        for run in self.runs:
+            run.param.grad = None
+
+    def _forms_that_fit(self) -> None:
+        """Fused SGD wants momentum for all runs or for none; split runs may begin at different steps."""
+        if len(self.runs) > 1 and isinstance(self._optimizer, torch.optim.SGD):
+            for group in self._optimizer.param_groups:
+                if group["fused"] and group["momentum"]:
+                    have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
+                    if len(have) > 1:
+                        group["fused"], self._hyper = False, ()
+
+    # Runs are split; their state with them.
+
+    def _split(self, dtype: str, at: int) -> None:
+        run = next((r for r in self.runs if r.dtype == dtype and r.start < at < r.stop), None)
+        if run is None or self._optimizer is None:
+            return
+        whole = SegmentState(dtype, run.start, run.stop, dict(self._optimizer.state.pop(run.param, {})))
+        rest = FlatSegment(dtype, run.group, at, run.stop, (), torch.nn.Parameter(torch.empty(0)))
+        old, run.stop = run.param, at
+        params = self._optimizer.param_groups[run.group]["params"]
+        place = next(index for index, param in enumerate(params) if param is old)
+        for part in (run, rest):
+            part.param = torch.nn.Parameter(self._view(self.values, part))
+            if whole.state:
+                self._optimizer.state[part.param] = whole.part(part.start, part.stop)
+        params[place : place + 1] = [run.param, rest.param]
+        self.runs.insert(self.runs.index(run) + 1, rest)
+
+    # State in and out, in the flat order of the whole model.
+
+    def _shift(self, run: FlatSegment) -> int:
+        """From this shard's elements to the flat order of the whole model."""
+        if self._canonical is None:
+            return self._offset[run.dtype]
+        place = next(p for p, start, _ in self._pieces if p.info.dtype == run.dtype and start == run.start)
+        return self._canonical[place.index] - run.start
+
+    def saved_values(self) -> list[tuple[str, int, torch.Tensor]]:
+        """The values, as stretches of the flat order of the whole model: dtype, where it starts, the elements."""
+        if self._canonical is None:
+            return [(s.dtype, s.start, self.values[s.dtype]) for s in self.stretches if s.size]
+        return [
+            (p.info.dtype, self._canonical[p.index], self.values[p.info.dtype][start:stop])
+            for p, start, stop in self._pieces
+        ]
+
+    def from_model(self, flats: Flats) -> list[torch.Tensor]:
+        """This shard's values, out of the flat order of the whole model."""
+        if self._canonical is None:
+            return [flats[s.dtype][s.start : s.stop] for s in self.stretches]
+        mine = {s.dtype: torch.empty_like(self.values[s.dtype]) for s in self.stretches}
+        for place, start, stop in self._pieces:
+            source = self._canonical[place.index]
+            mine[place.info.dtype][start:stop] = flats[place.info.dtype][source : source + stop - start]
+        return [mine[s.dtype] for s in self.stretches]
+
+    def state(self) -> list[SegmentState]:
+        """The optimizer's state, not copied."""
+        if self._optimizer is None:
+            return []
+        return [
+            SegmentState(
+                r.dtype, r.start + self._shift(r), r.stop + self._shift(r), dict(self._optimizer.state.get(r.param, {}))
+            )
+            for r in self.runs
+        ]
+
+    def load_state(self, runs: Sequence[SegmentState]) -> None:
+        """Take the optimizer's state from runs that may be cut in another way; those of no dtype are of tables."""
+        for source in runs:
+            if source.dtype == OF_TABLES:
+                self.rows.load_state(source.state)
+        runs = [source for source in runs if source.dtype != OF_TABLES]
+        if self._optimizer is None:
+            return
+        if self._canonical is None:
+            for source in runs:
+                self._split(source.dtype, source.start - self._offset[source.dtype])
+                self._split(source.dtype, source.stop - self._offset[source.dtype])
+        for run in self.runs:
+            start, stop = run.start + self._shift(run), run.stop + self._shift(run)
+            touching = find(runs, run.dtype, start, stop)
+            self._optimizer.state.pop(run.param, None)
+            if touching and touching[0].state:
+                state = touching[0].part(start, stop)
+                self._optimizer.state[run.param] = {n: self._fit(v, run) for n, v in state.items()}
+
+    def _fit(self, value: Any, run: FlatSegment) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.stop - run.start:
+            return value.reshape(run.param.shape)
+        return value

@@ -1,0 +1,347 @@
+"""The store's thread: carries out the log, entry by entry, on this shard's tensors.
+
+The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
+but two queues, so nothing is locked, and a decision never waits behind an optimizer step that takes its time. What takes
+less time than handing it over (judged by the last update of the same optimizer) is carried out at once, by the desk, if the
+thread has nothing to do. So is what delays nobody: when the only worker, or all of a barrier, wait for this very update.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from safetensors import SafetensorError
+
+from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
+from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
+from polytempo.protocol.values import Pull, PulledRows, PushId, Share
+from polytempo.server.checkpoint import in_words, load_values, read_held, read_shards, write_held, write_shard
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
+from polytempo.server.shard import Shard
+from polytempo.server.shard_tables import row_buffers
+from polytempo.transport.buffer_pool import Arena, Pool
+from polytempo.transport.channel import Bytes, OnSent
+from polytempo.transport.memory import WakeUp
+
+#: Handing an entry to the thread and its answer back takes about so many seconds.
+HAND_OVER = 300e-6
+#: An update for which everybody waits may keep the desk from its other business for so long.
+PATIENCE = 50e-3
+#: Pulling so many rows takes about as long as handing it over.
+FEW_ROWS = 8192
+
+Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
+
+
+@dataclass
+class ForWorker:
+    """An answer on its way out."""
+
+    worker: int
+    message: AnyMessage
+    buffers: Sequence[Bytes] = ()
+    done: OnSent | None = None
+
+
+@dataclass
+class PullHere:
+    """Rows that a worker asks for, outside the log: it gets them as they are when its turn comes."""
+
+    worker: int
+    pull: Pull
+    ids: Bytes | None = None
+
+
+@dataclass
+class KeepHere:
+    """What a worker's filters hold back, to be kept with a checkpoint."""
+
+    worker: int
+    keep: Keep
+    buffers: Sequence[Bytes]
+
+
+class ShardExecutor:
+    """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
+
+    def __init__(
+        self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None, workers: int = 1
+    ) -> None:
+        self.shard, self.shards = shard, shards
+        self._workers = workers
+        self.bell = WakeUp()
+        self.stores: dict[str, Shard] = {}
+        self.pool = pool
+        self._arena = Arena(pool)
+        self._checkpoints, self._resume = checkpoints, resume
+        self._entries: SimpleQueue[tuple[LogEntry | PullHere | KeepHere, Pushes] | None] = SimpleQueue()
+        self._totals: SimpleQueue[float | None] = SimpleQueue()
+        self._out: deque[ForWorker | AnyMessage] = deque()
+        self._given = self._finished = 0  # entries handed to the thread, and carried out by it
+        self._took: dict[str, float] = {}  # seconds of the last update of each track
+        self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
+        """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
+        if self._given == self._finished and self._is_small(entry):
+            self._try(entry, pushes)
+        else:
+            self._given += 1
+            self._entries.put((entry, pushes))
+
+    def _is_small(self, entry: LogEntry | PullHere | KeepHere) -> bool:
+        if isinstance(entry, KeepHere):
+            return False
+        if isinstance(entry, PullHere):
+            return entry.ids is not None and (entry.ids.nbytes <= 8 * FEW_ROWS or self._workers == 1)
+        if isinstance(entry, Update):
+            alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
+            allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
+            return alone and self._took.get(entry.track, 1.0) < allowed
+        return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
+
+    def take(self) -> list[ForWorker | AnyMessage]:
+        """What there is for the desk."""
+        return [self._out.popleft() for _ in range(len(self._out))]
+
+    def norm_total(self, square: float) -> None:
+        """All shards' squared norms are in: their sum."""
+        self._totals.put(square)
+
+    def close(self) -> None:
+        """End after what was put."""
+        self._entries.put(None)
+        self._totals.put(None)
+        self._thread.join()
+        self.bell.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while (item := self._entries.get()) is not None:
+            if not self._try(*item):
+                return
+            del item  # the memory of pushes
+            self._finished += 1
+
+    def _try(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> bool:
+        try:
+            self._carry_out(entry, pushes)
+            return True
+        except Exception as error:  # noqa: BLE001  whatever it is, the job must hear of it
+            trace = traceback.format_exc(limit=-3)
+            self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
+            return False
+
+    def _report(self, item: ForWorker | AnyMessage) -> None:
+        self._out.append(item)
+        if threading.current_thread() is self._thread:
+            self.bell.ring()
+
+    def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
+        if isinstance(entry, Update):
+            self._update(entry, pushes)
+        elif isinstance(entry, Reply):
+            self._reply(entry)
+        elif isinstance(entry, PullHere):
+            self._pull(entry)
+        elif isinstance(entry, KeepHere):
+            self._keep(entry.worker, entry.keep, entry.buffers)
+        elif isinstance(entry, ForgetWorker):
+            for store in self.stores.values():
+                store.forget(entry.worker)
+        elif isinstance(entry, Drop):
+            push, buffers = pushes[entry.id]
+            self.stores[entry.id.track].note([(push, 0.0, buffers)])
+        elif isinstance(entry, Setup):
+            self._set_up(entry)
+        elif isinstance(entry, Seed):
+            self._seed(*pushes[entry.id])
+        elif isinstance(entry, ReadHere):
+            self._read(entry)
+        elif isinstance(entry, LoadState):
+            self._load(entry, pushes)
+        elif isinstance(entry, Save):
+            self._save(entry.name)
+
+    def _set_up(self, entry: Setup) -> None:
+        store = self.stores[entry.track] = Shard(
+            entry.proposal, self.shard, self.shards, self.pool, self._workers == 1, self._arena
+        )
+        if entry.resume and self._resume is not None:
+            shards = read_shards(self._resume, entry.track, entry.proposal)
+            store.seed(load_values(shards, store))
+            store.load_state([run for shard in shards for run in shard.runs])
+            store.rows.load([shard.rows for shard in shards], shards[0].clocks)
+
+    def _seed(self, push: Push, buffers: list[Bytes]) -> None:
+        store = self.stores[push.id.track]
+        count = len(store.stretches)
+        store.seed(buffers[:count])
+        store.shares = (Share(push.id.worker, 1.0),)
+        rest = len(buffers) - row_buffers(push)
+        store.rows.seed(push, buffers[rest:])
+        if push.state:
+            store.load_state(unpack(push.state, buffers[count:rest]))
+
+    def _load(self, entry: LoadState, pushes: Pushes) -> None:
+        """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
+        store = self.stores[entry.id.track]
+        if not entry.again:
+            push, buffers = pushes[entry.id]
+            if push.kind == "values":
+                store.take_values(push, buffers)
+            else:
+                store.load_state(unpack(push.state, buffers))
+        self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
+
+    def _update(self, entry: Update, pushes: Pushes) -> None:
+        store = self.stores[entry.track]
+        parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
+        began = time.perf_counter()
+        reason = store.changed.judge([part.id.worker for part in entry.parts])
+        for part in entry.parts if reason else ():
+            self._report(ForWorker(part.id.worker, Refused(reason=reason)))
+        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
+        self._took[entry.track] = time.perf_counter() - began
+        for _, buffers in pushes.values():
+            for buffer in buffers:
+                self.pool.give(buffer)
+
+    def _total_norm(self, entry: Update) -> Callable[[float], float]:
+        def total(square: float) -> float:
+            if self.shards == 1:
+                return square
+            self._report(Norm(shard=self.shard, track=entry.track, version=entry.version, square=square))
+            answer = self._totals.get()
+            if answer is None:  # the job is over: for this update, and for all that are still to come
+                self._totals.put(None)
+                return square
+            return answer
+
+        return total
+
+    def _reply(self, entry: Reply) -> None:
+        store = self.stores[entry.track]
+        empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
+        said = None if empty else store.answers.say(entry.worker, entry.exchange, store.values)
+        if said is not None:
+            store.corrected.given(entry.worker, store.version, store.answers.told(entry.worker))
+        dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
+        rows, of_rows, blocks = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [], [])
+        answer = Answer(
+            track=entry.track,
+            shard=self.shard,
+            exchange=entry.exchange,
+            place=entry.place,
+            step=entry.step,
+            version=entry.version,
+            stop=entry.stop,
+            waited=entry.waited,
+            staleness=entry.staleness,
+            skipped=store.skipped,
+            absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
+            members=entry.members,
+            shares=store.shares if entry.members else (),
+            rows=rows,
+            filtered=said is not None,
+            checkpoint=entry.checkpoint,
+            touched=store.touched if entry.members else "",
+            spread=store.spread.mean,
+        )
+        if of_rows:
+            dense, done = [*dense, *of_rows], self._sent(done, blocks)
+        self._report(ForWorker(entry.worker, answer, dense, done))
+
+    def _sent(self, done: OnSent | None, blocks: list[Bytes]) -> OnSent:
+        """What to do when an answer was sent: values were lent, and blocks taken."""
+
+        def sent() -> None:
+            if done is not None:
+                done()
+            self._arena.give(blocks)
+
+        return sent
+
+    def _pull(self, entry: PullHere) -> None:
+        """Rows as they are now, or which steps have reached a span."""
+        pull, store = entry.pull, self.stores[entry.pull.track]
+        table = store.rows.tables[pull.table]
+        answer = PulledRows(track=pull.track, shard=self.shard, request=pull.request, version=store.version)
+        if pull.what == "clock":
+            span = pull.span or (0, table.info.rows)
+            answer.clock, answer.version = table.clock(*span), table.version_of(*span)
+            self._report(ForWorker(entry.worker, answer))
+            return
+        if entry.ids is None:
+            rows = as_bytes(table.pull_range(*(pull.span or (0, 0))))
+            self._report(ForWorker(entry.worker, answer, [rows]))
+            return
+        rows, blocks = store.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
+        self._report(ForWorker(entry.worker, answer, [rows], self._sent(None, blocks)))
+
+    def _answer_to_load(self, entry: LoadState) -> Answer:
+        identity = entry.id
+        return Answer(
+            track=identity.track,
+            shard=self.shard,
+            exchange=identity.step,
+            place=entry.place,
+            step=-1,
+            version=self.stores[identity.track].version,
+            stop=False,
+        )
+
+    def _read(self, entry: ReadHere) -> None:
+        store = self.stores[entry.track]
+        if entry.what in ("state", "filters"):
+            mine = self._resume is not None and self.shard == 0
+            held = read_held(self._resume, entry.track, entry.worker) if mine and self._resume is not None else []
+            runs = (
+                [*store.state(), SegmentState(OF_TABLES, 0, 0, store.rows.saved_state())] if entry.what == "state" else held
+            )
+            state, buffers = pack(runs)
+            copies = [buffer.copy() for buffer in buffers]
+            answer = self._read_answer(entry, store, state)
+            self._report(ForWorker(entry.worker, answer, copies))
+        else:
+            buffers, done = store.lend(entry.worker)
+            self._report(ForWorker(entry.worker, self._read_answer(entry, store, b""), buffers, done))
+
+    def _read_answer(self, entry: ReadHere, store: Shard, state: bytes) -> ReadAnswer:
+        return ReadAnswer(
+            track=entry.track,
+            shard=self.shard,
+            request=entry.request,
+            version=store.version,
+            state=state,
+            exchange=entry.exchange,
+        )
+
+    def _save(self, name: str) -> None:
+        if self._checkpoints is None:
+            return
+        try:
+            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+        except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
+            self._report(NotSaved(shard=self.shard, name=name, reason=in_words(error)))
+            return
+        self._report(Saved(shard=self.shard, name=name, file=file, digest=digest, tensors=tensors))
+
+    def _keep(self, worker: int, keep: Keep, buffers: Sequence[Bytes]) -> None:
+        if self._checkpoints is None:
+            return
+        try:
+            write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
+        except OSError as error:
+            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=in_words(error), worker=worker))

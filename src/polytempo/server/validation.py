@@ -1,0 +1,153 @@
+"""What a message must be before anything is done with it: who sends another is turned away, and the job goes on.
+
+Sizes of buffers are checked by the store that takes them (`store.py`, `rows.py`), turns by the mode. What is left is here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from polytempo.compression.chain import parse_chain
+from polytempo.errors import PeerError, PolytempoError
+from polytempo.protocol.layout import ITEM_SIZES
+from polytempo.protocol.messages import Expecting, Gone, Hello, Keep, Leave, Push, ReadRequest
+from polytempo.protocol.values import OptimizerSpec, TableInfo
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState
+from polytempo.server.optimizers import build
+from polytempo.tables.initializers import check_start
+from polytempo.tables.row_optimizers import rule
+
+GRADIENTS = ("gradient", "delta", "value", "peers")
+APPLY = ("server", "delta", "peers", "mean")
+REASONS = ("finished", "failed", "lost")
+READ = ("params", "state", "filters")
+CHECKPOINT = re.compile(r"step-\d{8,20}")
+#: Names of tracks, and elements of a table, at most.
+NAME, ELEMENTS = 64, 1 << 44
+
+
+def check_hello(hello: Hello, size: int) -> None:
+    """Refuse a worker that cannot be."""
+    if not 0 <= hello.rank < size:
+        raise PeerError(f"there is no worker {hello.rank}; this job has {size}")
+    if hello.incarnation < 0:
+        raise PeerError(f"worker {hello.rank} says that it is life {hello.incarnation}; lives are counted from 0")
+
+
+def check_push(push: Push) -> None:
+    """Refuse numbers that would spoil the job's."""
+    step = push.id.step
+    fits = {"seed": step == -1, "state": step < -1, "values": step < -1}.get(push.kind, push.kind in GRADIENTS and step >= 0)
+    if not fits:
+        raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
+    if not (math.isfinite(push.samples) and push.samples >= 0):
+        raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
+    if push.count < 1 or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
+        raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
+
+
+def check_fit(push: Push, proposal: OptimizerSpec) -> None:
+    """Refuse a push that is not of this model and optimizer."""
+    absent = [index for index in push.absent if not 0 <= index < len(proposal.tensors)]
+    if absent:
+        raise PeerError(f"a push was refused: it names tensor {absent[0]}, the model has {len(proposal.tensors)}")
+
+
+def check_hyper(push: Push, proposal: OptimizerSpec) -> None:
+    """Refuse hyper-parameters with which the optimizer cannot make its step."""
+    if len(push.hyper) != len(proposal.groups):
+        raise PeerError(f"a push was refused: it has {len(push.hyper)} groups, the optimizer {len(proposal.groups)}")
+    for own, first in zip(push.hyper, proposal.groups, strict=True):
+        wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
+        if wrong or "lr" not in own:
+            raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is no number in it")
+
+
+def check_state(runs: Sequence[SegmentState], proposal: OptimizerSpec) -> None:
+    """Refuse an optimizer's state of another model."""
+    known = {info.dtype for info in proposal.tensors} | {OF_TABLES}
+    for run in runs:
+        if run.dtype not in known or not 0 <= run.start <= run.stop:
+            raise PeerError(f"an optimizer's state was refused: {run.dtype} {run.start} to {run.stop} is not in the model")
+
+
+def check_proposal(track: str, proposal: OptimizerSpec) -> None:
+    """Refuse an optimizer that no shard can make."""
+    if not track or len(track) > NAME:
+        raise PeerError(f"an optimizer with a name of {len(track)} characters was refused")
+    if proposal.apply not in APPLY:
+        raise PeerError(f"apply={proposal.apply!r} was refused; known are {', '.join(APPLY)}")
+    for info in proposal.tensors:
+        if info.dtype not in ITEM_SIZES or any(length < 0 for length in info.shape):
+            raise PeerError(f"parameter {info.name} was refused: {info.dtype} {list(info.shape)}")
+        if proposal.apply == "server" and not 0 <= info.group < len(proposal.groups):
+            raise PeerError(f"parameter {info.name} was refused: there is no group {info.group}")
+    if proposal.clip_norm is not None and not proposal.clip_norm > 0:
+        raise PeerError(f"clip_norm={proposal.clip_norm:g} was refused; expected a number above 0")
+    for text in (proposal.push_filter, proposal.pull_filter):
+        parse_chain(text)
+    for table in proposal.tables:
+        _check_table(table)
+    if proposal.apply == "server" and proposal.tensors:
+        _check_optimizer(proposal)
+
+
+def _check_table(info: TableInfo) -> None:
+    rule(info.rule)
+    check_start(info.start)
+    if info.dtype not in ITEM_SIZES or info.dim < 1 or info.rows < 0 or info.rows * info.dim > ELEMENTS:
+        raise PeerError(f"table {info.name} was refused: {info.rows} rows of {info.dim} {info.dtype}")
+
+
+def _check_optimizer(proposal: OptimizerSpec) -> None:
+    """Made once with next to nothing: torch itself knows what it takes."""
+    try:
+        made = build(proposal.optimizer, proposal.groups, [[torch.nn.Parameter(torch.zeros(1, 1))] for _ in proposal.groups])
+    except (TypeError, ValueError, KeyError) as error:
+        raise PeerError(f"the optimizer {proposal.optimizer} was refused: {error}") from None
+    for name, default in made.defaults.items():
+        for group in proposal.groups:
+            value = group.get(name, default)
+            pair = isinstance(default, tuple) and isinstance(value, list | tuple) and len(value) == len(default)
+            if (isinstance(default, tuple) and not pair) or (_is_number(default) and not _is_number(value)):
+                raise PeerError(f"the optimizer {proposal.optimizer} was refused: {name} cannot be {value!r}")
+
+
+def check_read(read: ReadRequest) -> None:
+    """Refuse to read what there is not."""
+    if read.what not in READ:
+        raise PeerError(f"a read of {read.what!r} was refused; known are {', '.join(READ)}")
+
+
+def check_keep(keep: Keep, runs: Sequence[SegmentState]) -> None:
+    """Refuse what would not go into a checkpoint of this job."""
+    if not CHECKPOINT.fullmatch(keep.checkpoint):
+        raise PeerError(f"something to keep was refused: {keep.checkpoint[:40]!r} is no checkpoint's name")
+    if any(not isinstance(run.state.get("residual"), torch.Tensor) for run in runs):
+        raise PeerError("something to keep was refused: it is not what a filter holds back")
+
+
+def check_end(end: Leave | Gone, size: int) -> None:
+    """Refuse the end of a worker that cannot be."""
+    if not 0 <= end.worker < size or end.reason not in REASONS:
+        raise PeerError(f"the end of worker {end.worker} ({end.reason[:40]}) was refused; this job has {size} workers")
+
+
+def check_expecting(message: Expecting, size: int) -> None:
+    """Refuse ranks that are not the job's."""
+    if len(set(message.ranks)) < len(message.ranks) or any(not 0 <= rank < size for rank in message.ranks):
+        raise PeerError(f"ranks {message.ranks} were refused; this job has {size} workers")
+
+
+def refusal(error: PolytempoError) -> str:
+    """In one line."""
+    return " ".join(str(error).split())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,165 @@
+"""What each worker did, counted as it happens: for the display, for meta.json and for the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from polytempo.protocol.messages import Push, WorkerStatus
+from polytempo.protocol.values import Position
+from polytempo.summation import in_order
+
+
+@dataclass
+class WorkerStatistics:
+    """One worker's figures. Seconds are those of the sequencer's clock, but for `computing` and `exchanging`, its own."""
+
+    worker: int
+    state: str = "absent"
+    step: int = 0
+    steps: int = 0
+    pushes: int = 0
+    samples: float = 0.0
+    discarded: int = 0
+    nonfinite: int = 0
+    computing_s: float = 0.0
+    exchanging_s: float = 0.0
+    waiting_s: float = 0.0
+    wasted_s: float = 0.0  # computing for pushes that were discarded
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    positions: dict[str, Position] = field(default_factory=dict)  # by sampler
+    before: dict[str, Position] = field(default_factory=dict)  # as of the push before the last
+    accepted: bool = False  # was any push of it counted, of whatever optimizer?
+    joined_at: float | None = None
+    left_at: float | None = None
+    earlier_s: float = 0.0  # in earlier lives
+    held_since: float | None = None
+    waiting_for: tuple[int, ...] = field(default_factory=tuple)
+
+    def back(self, now: float) -> None:
+        """It came back: a new life."""
+        self.earlier_s = self.present(now)
+        self.joined_at = self.left_at = self.held_since = None
+        self.state = "absent"
+
+    def pushed(self, push: Push, sign: int = 1) -> None:
+        """A push was counted (or, with sign -1, refused after all)."""
+        self.steps += sign * push.count
+        self.pushes += sign
+        self.samples += sign * push.samples
+        self.computing_s += sign * push.computed
+        self.exchanging_s += sign * push.exchanged
+        self.nonfinite += sign * push.nonfinite
+        self.bytes_sent, self.bytes_received = push.sent, push.received
+        if push.positions:
+            self.before = self.positions
+            self.positions = self.positions | {position.sampler: position for position in push.positions}
+
+    def discard(self, push: Push) -> None:
+        """A counted push was not applied."""
+        self.steps -= push.count
+        self.pushes -= 1
+        self.samples -= push.samples
+        self.discarded += 1
+        self.wasted_s += push.computed
+
+    def stale(self, by: int) -> None:
+        """One of its pushes was applied so many updates late."""
+        self.staleness_sum += by
+        self.staleness_max = max(self.staleness_max, by)
+
+    def held(self, now: float, waiting_for: tuple[int, ...]) -> None:
+        """It waits from now on."""
+        self.state = "waiting"
+        self.held_since = now if self.held_since is None else self.held_since
+        self.waiting_for = waiting_for
+
+    def released(self, step: int, now: float) -> None:
+        """It may start `step`."""
+        self.state, self.step = "computing", step
+        if self.held_since is not None:
+            if self.joined_at is not None:  # waiting for the others to start is not the mode's doing
+                self.waiting_s += now - self.held_since
+            self.held_since = None
+            self.waiting_for = ()
+        if self.joined_at is None:
+            self.joined_at = now
+
+    def left(self, reason: str, now: float) -> None:
+        """It is gone."""
+        if self.held_since is not None and self.joined_at is not None:
+            self.waiting_s += now - self.held_since
+        self.state, self.left_at, self.held_since = reason, now, None
+
+    def present(self, now: float) -> float:
+        """Seconds between its first release and its end, in all its lives."""
+        if self.joined_at is None:
+            return self.earlier_s
+        return self.earlier_s + (now if self.left_at is None else self.left_at) - self.joined_at
+
+    @property
+    def communicating_s(self) -> float:
+        """Of its exchanges, the seconds that no mode made it wait."""
+        return max(self.exchanging_s - self.waiting_s, 0.0)
+
+    def status(self, now: float) -> WorkerStatus:
+        """For the display."""
+        held = now - self.held_since if self.held_since is not None else 0.0
+        waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
+        return WorkerStatus(
+            self.worker,
+            self.step,
+            self.samples,
+            self.state,
+            waited,
+            held,
+            self.present(now),
+            self.waiting_for,
+            self.accepted,
+        )
+
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """For meta.json, in the words of the simulator's outcome."""
+        return {
+            "worker": self.worker,
+            "state": self.state,
+            "steps": self.steps,
+            "samples": self.samples,
+            "discarded": self.discarded,
+            "nonfinite": self.nonfinite,
+            "computing_s": self.computing_s,
+            "waiting_s": self.waiting_s,
+            "communicating_s": self.communicating_s,
+            "present_s": self.present(now),
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "staleness_mean": self.staleness_sum / max(self.pushes, 1),
+            "staleness_max": self.staleness_max,
+        }
+
+
+def sum_up(accounts: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
+    """The job's figures, under the same names as the simulator's."""
+    present = in_order(account.present(now) for account in accounts) or 1.0
+    seconds = now - started if started is not None else 0.0
+    samples = in_order(account.samples for account in accounts)
+    steps = sum(account.steps for account in accounts)
+    useful = in_order(account.computing_s - account.wasted_s for account in accounts)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "samples": samples,
+        "discarded": sum(account.discarded for account in accounts),
+        "nonfinite": sum(account.nonfinite for account in accounts),
+        "samples_per_second": samples / seconds if seconds else 0.0,
+        "efficiency": useful / present,
+        "computing": in_order(account.computing_s for account in accounts) / present,
+        "waiting": in_order(account.waiting_s for account in accounts) / present,
+        "communicating": in_order(account.communicating_s for account in accounts) / present,
+        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(sum(a.pushes for a in accounts), 1),
+        "staleness_max": max(account.staleness_max for account in accounts),
+        "workers": [account.as_dict(now) for account in accounts],
+    }

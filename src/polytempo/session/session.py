@@ -1,0 +1,462 @@
+"""A process's place in its job: `init`, `rank`, `size`, `should_stop`, `log`, `shutdown`.
+
+`init` makes the one session of the process. Threads that each play a worker (`polytempo.testing`) hold sessions of their own
+and hand them to their optimizers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from polytempo.client.client import Client
+from polytempo.client.key_value_store import JobStore, store_at
+from polytempo.client.process_identity import is_importing_the_script, refusal, started_by
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.native import Native
+from polytempo.collectives.shutdown import ended_badly, watch_exit
+from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
+from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.launch.emulation import Emulation, emulation_for
+from polytempo.launch.job_facts import (
+    JobFacts,
+    Way,
+    claim,
+    disclaim,
+    job_of_environment,
+    place_of_environment,
+    placement_of_environment,
+    read_job,
+    way_of,
+)
+from polytempo.launch.script_error import TOLD_TO_END, shown_frames
+from polytempo.optim.torch_compiler import spare_compiler
+from polytempo.session.exit_thread import ExitThread
+from polytempo.session.metrics import plain_figures
+from polytempo.session.positions import Positions
+from polytempo.sync.spec import parse_spec
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import scheme_of
+from polytempo.transport.connect import connect
+from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.local_peers import LocalPeers
+from polytempo.transport.rendezvous import KeyValueStore
+from polytempo.transport.shared_memory import SharedMemoryRegistry
+
+#: Servers that are still starting are given so many seconds.
+PATIENCE = 60.0
+#: Workers that another launcher started are given so many to meet.
+MEETING = 120.0
+
+
+class Session:
+    """One worker of a job; without a client, the only one."""
+
+    def __init__(self, client: Client | None, job: JobFacts, rank: int) -> None:
+        self.client = client
+        self.job = job
+        self.rank = rank
+        self.size = job.size
+        self.lock = threading.RLock()
+        self.optimizers = 0
+        self.positions = Positions()  #: of its samplers; they go with the pushes
+        self.life = 0  #: how often this process had left a job before it joined this one
+        self._returned = self._excluded = 0.0
+        self._mesh: LocalPeers | None = None
+        self._boards = 0
+        self._world: World | None = None
+        self._natives: dict[int, Native] = {}
+        self.way = Way()
+        self.least = job.size  #: with fewer workers left, one without a sequencer gives up
+        self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
+        self._standbys: list[ExitThread] = []  # a thread for each of these but the first
+        self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
+        self.owners: dict[int, Any] = {}  #: by id of a parameter, a weak reference to the optimizer it was given to last
+        self.watches: Any = weakref.WeakSet()  #: of the parameters of all optimizers
+        self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+        self.parent = ""  #: in a process that a worker has started: that worker, in words
+
+    @property
+    def together(self) -> bool:
+        """Does this process train with others, or on servers?"""
+        return not self.parent and (self.client is not None or self.size > 1)
+
+    def check_part(self) -> None:
+        """Refuse what only the worker itself can do."""
+        if self.parent:
+            raise UsageError(refusal(self.parent))
+
+    def should_stop(self) -> bool:
+        """Is the job's budget used up, as of this worker's last exchange?"""
+        if self.client is None:
+            return False
+        self.client.asked = True
+        return self.client.stop
+
+    def computing_from(self, now: float) -> None:
+        """An exchange is over: what follows is computing, whichever optimizer it is for."""
+        self._returned, self._excluded = now, 0.0
+
+    def not_computing(self, seconds: float) -> None:
+        """So long something else was done."""
+        self._excluded += seconds
+
+    def computed(self, now: float) -> float:
+        """Seconds of computing since the last exchange."""
+        return now - self._returned - self._excluded
+
+    @property
+    def emulation(self) -> Emulation:
+        """How this worker is to be slowed down: a fresh one for each optimizer."""
+        return emulation_for(self.rank, self.job.slow, self.job.hiccup, self.job.seed)
+
+    def next_track(self) -> str:
+        """The name of the next optimizer."""
+        if self.life and self.client is not None:
+            raise UsageError(
+                f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
+                "call init() and shutdown() once, around all optimizers, or start another job with polytempo run"
+            )
+        self.optimizers += 1
+        return str(self.optimizers - 1)
+
+    def mesh(self) -> LocalPeers:
+        """The connections to the other workers of this host, made on first use."""
+        if self._mesh is None:
+            self._mesh = LocalPeers(self.job.meeting, self.rank)
+            if self.client is not None:
+                self.client.on_departed = self._mesh.forget
+        return self._mesh
+
+    def world(self) -> World:
+        """The links to all other workers, made on first use."""
+        self.check_part()
+        if self._world is None:
+            with self.lock:
+                self._world = self._world or self._open_world()
+        return self._world
+
+    def native(self, group: RankGroup) -> Native:
+        """torch's own collectives for a group."""
+        if group.context not in self._natives:
+            self._natives[group.context] = Native(group, self.way.insecure)
+        return self._natives[group.context]
+
+    def use(self, world: World) -> None:
+        """Use links that somebody else has made."""
+        self._world = world
+
+    def _open_world(self) -> World:
+        if self.size == 1:
+            return open_in_threads(1)[0]
+        life = f"-{self.life}" if self.life else ""  # who is still in an earlier one is not met
+        if self.job.meeting:
+            return open_by_name(self.job.meeting + life, self.rank, self.size)
+        store: KeyValueStore
+        if self.client is not None:
+            store = JobStore(self.client, self.lock, life)
+        else:
+            store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
+        return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
+
+    def next_board(self) -> int:
+        """The number of the next board: workers make them in the same order."""
+        self._boards += 1
+        return self._boards - 1
+
+    def close(self, reason: str = "finished") -> None:
+        """Leave the job; first help others to end what they do, if this worker has no part in it any more."""
+        if reason == "finished" and self.client is not None:
+            for flush in self.flushing:
+                flush()
+        client, self.client = self.client, None
+        if self._mesh is not None:
+            self._mesh.close()
+        if client is not None:
+            client.leave(reason)
+        try:
+            for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: others may take turns
+                standby.begin(join)
+            for join in self.joining[:1]:
+                join()
+            for standby in self._standbys:
+                standby.end()
+        finally:
+            self._close_world(politely=reason == "finished")
+
+    def _close_world(self, politely: bool) -> None:
+        for native in self._natives.values():
+            native.close()
+        self._natives.clear()
+        if self._world is not None:
+            self._world.close(politely)
+
+    def before_leaving(self, join: Callable[[], None]) -> None:
+        """Do this for others, at the end."""
+        if self.joining:
+            self._standbys.append(ExitThread())
+            self.world().engine.keep_in_reserve()
+        self.joining.append(join)
+
+    def abandon(self) -> None:
+        """End without a word: others see that this worker has failed."""
+        for standby in self._standbys:
+            standby.end()
+        self._close_world(politely=False)
+        if self.client is not None:
+            self.client.close()
+
+    def child(self, parent: str) -> Session:
+        """What a process has that this one has started."""
+        session = Session(None, self.job, self.rank)
+        session.parent = parent
+        return session
+
+    def let_go(self, parent: str) -> None:
+        """In a forked child: leave the parent's connections to the parent."""
+        if self.client is not None:
+            self.client.let_go(parent)
+        if self._mesh is not None:
+            self._mesh.let_go()
+
+
+def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
+    """Connect to all servers of a job."""
+    on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
+    pool = Pool(SharedMemoryRegistry() if on_this_host else None)
+    keys = WorkerKeys(**job.keys) if job.keys else None
+    identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # by another's, its connection could be taken over
+    channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
+    session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
+    session.least = 1  # how many are needed is the launcher's to say
+    session.way = Way(job.route, keys, job.insecure)
+    return session
+
+
+_session: Session | None = None
+_lives = 0  # jobs that this process has left
+
+
+def init(
+    job: str | None = None,
+    rank: int | None = None,
+    sync: str | None = None,
+    *,
+    address: str | None = None,
+    key_file: str | None = None,
+    min_workers: int | None = None,
+) -> None:
+    """Join the job of the launcher (polytempo run, torchrun, mpirun, srun); without one, be a job of one.
+
+    `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode where no
+    launcher of ours says it. `address` (host:port, on the host of rank 0) and `key_file` are for ranks that another launcher
+    started on several hosts; the key file may be "insecure" on a network that nobody else can reach. `min_workers`: with so
+    many left, they go on without those who are lost (all are needed by default); `polytempo run` has an option for it.
+    """
+    global _session
+    if _session is not None and not _session.parent:
+        raise UsageError("init() was called twice; call shutdown() in between")
+    place = place_of_environment() if job is None else ""
+    parent = started_by(place) if job is None else ""
+    if _session is not None or parent:
+        _session = _session or _of_a_child(parent)
+        return
+    spare_compiler()
+    found = job_of_environment() if job is None else (read_job(job), 0)
+    if found is None:
+        parse_spec(sync or "bsp")
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers)
+    else:
+        facts, own_rank = found
+        _session = open_session(facts, own_rank if rank is None else rank)
+        _session.life = _lives
+    claim(place)
+    atexit.register(_leave)
+    watch_exit()
+    sys.excepthook = _Ending(sys.excepthook)
+
+
+def _of_a_child(parent: str) -> Session:
+    """This process was started by a worker: it has that one's rank, and no part in the job."""
+    found = job_of_environment()
+    placement = placement_of_environment() if found is None else None
+    if found is not None:
+        session = Session(None, *found)
+    elif placement is not None:
+        first = placement.rank - placement.local_rank
+        facts = JobFacts(placement.size, (), first_rank=first, local_size=placement.local_size)
+        session = Session(None, facts, placement.rank)
+    else:
+        return Session(None, JobFacts(1, ()), 0)
+    session.parent = parent
+    if not is_importing_the_script():
+        sys.stderr.write(
+            f"polytempo: process {os.getpid()} was started by {parent} and trains alone, outside the job; "
+            "for a place of its own, start it with polytempo run\n"
+        )
+    return session
+
+
+def _forked() -> None:
+    """In a child: it is not the worker, and its end is not the worker's."""
+    global _session
+    if _session is not None and not _session.parent:
+        parent = f"worker {_session.rank}, process {os.getppid()},"
+        inherited, _session = _session, _session.child(parent)
+        inherited.let_go(parent)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _without_servers(sync: str, way: Way, least: int | None) -> Session:
+    """A job of one, or of those whom another launcher started."""
+    placement = placement_of_environment()
+    if placement is None or placement.size == 1:
+        return Session(None, JobFacts(1, (), sync), 0)
+    if parse_spec(sync).mode.name != "bsp":
+        raise UsageError(f"sync={sync!r} needs servers, which {placement.launcher} does not start; use polytempo run")
+    here = placement.local_size == placement.size
+    way = way if way.address or here else replace(way, address=placement.address)
+    if not here and not way.address:
+        raise UsageError(
+            f"{placement.launcher} started ranks on several hosts and says no address where they could meet; "
+            "call init(address='HOST:PORT', key_file=...) with a port on the host of rank 0"
+        )
+    first = placement.rank - placement.local_rank
+    facts = JobFacts(
+        placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
+    )
+    session = Session(None, facts, placement.rank)
+    session.life = _lives
+    session.way, session.least = way, least or placement.size
+    session.world()
+    return session
+
+
+class _Ending:
+    """Says in one line when the script did not fail, but was told to end."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, JobEnded):
+            sys.stderr.write(f"{TOLD_TO_END}{' '.join(str(error).split())}\n")
+        else:
+            self._before(kind, error, shown_frames(error, trace))
+
+
+def _leave() -> None:
+    """At the end of the process. After an error nothing is said: the launcher sees it in the exit status."""
+    global _session
+    session, _session = _session, None
+    if session is None or session.parent:
+        return
+    if ended_badly():
+        session.abandon()
+        return
+    try:
+        session.close()
+    except PeerError as error:  # the script has ended well; others have not
+        sys.stderr.write(f"polytempo: worker {session.rank} is done, but {error}\n")
+
+
+def shutdown() -> None:
+    """Leave the job: done.
+
+    `init` may follow: alone it makes another job of one, under torchrun and the like a new world, once all ranks have called
+    it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is refused.
+    """
+    global _session, _lives
+    if _session is not None:
+        session, _session = _session, None
+        if session.parent:
+            return
+        _lives += 1
+        atexit.unregister(_leave)
+        disclaim()
+        session.close()
+
+
+def current() -> Session:
+    """The session of this process."""
+    if _session is None:
+        raise UsageError("call polytempo.init() first")
+    return _session
+
+
+def is_initialized() -> bool:
+    """Has `init` been called?"""
+    return _session is not None
+
+
+def rank() -> int:
+    """This worker's number in the job."""
+    return current().rank
+
+
+def size() -> int:
+    """How many workers the job started with."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This worker's number on its host: which GPU to take."""
+    return current().rank - current().job.first_rank
+
+
+def local_size() -> int:
+    """How many workers of the job run on this host."""
+    return current().job.local_size
+
+
+def should_stop() -> bool:
+    """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
+    return current().should_stop()
+
+
+def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str, Any]:
+    """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
+    its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
+    session = session or current()
+    session.check_part()
+    if session.client is None:
+        raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
+    with session.lock:
+        found = session.client.find(f"manifest/{optimizer}", PATIENCE)
+    if found is None:
+        raise PeerError(f"no worker has made optimizer {optimizer} within {PATIENCE:g} s; does any make so many?")
+    described: dict[str, Any] = json.loads(found)
+    return described
+
+
+def log(**values: Any) -> None:
+    """Record figures of this worker, such as `log(accuracy=0.93)`.
+
+    Args:
+        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. What is not finite stands in the
+            record as the text "NaN", "Infinity" or "-Infinity".
+
+    Raises:
+        UsageError: If a value is neither a number nor a text, or a name is one that every line of the record has.
+    """
+    session = current()
+    session.check_part()
+    taken = {"t", "kind", "worker"} & values.keys()
+    if taken:
+        raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")
+    figures = plain_figures(values)
+    if session.client is None:
+        session.metrics.append(figures)
+    else:
+        with session.lock:
+            session.client.metric(figures)

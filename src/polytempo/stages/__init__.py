@@ -1,1 +1,0 @@
-"""A model that several processes train together, each a part of it: the schedules of `pipeline`, carried out."""

@@ -1,0 +1,132 @@
+"""With which running statistics a model is evaluated, where every worker has its own.
+
+Weights belong to the job; the running mean and variance of batch norm belong to each worker, which saw its own share of the
+data at weights of its own age. There are three ways to evaluate: with the statistics of one worker, with those of all merged
+(`optim/norm_statistics.py`), or with new ones, estimated at the weights of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from polytempo.collectives.group import RankGroup
+from polytempo.errors import UsageError, nearest
+from polytempo.optim.norm_statistics import merged, norm_layers
+from polytempo.session.session import Session, current
+
+WAYS = ("worker", "merged", "recalibrated")
+
+
+def statistics(
+    model: torch.nn.Module,
+    how: str,
+    *,
+    batches: Iterable[Any] | None = None,
+    worker: int = 0,
+    session: Session | None = None,
+) -> AbstractContextManager[None]:
+    """`with statistics(model, how):` the model has other running statistics; afterwards this worker's own, to the bit.
+
+    "worker": those of rank `worker`. "merged": the mean of all workers' means and the variance of all their samples
+    together; a worker that has seen no batch is left out. Both are collective: every worker must make the call.
+    "recalibrated": the averages over `batches`, inputs or (input, target) pairs, in a forward pass each with only the
+    normalising layers in training mode; every worker may do that by itself.
+    """
+    if how not in WAYS:
+        raise UsageError(f"unknown statistics {how!r}; known: {', '.join(WAYS)}{nearest(str(how), WAYS)}")
+    if how == "recalibrated":
+        if batches is None:
+            raise UsageError('statistics(model, "recalibrated") needs batches=..., an iterable of inputs')
+        return _replaced(model, how, batches, None, worker)
+    here = session or current()
+    if worker not in range(here.size):
+        raise UsageError(f"worker must be one of the ranks 0 to {here.size - 1}, not {worker!r}")
+    return _replaced(model, how, (), here if here.size > 1 else None, worker)
+
+
+@contextmanager
+def _replaced(
+    model: torch.nn.Module, how: str, batches: Iterable[Any], session: Session | None, worker: int
+) -> Iterator[None]:
+    layers = norm_layers(model)
+    kept = [tensor.clone() for tensor in _tensors(layers)]
+    try:
+        with torch.no_grad():
+            if how == "recalibrated":
+                _recalibrate(model, layers, batches)
+            elif session is not None and layers:
+                _collect(layers, session.world().everybody, worker if how == "worker" else None)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(_tensors(layers), kept, strict=True):
+                tensor.copy_(value)
+
+
+def _tensors(layers: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """Means, variances and counts of batches, where there are counts."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    found = (getattr(layer, name, None) for layer in layers for name in names)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _collect(layers: list[torch.nn.Module], group: RankGroup, worker: int | None) -> None:
+    """Load a worker's statistics, or without one those of all, merged."""
+    if worker is not None:
+        group.broadcast(_tensors(layers), worker).wait()
+        return
+    everybody = [_gathered(group, [getattr(layer, name) for layer in layers]) for name in ("running_mean", "running_var")]
+    counts = _gathered(group, [getattr(layer, "num_batches_tracked", None) for layer in layers])
+    for layer, means, variances, seen in zip(layers, *everybody, counts, strict=True):
+        some = any(bool(count) for count in seen)
+        mean, variance = merged(means, variances, [float(count > 0) for count in seen] if some else None)
+        layer.running_mean.copy_(mean)
+        layer.running_var.copy_(variance)
+        if getattr(layer, "num_batches_tracked", None) is not None:
+            layer.num_batches_tracked.fill_(int(sum(seen)))
+
+
+def _gathered(group: RankGroup, tensors: list[torch.Tensor | None]) -> list[list[torch.Tensor]]:
+    """For each tensor, those of all workers. A missing count is a 1: a layer that does not count may have seen something."""
+    there = [torch.ones(1) if tensor is None else tensor.reshape(-1) for tensor in tensors]
+    device = there[0].device
+    mine = torch.cat([tensor.to(device, torch.float64) for tensor in there])
+    every = [torch.empty_like(mine) for _ in range(group.size)]
+    group.all_gather(every, mine).wait()
+    sizes = [tensor.numel() for tensor in there]
+    return [list(parts) for parts in zip(*(flat.split(sizes) for flat in every), strict=True)]
+
+
+def _recalibrate(model: torch.nn.Module, layers: list[torch.nn.Module], batches: Iterable[Any]) -> None:
+    """Averages over these batches, all counting alike."""
+    if not layers:
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(layer, layer.momentum) for layer in layers]
+    try:
+        model.eval()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.train()
+        _forward(model, layers, batches)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer, momentum in momenta:
+            layer.momentum = momentum
+
+
+def _forward(model: torch.nn.Module, layers: list[torch.nn.Module], batches: Iterable[Any]) -> None:
+    seen = 0
+    for batch in batches:
+        seen += 1
+        for layer in layers:  # None is a cumulative average for batch norm alone
+            layer.momentum = None if isinstance(layer, _BatchNorm) else 1 / seen
+        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    if not seen:
+        raise UsageError('statistics(model, "recalibrated") got no batches; a generator can be used only once')

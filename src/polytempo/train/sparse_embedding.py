@@ -1,0 +1,155 @@
+"""`nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`: every worker holds the whole table, and only rows travel.
+
+A push carries the rows that have a gradient, an answer the rows that anybody has changed since the worker's last one. On the
+servers the wrapped optimizer's own rule runs on those rows, as torch runs it on sparse gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.client.row_traffic import SomeRows, WorkerTable
+from polytempo.errors import UsageError
+from polytempo.protocol.values import TableInfo
+from polytempo.server.optimizer_state import dtype_name, is_same
+from polytempo.tables.row_optimizers import checked_hyper
+
+ParamGroup = dict[str, Any]
+
+
+def _sgd(group: ParamGroup) -> dict[str, float]:
+    _refuse(group, "SGD", momentum=0, weight_decay=0, maximize=False)
+    return {"lr": float(group["lr"])}
+
+
+def _adagrad(group: ParamGroup) -> dict[str, float]:
+    _refuse(group, "Adagrad", weight_decay=0, maximize=False)
+    return {name: float(group[name]) for name in ("lr", "lr_decay", "eps", "initial_accumulator_value")}
+
+
+def _sparse_adam(group: ParamGroup) -> dict[str, float]:
+    _refuse(group, "SparseAdam", maximize=False)
+    beta1, beta2 = group["betas"]
+    return {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"])}
+
+
+#: For each optimizer that takes sparse gradients: the servers' rule, and its options from a group's.
+RULES: dict[type, tuple[str, Callable[[ParamGroup], dict[str, float]]]] = {
+    torch.optim.SGD: ("sgd", _sgd),
+    torch.optim.Adagrad: ("adagrad", _adagrad),
+    torch.optim.SparseAdam: ("sparse-adam", _sparse_adam),
+}
+
+
+def _refuse(group: ParamGroup, name: str, **wanted: object) -> None:
+    for option, value in wanted.items():
+        if group[option] != value:
+            raise UsageError(
+                f"{name} with {option}={group[option]} cannot take the sparse gradients of an embedding; "
+                f"give the embedding a group with {option}={value}, or use sparse=False"
+            )
+
+
+class SparseEmbeddingTable(WorkerTable):
+    """One sparse embedding of a model."""
+
+    def __init__(self, name: str, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer, group: int) -> None:
+        rule, self._options = RULES[type(optimizer)]
+        rows, dim = weight.shape
+        self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, rule, mirrored=True)
+        self.weight, self._optimizer, self._group = weight, optimizer, group
+        self._version = weight._version  # when this library wrote to it last
+        self._held = weight.detach()  # where it lay then
+        self.hyper()
+
+    def hyper(self) -> dict[str, Any]:
+        return checked_hyper(self.info.rule, self._options(self._optimizer.param_groups[self._group]))
+
+    def first_values(self) -> torch.Tensor:
+        return self.weight.detach().cpu()
+
+    def pushed(self) -> SomeRows | None:
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        if grad.layout == torch.strided:  # something dense was added to it
+            return torch.arange(self.info.rows), grad.detach().cpu()
+        grad = grad.detach().coalesce()
+        return grad.indices()[0].cpu(), grad.values().cpu()
+
+    def take_changed(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight = self.weight.detach()
+            weight[ids.to(weight.device)] = rows.to(weight.device)
+        self._version = self.weight._version
+
+    def check_unchanged(self) -> None:
+        """Refuse what something else has written to it, or another form."""
+        weight, info = self.weight, self.info
+        if tuple(weight.shape) != (info.rows, info.dim) or dtype_name(weight.dtype) != info.dtype:
+            raise UsageError(
+                f"{info.name} was {info.dtype}[{info.rows}, {info.dim}] when the optimizer was wrapped and is "
+                f"{dtype_name(weight.dtype)}{list(weight.shape)} now; cast and reshape a model before DistributedOptimizer()"
+            )
+        moved = weight.data_ptr() != self._held.data_ptr()
+        if weight._version != self._version or (moved and not is_same(weight.detach(), self._held)):
+            raise UsageError(
+                f"{info.name} was changed in place, and of a sparse embedding only rows with gradients travel; change it "
+                "before DistributedOptimizer(), or use sparse=False"
+            )
+        self._held = weight.detach()
+
+
+def sparse_embedding_tables(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter], groups: Sequence[int]
+) -> list[SparseEmbeddingTable]:
+    """The sparse embeddings of a model that this optimizer updates."""
+    group_of = {id(param): group for param, group in zip(params, groups, strict=True)}
+    found: dict[int, SparseEmbeddingTable] = {}
+    for name, module in model.named_modules():
+        sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        if not sparse or id(module.weight) not in group_of or id(module.weight) in found:
+            continue
+        if module.max_norm is not None:
+            raise UsageError(
+                f"{name}: max_norm changes rows on this worker alone, where servers do not see it; leave it out"
+            )
+        if type(optimizer) not in RULES:
+            known = ", ".join(kind.__name__ for kind in RULES)
+            raise UsageError(f"{name} has sparse gradients, which {type(optimizer).__name__} does not take; use {known}")
+        found[id(module.weight)] = SparseEmbeddingTable(
+            f"{name}.weight".lstrip("."), module.weight, optimizer, group_of[id(module.weight)]
+        )
+    return list(found.values())
+
+
+# Between the servers' state and torch's.
+
+
+def torch_rows(number: int, table: SparseEmbeddingTable, shards: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """What torch keeps beside a sparse embedding, from what all shards have saved of its table."""
+    prefix = f"{number}.state."
+    names = sorted({name.removeprefix(prefix) for shard in shards for name in shard if name.startswith(prefix)})
+    steps = max((int(shard[f"{number}.steps"]) for shard in shards), default=0)
+    if not names or not steps:
+        return {}
+    state: dict[str, Any] = {"step": torch.tensor(float(steps)) if table.info.rule == "adagrad" else steps}
+    for name in names:
+        state[name] = torch.full_like(table.first_values(), table.hyper().get("initial_accumulator_value", 0.0))
+        for shard in shards:
+            if f"{prefix}{name}" in shard:
+                state[name][shard[f"{number}.ids"]] = shard[f"{prefix}{name}"].to(state[name].dtype)
+    return state
+
+
+def rows_of_torch(number: int, table: SparseEmbeddingTable, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same the other way."""
+    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
+    if not kept:
+        return {}
+    ids = torch.arange(table.info.rows)
+    rows = {f"{number}.state.{name}": value.detach().cpu() for name, value in kept.items()}
+    return {f"{number}.ids": ids, f"{number}.steps": int(state["step"]), **rows}

@@ -1,0 +1,74 @@
+"""Buffers that are used again.
+
+A fresh buffer of many megabytes costs a page fault for each 4 KB of it, which takes longer than copying into it. So buffers
+come from here and go back when they have been used up; of each size at most as many are kept as were ever out at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy
+
+from polytempo.transport.channel import Bytes
+from polytempo.transport.shared_memory import SHARE_FROM, Borrowed, SharedMemoryRegistry
+
+#: Smaller ones are not worth keeping.
+KEEP_FROM = 64 << 10
+
+
+class Pool:
+    """Takes and gives buffers. Its methods may be called by several threads: lists append and pop at once."""
+
+    pins = True
+
+    def __init__(self, shelf: SharedMemoryRegistry | None = None) -> None:
+        self.shelf = shelf  #: what this process shares with others of its host; None where it shares nothing
+        self._free: dict[int, list[Bytes]] = {}
+
+    def allocate(self, size: int) -> Bytes:
+        """Memory to keep, zeroed, from which buffers will be sent: shared where that is possible."""
+        return self.shelf.allocate(size) if self.shelf is not None else numpy.zeros(size, dtype=numpy.uint8)
+
+    def take(self, size: int) -> Bytes:
+        """A buffer of so many bytes, with anything in it."""
+        free = self._free.get(size)
+        if free:
+            try:
+                return free.pop()
+            except IndexError:
+                pass
+        return numpy.empty(size, dtype=numpy.uint8)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._free.clear()
+
+    def give(self, buffer: Bytes) -> None:
+        """A buffer that nobody reads any more."""
+        if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
+            self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+
+class Arena:
+    """Blocks of memory to send rows from, shared where that is possible: their sizes are powers of two, to fit again.
+
+    Who takes a block gives it back when nobody reads it any more. Its methods may be called by several threads.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._free: dict[int, list[Bytes]] = {}
+
+    def take(self, nbytes: int) -> Bytes:
+        """A block of at least so many bytes, with anything in it."""
+        size = 1 << max(nbytes - 1, SHARE_FROM).bit_length()
+        try:
+            return self._free.setdefault(size, []).pop()
+        except IndexError:
+            return self._pool.allocate(size)
+
+    def give(self, blocks: Iterable[Bytes]) -> None:
+        """Blocks that nobody reads any more."""
+        for block in blocks:
+            self._free[block.nbytes].append(block)

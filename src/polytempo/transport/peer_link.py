@@ -1,0 +1,108 @@
+"""A link: ordered messages between two ranks, which never block the sender.
+
+    kind u8 | - | meta length u16 | context u32 | tag i64 | payload length u64 | meta | payload
+
+What arrives is handed to a *receiver*, which is asked for the memory of a payload as soon as its head is there: what is
+expected goes straight to where it belongs. A link is driven by whoever drives the receiver: it says what to poll for.
+
+    `stream_link.py`  Unix sockets, between processes of one host; segments of shared memory are handed over here
+    `zmq_link.py`     ZeroMQ with CURVE keys, between hosts
+    `memory_link.py`  queues, between threads
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from polytempo.transport.channel import Bytes
+from polytempo.transport.poller import Poller
+from polytempo.transport.shared_memory import Segment
+
+HEAD = struct.Struct("<BxHIqQ")
+#: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
+#: context with a text; BYE comes before an orderly end.
+DATA, NOTE, CALL, SEGMENT, FAILED, BYE, KINDS = 0, 1, 2, 3, 4, 5, 6
+#: Nobody sends a message with a payload larger than this.
+PAYLOAD_LIMIT = 1 << 46
+
+OnLinkSent = Callable[[], object]
+
+
+@dataclass(slots=True)
+class LinkMessage:
+    """One message, without its payload."""
+
+    kind: int
+    context: int
+    tag: int
+    meta: bytes = b""
+    segment: Segment | None = None
+
+    def head(self, length: int) -> bytes:
+        """What goes in front of the payload."""
+        return HEAD.pack(self.kind, len(self.meta), self.context, self.tag, length) + self.meta
+
+
+class Receiver(Protocol):
+    """Whoever gets what arrives."""
+
+    def room(self, source: int, message: LinkMessage, length: int) -> Bytes:
+        """Memory for a payload that is about to arrive."""
+        ...
+
+    def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        """A whole message is there."""
+        ...
+
+    def gone(self, source: int, reason: str) -> None:
+        """Nothing more will come from there."""
+        ...
+
+
+class PeerLink(ABC):
+    """This end of a link."""
+
+    def __init__(self, rank: int, receiver: Receiver) -> None:
+        self.rank = rank  #: of the other end
+        self.receiver = receiver
+        self.payload_sent = self.overhead_sent = 0
+        self.open = True
+
+    def send(self, message: LinkMessage, payload: Bytes | None = None, sent: OnLinkSent | None = None) -> None:
+        """Send without waiting. The payload must not change until `sent` is called."""
+        if not self.open:
+            if sent:
+                sent()
+            return
+        length = payload.nbytes if payload is not None else 0
+        head = message.head(length)
+        self.payload_sent += length
+        self.overhead_sent += len(head)
+        self._send(head, message.segment, payload, sent)
+
+    @abstractmethod
+    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None: ...
+
+    @abstractmethod
+    def attach(self, poller: Poller) -> None:
+        """Tell the poller what to watch from now on."""
+
+    @abstractmethod
+    def handle(self, ready: dict[Any, int]) -> None:
+        """Take and send what can be taken and sent now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, after what is left was sent if that takes no more than a moment."""
+
+    def abandon(self) -> None:
+        """In a child after a fork: let go of what belongs to the parent."""
+
+    def _lost(self, reason: str) -> None:
+        if self.open:
+            self.close()
+            self.receiver.gone(self.rank, reason)

@@ -1,1 +1,0 @@
-"""Training in virtual time: real gradients, simulated seconds. This folder uses torch; `simulate` does not."""
