@@ -16,7 +16,7 @@ from fuzz_program import Line, Script, Setting
 
 from polytempo.launch.job_facts import JobFacts
 from polytempo.reducer import bucket_overlap, collective_reducer
-from polytempo.session.session import Session
+from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.transport import shared_memory
@@ -59,14 +59,14 @@ class JobRun(Run):
 
     def do_wrap(self, line: Line) -> None:
         about = self.script.optimizer
-        self.optimizer = DistributedOptimizer(
-            self.inner,
-            self.model if about["model"] else None,
-            sync=self.script.setting.sync,
-            apply=self.script.setting.apply,
-            clip_norm=about["clip_norm"],
-            session=self.session,
-        )
+        with as_current(self.session):
+            self.optimizer = DistributedOptimizer(
+                self.inner,
+                self.model if about["model"] else None,
+                sync=self.script.setting.sync,
+                apply=self.script.setting.apply,
+                clip_norm=about["clip_norm"],
+            )
 
     def backward(self, line: Line, part: int, loss: torch.Tensor) -> None:
         accumulates = line.get("no_sync") and (part < line["parts"] - 1 or line["no_sync"] == "all")

@@ -36,7 +36,7 @@ def train(sync: str, device: str, **options: Any) -> torch.Tensor:
 
     def work(session: Session) -> torch.Tensor:
         model = copy.deepcopy(first).to(device)
-        optimizer = DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.05), model, session=session, **options)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.05), model, **options)
         x, y = X[session.rank :: WORKERS].to(device), Y[session.rank :: WORKERS].to(device)
         for _ in range(20):
             optimizer.zero_grad()

@@ -128,7 +128,7 @@ def built(**options: Any) -> list[Any]:
     def work(session: Session) -> Any:
         make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
         try:
-            pipe = Pipeline(models[session.rank], loss=nn.functional.mse_loss, optimizer=make, session=session, **options)
+            pipe = Pipeline(models[session.rank], loss=nn.functional.mse_loss, optimizer=make, **options)
         except UsageError as error:
             return str(error)
         return pipe.stage.number, pipe.schedule.replicas, pipe.step(torch.ones(4, 8), torch.zeros(4, 8))

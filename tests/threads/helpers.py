@@ -111,7 +111,7 @@ def trained(
 ) -> tuple[list[torch.Tensor], DistributedOptimizer]:
     """A worker's plain loop over its own batches; the weights it ends with, and its optimizer."""
     model = copy.deepcopy(model)
-    optimizer = DistributedOptimizer(make(list(model.parameters())), model, session=session, **options)  # type: ignore[arg-type]
+    optimizer = DistributedOptimizer(make(list(model.parameters())), model, **options)  # type: ignore[arg-type]
     for step in batches:
         optimizer.zero_grad()
         loss_of(model, step[session.rank]).backward()

@@ -17,7 +17,7 @@ from torch import nn
 from polytempo.pipeline import runtime
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import MakeOptimizer, Stage
-from polytempo.session.session import Session
+from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob
 
 Batch = tuple[Any, Any]
@@ -55,7 +55,8 @@ def everywhere(ranks: int, work: Callable[[Session], Any]) -> list[Any]:
 
     def one(session: Session) -> Any:
         try:
-            result = work(session)
+            with as_current(session):
+                result = work(session)
         except BaseException as error:  # noqa: BLE001  it is looked at by the test
             session.abandon()
             return error
@@ -72,7 +73,7 @@ def piped(model: Any, data: Sequence[Batch], ranks: int, optimizer: MakeOptimize
     models = [copy.deepcopy(model) for _ in range(ranks)]
 
     def work(session: Session) -> Outcome:
-        pipe = Pipeline(models[session.rank], loss=loss, optimizer=optimizer, session=session, **options)
+        pipe = Pipeline(models[session.rank], loss=loss, optimizer=optimizer, **options)
         losses = [pipe.step(x, y) for x, y in data]
         losses += [pipe.flush()] if pipe.schedule.flushes is False else []
         return Outcome(losses, pipe.state_dict(), pipe)

@@ -41,7 +41,7 @@ def test_synchronize_clip_step_is_one_process_that_clips(servers: int, apply: st
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters(), lr=0.01), session=session, apply=apply)
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters(), lr=0.01), apply=apply)
         for step in data:
             optimizer.zero_grad()
             batch = step[session.rank]
@@ -70,7 +70,7 @@ def test_synchronize_makes_grad_the_mean_of_all() -> None:
 
     def work(session: Session) -> torch.Tensor:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         set_gradients(params, gradients[session.rank])
         optimizer.synchronize()
         assert_equal([params[0].detach()], [start[0].detach()])
@@ -90,9 +90,7 @@ def test_a_step_that_one_workers_scaler_skips_is_skipped_by_the_whole_round(appl
 
     def work(session: Session) -> tuple[list[list[torch.Tensor]], list[int], float]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9), session=session, apply=apply
-        )
+        optimizer = DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9), apply=apply)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         history, clock = [], []
         for number, step in enumerate(data):
@@ -121,7 +119,7 @@ def test_under_asp_a_skipped_step_counts_for_the_clock_and_changes_nothing() -> 
 
     def work(session: Session) -> tuple[torch.Tensor, int]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for number, step in enumerate(gradients):
             loss = scaler.scale((params[0] * step[0]).sum() * (float("inf") if number == 1 else 1.0))
@@ -142,7 +140,7 @@ def test_gradients_that_are_not_finite_are_counted() -> None:
 
     def work(session: Session) -> int:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         for number, step in enumerate(gradients):
             set_gradients(params, step)
             if session.rank == 1 and number in (1, 3):
@@ -163,7 +161,7 @@ def test_gradients_that_are_not_finite_can_be_refused_by_name() -> None:
         params = copied(start)
         named = [("first", params[0]), ("second", params[1])]
         inner = torch.optim.SGD(params, lr=0.1)
-        optimizer = DistributedOptimizer(inner, named_parameters=named, session=session, nonfinite="refuse")
+        optimizer = DistributedOptimizer(inner, named_parameters=named, nonfinite="refuse")
         set_gradients(params, [torch.ones(3), torch.ones(2)])
         optimizer.step()
         params[1].grad[1] = float("nan")
@@ -187,7 +185,7 @@ def test_buffers_stay_local_and_are_merged_at_consolidate_when_asked(buffers: st
 
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor, int]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1), mine, session=session, buffers=buffers)
+        optimizer = DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1), mine, buffers=buffers)
         for step in data:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -221,7 +219,7 @@ def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str)
     def work(session: Session) -> tuple[list[torch.Tensor], int]:
         params = copied(start)
         apply = "delta" if way == "delta" else "server"
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session, apply=apply)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), apply=apply)
         for number, step in enumerate(gradients[session.rank][: 2 if session.rank == 2 else 4]):
             if number == 1:
                 begun.wait(10)
@@ -252,7 +250,7 @@ def test_without_rounds_clipping_is_of_each_workers_own_gradient() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0), session=session, clip_norm=2.0)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0), clip_norm=2.0)
         set_gradients(params, [torch.tensor([0.0, 30.0, 40.0])])
         optimizer.step()
         return [params[0].detach().clone()]
@@ -267,7 +265,7 @@ def test_samples_of_zero_leave_a_workers_gradient_out() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
         for samples, step in zip(((4, 0), (0, 0))[session.rank], gradients[session.rank], strict=True):
             set_gradients(params, step)
             optimizer.step(samples=samples)

@@ -26,6 +26,7 @@ from helpers import (
     until,
     weights,
 )
+from sessions import within
 from torch import nn
 
 import polytempo
@@ -75,7 +76,7 @@ def made(session: Session, wrapped: str = "SGD", **options: Any) -> tuple[list[n
         inner = torch.optim.SGD(params, lr=LR, weight_decay=DECAY)
     else:
         inner = polytempo.AsuP(params, lr=LR, weight_decay=DECAY, **options)
-    return params, DistributedOptimizer(inner, session=session)
+    return params, DistributedOptimizer(inner)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -147,7 +148,7 @@ def test_options_of_a_wrapped_asup_hold_unless_the_spec_names_them(text: str) ->
     for gradients in GRADIENTS[0]:
         reference.push(gradients, LR)
     assert_close(got, reference.tensors(), rtol=1e-10)
-    assert_equal(work(Session(None, JobFacts(1, (), text), 0)), got)
+    assert_equal(within(Session(None, JobFacts(1, (), text), 0), work), got)
 
 
 @pytest.mark.parametrize("text", ["asup", "asup,momentum=0.5,initial=1"])
@@ -158,7 +159,7 @@ def test_alone_the_same_rule_runs_and_its_state_can_be_saved(text: str) -> None:
             optimizer.step()
 
     def alone() -> tuple[list[nn.Parameter], DistributedOptimizer]:
-        return made(Session(None, JobFacts(1, (), text), 0))
+        return within(Session(None, JobFacts(1, (), text), 0), made)
 
     changed = {"momentum": 0.5, "initial": 1.0} if "," in text else {}
     reference = Scalars(**{**DEFAULTS, **changed})
@@ -199,7 +200,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
 
     def work(session: Session) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
         own = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.01), own, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.01), own)
         means = []
         for step in batches:
             optimizer.zero_grad()
@@ -238,11 +239,11 @@ def test_gamma_and_beta_are_trained_by_everybody() -> None:
 @pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.RMSprop])
 def test_other_rules_cannot_be_wrapped(inner: Any, servers: int) -> None:
     def work(session: Session) -> None:
-        DistributedOptimizer(inner(copied(START), lr=0.1), session=session)
+        DistributedOptimizer(inner(copied(START), lr=0.1))
 
     def start() -> None:
         if not servers:
-            work(Session(None, JobFacts(1, (), "asup"), 0))
+            within(Session(None, JobFacts(1, (), "asup"), 0), work)
         with ThreadJob(1, 1, "asup") as job:
             job.run(work)
 
@@ -252,7 +253,7 @@ def test_other_rules_cannot_be_wrapped(inner: Any, servers: int) -> None:
 
 def test_a_rule_of_the_mode_needs_gradients_on_the_servers() -> None:
     with ThreadJob(1, 1, "asup") as job, pytest.raises(UsageError, match="leave apply='delta' out"):
-        job.run(lambda s: DistributedOptimizer(torch.optim.SGD(copied(START), lr=0.1), session=s, apply="delta"))
+        job.run(lambda s: DistributedOptimizer(torch.optim.SGD(copied(START), lr=0.1), apply="delta"))
 
 
 def test_corrected_momentum_begins_with_the_number_that_was_asked_for() -> None:

@@ -32,6 +32,7 @@ from polytempo.server.optimizers import ELEMENTWISE, WHOLE
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from sessions import under
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -120,7 +121,7 @@ def one_worker(case: Case, model: nn.Module, data: list[list[Batch]], session: S
     model = copy.deepcopy(model)
     inner = OPTIMIZERS[case.optimizer](list(model.parameters()))
     scheduler = SCHEDULERS[case.scheduler](inner) if case.scheduler_first else None
-    optimizer = DistributedOptimizer(inner, session=session, apply=case.apply, clip_norm=case.clip)
+    optimizer = DistributedOptimizer(inner, apply=case.apply, clip_norm=case.clip)
     scheduler = scheduler or SCHEDULERS[case.scheduler](optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -156,7 +157,7 @@ def test_clipping_is_of_the_joint_gradient_not_of_each_workers() -> None:
 
     def work(session: Session) -> torch.Tensor:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0), session=session, clip_norm=1.0)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0), clip_norm=1.0)
         set_gradients(params, [(one, other)[session.rank]])
         optimizer.step()
         return params[0].detach()
@@ -215,10 +216,10 @@ def test_a_job_of_one_is_plain_training_bit_for_bit(name: str, where: str) -> No
     wanted = train(lambda optimizer: optimizer)
     if where == "alone":
         session = Session(None, JobFacts(1, ()), 0)
-        got = train(lambda optimizer: DistributedOptimizer(optimizer, session=session))
+        got = train(lambda optimizer: under(session, DistributedOptimizer, optimizer))
     else:
         with ThreadJob(1, int(where[0])) as job:
-            (got,) = job.run(lambda session: train(lambda optimizer: DistributedOptimizer(optimizer, session=session)))
+            (got,) = job.run(lambda session: train(lambda optimizer: DistributedOptimizer(optimizer)))
     assert_equal(got, wanted)
     assert not any(torch.equal(one, other) for one, other in zip(got, start, strict=True))
 
@@ -235,5 +236,5 @@ def test_adagrad_starts_from_its_initial_accumulator_value() -> None:
         return [param.detach().clone() for param in params]
 
     with ThreadJob(1) as job:
-        (got,) = job.run(lambda session: train(lambda optimizer: DistributedOptimizer(optimizer, session=session)))
+        (got,) = job.run(lambda session: train(lambda optimizer: DistributedOptimizer(optimizer)))
     assert_equal(got, train(lambda optimizer: optimizer))

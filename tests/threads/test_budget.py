@@ -22,7 +22,7 @@ EAGER = ["ssp:2", "dssp:1..4", "dssp-paper:1..4", "asp", "every:3", "every:3,wai
 def until_told(session: Session, samples: float | None = None) -> int:
     """Step until the job's budget is used up; how often that was."""
     params = copied(START)
-    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
     client, steps = session.client, 0
     assert client is not None
     while not client.stop:
@@ -75,7 +75,7 @@ def test_with_backup_workers_a_discarded_push_uses_nothing_up() -> None:
 def test_without_a_budget_nobody_is_told_to_stop() -> None:
     def work(session: Session) -> bool:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         for _ in range(30):
             set_gradients(params, [torch.ones(4)])
             optimizer.step()
@@ -97,7 +97,7 @@ def test_a_worker_whose_answer_is_given_again_stops_with_the_others() -> None:
 
     def work(session: Session) -> int:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         client, steps = session.client, 0
         assert client is not None
 

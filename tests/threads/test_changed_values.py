@@ -83,7 +83,7 @@ def together(
 ) -> list[list[torch.Tensor]]:
     def work(session: Session) -> list[torch.Tensor]:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(make(model), model, session=session, **options)
+        optimizer = DistributedOptimizer(make(model), model, **options)
 
         def changed(model: nn.Module, number: int, rank: int) -> None:
             change(model, number, rank)
@@ -193,7 +193,7 @@ def test_a_gradient_that_is_given_other_memory_counts(way: str) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        optimizer = DistributedOptimizer(sgd(model), model)
         for step in batches:
             optimizer.zero_grad()
             loss_of(model, step[session.rank]).backward()
@@ -280,7 +280,7 @@ def test_without_a_barrier_one_worker_sets_the_values_of_all(sync: str) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         if session.rank == 0:
             model.load_state_dict(OTHER.state_dict())
             optimizer.push_parameters()
@@ -303,7 +303,7 @@ def test_consolidate_takes_the_jobs_values_again(sync: str, options: dict[str, A
 
     def work(session: Session) -> None:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session, **options)
+        optimizer = DistributedOptimizer(sgd(model), model, **options)
         for step in small_batches(3, (4, 4)):
             loss_of(model, step[session.rank]).backward()
             optimizer.step()
@@ -318,7 +318,7 @@ def test_consolidate_takes_the_jobs_values_again(sync: str, options: dict[str, A
 def test_consolidate_keeps_what_all_have_changed(way: str) -> None:
     def work(session: Session) -> list[torch.Tensor]:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        optimizer = DistributedOptimizer(sgd(model), model)
         model.load_state_dict(OTHER.state_dict())
         optimizer.consolidate()
         return weights(model)
@@ -347,7 +347,7 @@ def test_the_change_an_optimizer_makes_itself_is_none(way: str) -> None:
 def test_another_dtype_or_shape_is_refused_by_name(way: str, change: Callable[[nn.Module], object]) -> None:
     def work(session: Session) -> None:
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        optimizer = DistributedOptimizer(sgd(model), model)
         change(model)
         optimizer.step()
 
@@ -364,7 +364,7 @@ def test_answers_that_are_compressed_refuse_changed_values() -> None:
 def test_a_sparse_embedding_that_is_written_to_is_refused() -> None:
     def work(session: Session) -> None:
         model = nn.Embedding(6, 2, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for _ in range(2):
             model(torch.tensor([session.rank])).sum().backward()
             optimizer.step()
@@ -385,7 +385,7 @@ def test_an_embedding_that_limits_its_norms_on_each_worker_is_refused(way: str) 
 
     def work(session: Session) -> None:
         model = nn.Embedding(6, 2, max_norm=0.1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for _ in range(2):
             model(torch.tensor([session.rank])).sum().backward()
             optimizer.step()
@@ -419,10 +419,10 @@ def test_of_two_optimizers_with_one_parameter_the_first_is_refused(way: str) -> 
 
     def work(session: Session) -> None:
         model = copy.deepcopy(START)
-        first = DistributedOptimizer(sgd(model), model, session=session)
+        first = DistributedOptimizer(sgd(model), model)
         loss_of(model, small_batches(1, (4,))[0][0]).backward()
         first.step()
-        second = DistributedOptimizer(torch.optim.SGD(model.last.parameters(), lr=0.1), model, session=session)
+        second = DistributedOptimizer(torch.optim.SGD(model.last.parameters(), lr=0.1), model)
         second.step()
         with pytest.raises(UsageError, match=r"last\.weight was given to another DistributedOptimizer after this one"):
             first.step()
@@ -436,7 +436,7 @@ def test_of_two_optimizers_with_one_parameter_the_first_is_refused(way: str) -> 
 def test_a_parameter_that_stands_twice_is_refused(way: str) -> None:
     def work(session: Session) -> None:
         param = nn.Parameter(torch.zeros(2))
-        DistributedOptimizer(torch.optim.SGD([param, param], lr=0.1), session=session)
+        DistributedOptimizer(torch.optim.SGD([param, param], lr=0.1))
 
     with pytest.raises(UsageError, match=r"parameter [01] stands twice in the optimizer"), WAYS[way]() as job:
         job.run(work)
@@ -448,7 +448,7 @@ def test_parameters_that_share_memory_are_refused_where_servers_keep_each(when: 
         params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))]
         if when == "before":
             params[1].data = params[0].data
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         params[1].data = params[0].data
         optimizer.step()
 
@@ -467,7 +467,7 @@ def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, mo
     def work(session: Session) -> None:
         here.session = session
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(sgd(model), model, session=session)
+        optimizer = DistributedOptimizer(sgd(model), model)
         broadcast_state.broadcast_parameters(model.state_dict(), root=0)
         with torch.no_grad():
             for param in model.parameters() if session.rank else ():
@@ -495,7 +495,7 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
     def work(session: Session) -> list[torch.Tensor]:
         here.session = session
         model = copy.deepcopy(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         if session.rank == 0:
             model.load_state_dict(OTHER.state_dict())
         broadcast_state.broadcast_parameters(model.state_dict(), root=0)
@@ -518,7 +518,7 @@ def test_the_mean_of_buffers_is_taken_again_and_again_without_more_descriptors(m
 
     def work(session: Session) -> None:
         model = nn.BatchNorm1d(3)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buffers="mean", session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buffers="mean")
         for number in range(4):
             model.running_mean = torch.full((3,), float(session.rank + number))  # another tensor each time
             optimizer.consolidate()

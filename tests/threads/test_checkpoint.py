@@ -60,7 +60,7 @@ def run_job(
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(make(list(mine.parameters())), session=session)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())))
         assert optimizer.stats["step"] == first
         for batch in data[first:]:
             optimizer.zero_grad()
@@ -155,7 +155,7 @@ def test_parameters_that_had_no_gradient_are_as_they_were_after_a_resume(tmp_pat
     def job(servers: int, which: slice, **options: Any) -> list[torch.Tensor]:
         def work(session: Session) -> list[torch.Tensor]:
             params = [nn.Parameter(param.detach().clone()) for param in start]
-            return steps(params, DistributedOptimizer(MAKERS["adam"](params), session=session), which)
+            return steps(params, DistributedOptimizer(MAKERS["adam"](params)), which)
 
         with ThreadJob(1, servers, **options) as threads:
             return threads.run(work)[0]

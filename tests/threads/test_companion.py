@@ -182,7 +182,7 @@ def welcomed(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> lis
     def work(session: Session) -> None:
         before = os.sched_getaffinity(0)
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         for _ in range(3):
             set_gradients(params, [torch.ones(4)])
             optimizer.step()
@@ -224,7 +224,7 @@ def test_a_worker_that_computes_with_several_threads_does_not_call(monkeypatch: 
 
     def work(session: Session) -> tuple[int, int]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         set_gradients(params, [torch.ones(4)])
         optimizer.step()
         with_one = len(entered)

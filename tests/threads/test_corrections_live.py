@@ -45,7 +45,7 @@ Reference = Callable[[Flat, Flat, Flat, int, float], Flat]
 
 def made(session: Session, lr: float = 1.0, **options: Any) -> tuple[list[nn.Parameter], DistributedOptimizer]:
     params = copied(START)
-    return params, DistributedOptimizer(torch.optim.SGD(params, lr=lr), session=session, **options)
+    return params, DistributedOptimizer(torch.optim.SGD(params, lr=lr), **options)
 
 
 def values(params: list[nn.Parameter]) -> Flat:
@@ -62,7 +62,7 @@ def played(
 
     def work(session: Session) -> None:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR, momentum=momentum), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR, momentum=momentum))
         own = iter(GRADIENTS[session.rank])
         for number, worker in enumerate(ORDER):
             if worker == session.rank:
@@ -207,7 +207,7 @@ def test_under_delay_each_push_is_compensated_for_the_weights_it_was_made_on(ser
 
     def work(session: Session) -> Flat:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR))
         for gradients in GRADIENTS[0]:
             read_at.append(optimizer._exchange.line.version)  # type: ignore[union-attr]
             set_gradients(params, gradients)
@@ -277,7 +277,7 @@ def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None
 )
 def test_what_cannot_be_corrected_is_refused(sync: str, optimizer: Any, options: dict[str, str], reason: str) -> None:
     with ThreadJob(1, 1, sync) as job, pytest.raises(UsageError, match=reason):
-        job.run(lambda session: DistributedOptimizer(optimizer(copied(START), lr=0.1), session=session, **options))
+        job.run(lambda session: DistributedOptimizer(optimizer(copied(START), lr=0.1), **options))
 
 
 # With local steps.

@@ -31,7 +31,7 @@ GRADIENTS = [made_gradients(SHAPES, STEPS, seed=70 + worker) for worker in range
 
 def made(session: Session, lr: float = 1.0, **options: Any) -> tuple[list[nn.Parameter], DistributedOptimizer]:
     params = copied(START)
-    return params, DistributedOptimizer(torch.optim.SGD(params, lr=lr), session=session, **options)
+    return params, DistributedOptimizer(torch.optim.SGD(params, lr=lr), **options)
 
 
 def values(params: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def test_one_worker_is_plain_sgd_whatever_is_pushed_and_fetched_when(sync: str, 
 
     def work(session: Session) -> list[list[torch.Tensor]]:
         model = small_model()
-        return trained(model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), session=session))
+        return trained(model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
 
     with ThreadJob(1, servers, sync) as job:
         got = job.run(work)[0]
@@ -212,7 +212,7 @@ def test_adagrad_on_the_servers_is_that_of_a_plain_loop_over_sums() -> None:
 
     def work(session: Session) -> None:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.Adagrad(params, lr=lr, eps=eps), session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(params, lr=lr, eps=eps))
         for gradients in GRADIENTS[0]:
             set_gradients(params, gradients)
             optimizer.step()

@@ -45,7 +45,7 @@ def push_all(job: ThreadJob, prepare: Prepare, make: Callable[[list[nn.Parameter
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict[str, Any]]:
         params = copied(START)
-        optimizer = DistributedOptimizer(make(params) if make else torch.optim.SGD(params, lr=LR), session=session)
+        optimizer = DistributedOptimizer(make(params) if make else torch.optim.SGD(params, lr=LR))
         prepare(session)
         for gradients in GRADIENTS[session.rank]:
             set_gradients(params, gradients)
@@ -243,7 +243,7 @@ def test_a_lost_push_is_sent_again_as_it_was_though_an_answer_came_in_between() 
 
     def work(session: Session) -> torch.Tensor:
         param = nn.Parameter(start.clone(memory_format=torch.preserve_format))
-        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=LR), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=LR))
         for gradient in gradients:
             set_gradients([param], [gradient])
             optimizer.step()

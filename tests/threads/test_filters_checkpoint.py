@@ -35,9 +35,7 @@ def train(start: int, stop: int, compression: Chains = "topk:0.2") -> Work:
 
     def work(session: Session) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = copy.deepcopy(MODEL)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05), model, session=session, compression=compression
-        )
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, compression=compression)
         assert optimizer.stats["step"] == start
         for step in range(start, stop):
             batch = slice((step * 2 + session.rank) % 4 * 16, (step * 2 + session.rank) % 4 * 16 + 16)
@@ -85,7 +83,7 @@ def test_a_worker_that_the_checkpoint_does_not_know_begins_with_nothing(tmp_path
 def test_without_a_filter_nothing_is_kept(tmp_path: Path) -> None:
     def work(session: Session) -> list[str]:
         model = copy.deepcopy(MODEL)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, session=session, via="ps")
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, via="ps")
         for _ in range(8):
             optimizer.zero_grad()
             model(X).sum().backward()
@@ -101,8 +99,7 @@ def test_a_state_dict_brings_a_ranks_filters_back() -> None:
     def work(session: Session) -> None:
         models = [copy.deepcopy(MODEL) for _ in range(2)]
         made = [
-            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, session=session, compression="sign")
-            for model in models
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, compression="sign") for model in models
         ]
         models[0](X).sum().backward()
         made[0].step()
@@ -116,7 +113,7 @@ def test_a_state_dict_brings_a_ranks_filters_back() -> None:
 
 def test_arrays_give_and_take_what_they_hold_back() -> None:
     def work(session: Session) -> None:
-        first, second = (KV({"w": Array(6, dtype=torch.float64, compression="topk:0.2")}, session=session) for _ in range(2))
+        first, second = (KV({"w": Array(6, dtype=torch.float64, compression="topk:0.2")}) for _ in range(2))
         first["w"].push(torch.arange(6.0)).result()
         state = first.state_dict()
         assert state["w"].tolist() == [0, 1, 2, 3, 0, 0]  # the two largest went

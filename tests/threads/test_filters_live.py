@@ -32,7 +32,7 @@ GRADIENTS = [[own for (own,) in made_gradients([(SIZE,)], STEPS, seed=50 + worke
 def made(session: Session, compression: Any, lr: float = 1.0, **options: Any) -> tuple[nn.Parameter, DistributedOptimizer]:
     param = nn.Parameter(START.detach().clone())
     sgd = torch.optim.SGD([param], lr=lr)
-    return param, DistributedOptimizer(sgd, session=session, compression=compression, **options)
+    return param, DistributedOptimizer(sgd, compression=compression, **options)
 
 
 def exchange_of(optimizer: DistributedOptimizer) -> ServerReducer:
@@ -170,7 +170,7 @@ def test_bytes_on_the_wire_are_those_that_the_filter_states(chain: str, directio
 
     def work(session: Session) -> tuple[int, int]:
         param = nn.Parameter(torch.zeros(size))
-        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=0.1), session=session, compression={direction: chain})
+        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=0.1), compression={direction: chain})
         which = "bytes_sent" if direction == "push" else "bytes_received"
         before = optimizer.stats[which]
         for _ in range(steps):

@@ -38,7 +38,7 @@ def test_a_state_that_is_loaded_is_cast_as_torch_casts_it(name: str) -> None:
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict[str, Any]]:
         params = copied(start)
-        return train(DistributedOptimizer(getattr(torch.optim, name)(params, lr=0.01), session=session), params)
+        return train(DistributedOptimizer(getattr(torch.optim, name)(params, lr=0.01)), params)
 
     params = copied(start)
     wanted, state = train(getattr(torch.optim, name)(params, lr=0.01), params)
@@ -56,7 +56,7 @@ def test_the_state_of_a_job_with_a_parameter_without_elements_loads_into_plain_t
 
     def work(session: Session) -> tuple[list[nn.Parameter], dict[str, Any]]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.Adagrad(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(params, lr=0.1))
         stepped(params, optimizer, gradients[:2])
         return params, optimizer.state_dict()
 
@@ -78,7 +78,7 @@ def test_what_weighs_nothing_is_not_left_in_a_gradient_that_was_synchronized(way
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.5), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.5))
         params[0].grad = gradient[0].clone()
         params[1].grad = gradient[1].clone() if session.rank == 0 else None
         weight = float(session.rank)
@@ -98,7 +98,7 @@ def test_local_steps_of_downpour_are_clipped() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session, clip_norm=0.2)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), clip_norm=0.2)
         stepped(params, optimizer, gradients)
         optimizer.consolidate()
         return [param.detach() for param in params]
@@ -123,7 +123,7 @@ def test_replicas_that_would_begin_with_different_states_are_refused(way: str) -
         params = copied(start)
         inner = torch.optim.Adam(params, lr=0.1)
         stepped(params, inner, gradients[session.rank : session.rank + 1] if differs else gradients[:1])
-        stepped(params, DistributedOptimizer(inner, session=session), gradients)
+        stepped(params, DistributedOptimizer(inner), gradients)
 
     for differs in (False, True):
         with GroupJob(2) if way == "group" else ThreadJob(2, via=way) as job:
@@ -152,7 +152,7 @@ def test_a_model_that_is_reordered_again_trains_as_before(way: str) -> None:
 
     def work(session: Session) -> torch.Tensor:
         params = copied([start])
-        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9), session=session))
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9)))
 
     alone = copied([start])
     wanted = train(alone, torch.optim.SGD(alone, lr=0.1, momentum=0.9))
@@ -164,7 +164,7 @@ def test_a_model_that_is_reordered_again_trains_as_before(way: str) -> None:
 def test_a_sparse_embedding_that_is_given_other_memory_is_refused_unless_its_values_are_the_same() -> None:
     def work(session: Session) -> str:
         model = nn.Embedding(5, 2, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for factor in (1.0, 0.5):
             model.weight.data = model.weight.data * factor
             model(torch.tensor([1])).sum().backward()
@@ -194,7 +194,7 @@ def test_values_that_are_pushed_are_what_the_next_gradient_is_compensated_for() 
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session))
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1)))
 
     alone = copied(start)
     wanted = train(alone, torch.optim.SGD(alone, lr=0.1))
@@ -224,7 +224,7 @@ def test_consolidate_in_rounds_does_not_see_what_another_workers_script_has_chan
 
     def work(session: Session) -> torch.Tensor:
         params = copied(start)
-        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session), session.rank)
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1)), session.rank)
 
     alone = copied(start)
     wanted = train(alone, torch.optim.SGD(alone, lr=0.1), 0)
@@ -248,7 +248,7 @@ def test_rates_of_local_steps_are_those_of_now_after_a_state_was_loaded() -> Non
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session))
+        return train(params, DistributedOptimizer(torch.optim.SGD(params, lr=0.1)))
 
     alone = copied(start)
     wanted = train(alone, torch.optim.SGD(alone, lr=0.1))

@@ -56,10 +56,10 @@ def test_with_servers_an_optimizer_of_a_second_life_is_refused_in_one_line(via: 
         return refusals
 
     def _optimizer(worker: Session) -> None:
-        pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), session=worker)
+        pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
     def _arrays(worker: Session) -> None:
-        pt.KV({"x": pt.Array(4)}, session=worker)
+        pt.KV({"x": pt.Array(4)})
 
     before = weights(model)
     with ThreadJob(2, via=via) as job:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import until
 from lossy import LossyJob, disturb
+from sessions import under, within
 
 from polytempo.errors import UsageError
 from polytempo.launch.job_facts import JobFacts
@@ -54,7 +55,7 @@ def alone(sync: str = "bsp") -> Session:
 def on(servers: int, work: Callable[[Session], Any], sync: str = "bsp") -> Any:
     """What one worker gets of so many servers; of none: without a launcher."""
     if not servers:
-        return work(alone(sync))
+        return within(alone(sync), work)
     with ThreadJob(1, servers, sync) as job:
         return job.run(work)[0]
 
@@ -111,7 +112,7 @@ def test_every_rule_is_a_plain_loop_over_its_numbers_however_many_servers(rule: 
     values = made_values(WIDTHS, DIM)
 
     def work(session: Session) -> tuple[torch.Tensor, ...]:
-        kv = KV({"w": Array(ROWS, DIM, rule=rule, dtype=torch.float64, **RULES[rule])}, session=session)
+        kv = KV({"w": Array(ROWS, DIM, rule=rule, dtype=torch.float64, **RULES[rule])})
         for place, own in zip(PLACES, values, strict=True):
             push_at(kv, "w", own, place)
         w = kv["w"]
@@ -130,7 +131,7 @@ def test_an_array_of_single_numbers_and_one_without_a_bound_take_part_in_one_ste
     far = 2**62 + 1
 
     def work(session: Session) -> tuple[Any, ...]:
-        kv = KV({"a": Array(5, dtype=torch.float64), "b": Array(None, 2, rule="max", dtype=torch.float64)}, session=session)
+        kv = KV({"a": Array(5, dtype=torch.float64), "b": Array(None, 2, rule="max", dtype=torch.float64)})
         kv.push(("a", [1.0, 2.0], 3), ("b", [[5.0, -1.0], [2.0, 2.0]], [far, 0]))
         kv.push(("b", [[1.0, 1.0]], [far]))
         kv.push()
@@ -146,7 +147,7 @@ def test_an_array_of_single_numbers_and_one_without_a_bound_take_part_in_one_ste
 @pytest.mark.parametrize("servers", [0, 1, 2])
 def test_what_is_pushed_belongs_to_the_caller_again_when_push_returns(servers: int) -> None:
     def work(session: Session) -> torch.Tensor:
-        kv = KV({"w": Array(6, dtype=torch.float64)}, session=session)
+        kv = KV({"w": Array(6, dtype=torch.float64)})
         if session.client is not None:
             disturb(session, lambda shard: first_tries_are_lost)
         values, ids = torch.ones(6, dtype=torch.float64), torch.arange(6)
@@ -163,7 +164,7 @@ def test_what_is_pushed_belongs_to_the_caller_again_when_push_returns(servers: i
         with LossyJob(1, servers, retry=0.05) as job:
             got = job.run(work)[0]
     else:
-        got = work(alone())
+        got = within(alone(), work)
     assert got.tolist() == [2.0] * 6
 
 
@@ -171,7 +172,7 @@ def test_futures_are_done_when_the_answer_is_there_and_not_before() -> None:
     gate = threading.Event()
 
     def work(session: Session) -> tuple[Any, ...]:
-        kv = KV({"w": Array(4)}, session=session)
+        kv = KV({"w": Array(4)})
         keeper = job.servers[0].keeper
         carry_out = keeper._carry_out
 
@@ -202,7 +203,7 @@ def test_of_a_compressed_array_what_was_added_and_what_waits_is_what_was_pushed(
     values = made_values(WIDTHS * 6, DIM, seed=5)
 
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
-        kv = KV({"w": Array(ROWS, DIM, dtype=torch.float64, compression=compression)}, session=session)
+        kv = KV({"w": Array(ROWS, DIM, dtype=torch.float64, compression=compression)})
         for place, own in zip(PLACES * 6, values, strict=True):
             push_at(kv, "w", own, place)
         assert kv["w"].table.residual is not None
@@ -217,7 +218,7 @@ def test_of_a_compressed_array_what_was_added_and_what_waits_is_what_was_pushed(
 @pytest.mark.parametrize("compression", ["fp16", "topk:1+fp16"])
 def test_numbers_beyond_two_bytes_are_sent_in_parts_and_what_is_no_number_does_not_stay(compression: str) -> None:
     def work(session: Session) -> tuple[list[float], list[float]]:
-        kv = KV({"w": Array(3, dtype=torch.float64, compression=compression)}, session=session)
+        kv = KV({"w": Array(3, dtype=torch.float64, compression=compression)})
         kv["w"].push([1e5, 1.0, float("inf")])
         kv["w"].push([0.0, 0.0, 0.0])
         return kv["w"].pull().result().tolist(), kv["w"].table.residual.tolist()
@@ -232,7 +233,7 @@ def test_bytes_of_a_compressed_push(compression: str) -> None:
     rows, dim = 1000, 4
 
     def work(session: Session) -> int:
-        kv = KV({"w": Array(rows, dim, compression=compression)}, session=session)
+        kv = KV({"w": Array(rows, dim, compression=compression)})
         before = kv.stats["bytes_sent"]
         kv["w"].push(torch.ones(rows, dim)).result()
         return int(kv.stats["bytes_sent"] - before)
@@ -247,7 +248,7 @@ def test_lists_that_come_again_are_not_sent_again(servers: int) -> None:
     ids = torch.arange(0, 4000, 2)
 
     def work(session: Session) -> tuple[list[int], float]:
-        kv = KV({"w": Array(4000, cache_keys=cached)}, session=session)
+        kv = KV({"w": Array(4000, cache_keys=cached)})
         sent = []
         for _ in range(3):
             before = kv.stats["bytes_sent"]
@@ -280,7 +281,7 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
 @pytest.mark.parametrize("servers", [0, 2])
 def test_a_push_with_one_bad_part_changes_nothing(servers: int) -> None:
     def work(session: Session) -> tuple[Any, ...]:
-        kv = KV({"c": Array(4, compression="topk:0.5"), "w": Array(6)}, session=session)
+        kv = KV({"c": Array(4, compression="topk:0.5"), "w": Array(6)})
         kv.push(("c", [1.0, 2.0, 3.0, 4.0], None), ("w", torch.ones(6), None))
         before = kv["c"].table.residual
         for part, reason in BAD:
@@ -297,21 +298,21 @@ def test_a_push_with_one_bad_part_changes_nothing(servers: int) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: KV({}, session=alone()), "expected at least one array"),
-        (lambda: KV({"w": Array(3)}, sync="downpour", session=alone()), "is for models"),
-        (lambda: KV({"w": Array(3)}, sync="asup", session=alone()), "is for models"),
-        (lambda: KV({"w": Array(3)}, sync="asp,dc=0.04", session=alone()), "is for models"),
-        (lambda: KV({"w": Array(3)}, sync="asp,momentum=async", session=alone()), "is for models"),
-        (lambda: KV({"w": Array(3, rule="min", compression="topk:0.1")}, session=alone()), "cannot wait"),
-        (lambda: KV({"w": Array(None, compression="topk:0.1")}, session=alone()), "needs a bound"),
-        (lambda: KV({"w": Array(3, compression="sign")}, session=alone()), "is for dense pushes"),
-        (lambda: KV({"w": Array(3)}, session=alone()).push(samples=0), "expected samples to be a number above 0"),
+        (lambda: under(alone(), KV, {}), "expected at least one array"),
+        (lambda: under(alone(), KV, {"w": Array(3)}, sync="downpour"), "is for models"),
+        (lambda: under(alone(), KV, {"w": Array(3)}, sync="asup"), "is for models"),
+        (lambda: under(alone(), KV, {"w": Array(3)}, sync="asp,dc=0.04"), "is for models"),
+        (lambda: under(alone(), KV, {"w": Array(3)}, sync="asp,momentum=async"), "is for models"),
+        (lambda: under(alone(), KV, {"w": Array(3, rule="min", compression="topk:0.1")}), "cannot wait"),
+        (lambda: under(alone(), KV, {"w": Array(None, compression="topk:0.1")}), "needs a bound"),
+        (lambda: under(alone(), KV, {"w": Array(3, compression="sign")}), "is for dense pushes"),
+        (lambda: under(alone(), KV, {"w": Array(3)}).push(samples=0), "expected samples to be a number above 0"),
         (lambda: Array(0), "expected rows to be a number from 1 on"),
         (lambda: Array(3, rule="ad"), "add"),
         (lambda: Array(3, dtype=torch.complex64), "expected dtype"),
-        (lambda: KV({"w": Array(None)}, session=alone())["w"].pull(), "no ranges"),
-        (lambda: KV({"w": Array(3)}, session=alone())["x"], "there is no array 'x'"),
-        (lambda: KV({"w": Array(3)}, session=alone())["w"].clock(2, 1), "expected a range"),
+        (lambda: under(alone(), KV, {"w": Array(None)})["w"].pull(), "no ranges"),
+        (lambda: under(alone(), KV, {"w": Array(3)})["x"], "there is no array 'x'"),
+        (lambda: under(alone(), KV, {"w": Array(3)})["w"].clock(2, 1), "expected a range"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_call(make: Callable[[], Any], reason: str) -> None:

@@ -13,6 +13,7 @@ from helpers import check_record, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossy import Fate, LossyJob, disturb
+from sessions import within
 
 from polytempo.launch.job_facts import JobFacts
 from polytempo.session.session import Session
@@ -63,7 +64,7 @@ def played(pushes: Ranges, servers: int, spans: list[tuple[int, int]]) -> dict[t
     turns[0].set()
 
     def work(session: Session) -> Any:
-        kv = KV({"w": Array(ROWS)}, session=session)
+        kv = KV({"w": Array(ROWS)})
         for number, (worker, start, stop) in enumerate(pushes):
             if worker == session.rank:
                 assert turns[number].wait(20)
@@ -73,7 +74,7 @@ def played(pushes: Ranges, servers: int, spans: list[tuple[int, int]]) -> dict[t
         return {(a, b): (kv["w"].clock(a, b), kv["w"].version(a, b)) for a, b in spans}
 
     if not servers:
-        return work(Session(None, JobFacts(1, (), "asp"), 0))
+        return within(Session(None, JobFacts(1, (), "asp"), 0), work)
     with ThreadJob(2, servers, "asp") as job:
         first, second = job.run(work)
     assert first == second
@@ -105,7 +106,7 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
 
     def work(session: Session) -> list[float]:
         options = {"lr": 1.0} if rule == "sgd" else {}
-        kv = KV({"w": Array(4, rule=rule, dtype=torch.float64, **options)}, session=session)
+        kv = KV({"w": Array(4, rule=rule, dtype=torch.float64, **options)})
         rows = [0, 2] if session.rank == 0 else [0, 1]
         assert turns[session.rank].wait(20)  # worker 2 first, worker 0 last
         sign = -1 if rule == "min" else 1
@@ -123,7 +124,7 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
 
 def test_a_mean_is_weighted_by_samples_and_a_push_without_parts_counts_in_it() -> None:
     def work(session: Session) -> list[float]:
-        kv = KV({"w": Array(2, rule="sgd", lr=1.0, dtype=torch.float64)}, session=session)
+        kv = KV({"w": Array(2, rule="sgd", lr=1.0, dtype=torch.float64)})
         if session.rank == 2:
             kv.push(samples=4.0)
         else:
@@ -139,7 +140,7 @@ def test_a_mean_is_weighted_by_samples_and_a_push_without_parts_counts_in_it() -
 @pytest.mark.parametrize(("sync", "lead"), [("bsp", 1), ("ssp:3", 4), ("ssp:0", 1)])
 def test_a_fast_worker_is_held_where_the_mode_says(sync: str, lead: int, tmp_path: Path) -> None:
     def work(session: Session) -> float:
-        kv = KV({"w": Array(4)}, session=session)
+        kv = KV({"w": Array(4)})
         account = job.sequencer.accounts[0]
         if session.rank == 1:
             until(lambda: account.steps == lead and account.state == "waiting", "worker 0 is held")
@@ -160,7 +161,7 @@ def test_under_delay_at_most_so_many_pushes_and_one_are_under_way(delay: int) ->
     gate, under_way = threading.Event(), []
 
     def work(session: Session) -> torch.Tensor:
-        kv = KV({"w": Array(4, dtype=torch.float64)}, session=session)
+        kv = KV({"w": Array(4, dtype=torch.float64)})
         keeper = job.servers[0].keeper
         carry_out = keeper._carry_out
 
@@ -191,7 +192,7 @@ def test_under_delay_at_most_so_many_pushes_and_one_are_under_way(delay: int) ->
 @pytest.mark.parametrize("sync", ["bsp", "ssp:2", "asp", "every:3", "dssp:1..3"])
 def test_a_pull_after_a_push_of_the_same_worker_sees_it(sync: str) -> None:
     def work(session: Session) -> list[bool]:
-        kv = KV({"w": Array(6, rule="max", dtype=torch.float64)}, session=session)
+        kv = KV({"w": Array(6, rule="max", dtype=torch.float64)})
         seen = []
         for step in range(6):
             kv["w"].push([float(step * 2 + session.rank + 1)], start=session.rank * 3)
@@ -206,7 +207,7 @@ def test_a_pull_after_a_push_of_the_same_worker_sees_it(sync: str) -> None:
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "delay:2"])
 def test_what_is_lost_or_doubled_on_the_way_is_added_once(sync: str, copies: int) -> None:
     def work(session: Session) -> list[float]:
-        kv = KV({"w": Array(7, dtype=torch.float64, cache_keys=True)}, session=session)
+        kv = KV({"w": Array(7, dtype=torch.float64, cache_keys=True)})
         disturb(session, lambda shard: sometimes(copies, 2 * shard + session.rank))
         for step in range(8):
             kv["w"].push([1.0, 10.0, 100.0], rows=[0, 3, 5] if step % 2 else [1, 2, 6])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_close, check_record, copied, made_gradients, made_params, set_gradients, until
 from lossy import LossyJob, UnreliableChannel, disturb, first_answers
+from sessions import within
 
 from polytempo.client.client import Client
 from polytempo.errors import UsageError
@@ -33,7 +34,7 @@ class Dies(Exception):
 
 def made(session: Session) -> tuple[list[torch.nn.Parameter], DistributedOptimizer]:
     params = copied(START)
-    return params, DistributedOptimizer(torch.optim.SGD(params, lr=LR), session=session)
+    return params, DistributedOptimizer(torch.optim.SGD(params, lr=LR))
 
 
 def after(*steps: int, scale: float = 1.0) -> list[torch.Tensor]:
@@ -106,7 +107,7 @@ def test_a_worker_that_comes_back_starts_from_the_jobs_values_at_the_slowest_one
         gone.set()
         assert back.wait(10)
         again = come_back(job, 1, 1)
-        params, optimizer = made(again)
+        params, optimizer = within(again, made)
         first, seen = int(optimizer.stats["step"]), [param.detach().clone() for param in params]
         came.set()
         set_gradients(params, GRADIENTS[3])
@@ -129,7 +130,7 @@ def test_a_state_that_is_loaded_again_because_its_answer_was_lost_does_not_undo_
 
     def work(session: Session) -> float:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.01), session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.01))
         if session.rank == 0:
 
             def later() -> None:

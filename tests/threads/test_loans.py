@@ -38,7 +38,7 @@ class Taker:
 
     def __init__(self, session: Session) -> None:
         self.params = copied(made_params(SHAPES))
-        self.optimizer = DistributedOptimizer(SGD(self.params), session=session)
+        self.optimizer = DistributedOptimizer(SGD(self.params))
         self.held: list[tuple[list[Bytes], list[bytes]]] = []  # what was received, and what was in it
         self.keeping = 0
         line = self.optimizer._exchange.line
@@ -228,7 +228,7 @@ def test_after_a_step_grad_is_the_workers_own(kind: type[ThreadJob], workers: in
 
     def work(session: Session) -> None:
         params = copied(start)
-        optimizer = DistributedOptimizer(SGD(params), session=session, clip_norm=clip)
+        optimizer = DistributedOptimizer(SGD(params), clip_norm=clip)
         for step in gradients[session.rank]:
             optimizer.zero_grad()
             sum((param * grad).sum() for param, grad in zip(params, step, strict=True)).backward()
@@ -247,7 +247,7 @@ def test_two_optimizers_leave_each_others_gradients_alone(kind: type[ThreadJob],
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizers = [DistributedOptimizer(SGD([param]), session=session) for param in params]
+        optimizers = [DistributedOptimizer(SGD([param])) for param in params]
         for step in gradients[session.rank]:
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -280,7 +280,7 @@ def test_under_delay_a_later_backward_does_not_change_a_push_under_way(wire: str
 
     def work(session: Session) -> torch.Tensor:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         for number, (gradient,) in enumerate(gradients):
             optimizer.zero_grad()
             (params[0] * gradient).sum().backward()
@@ -324,7 +324,7 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        return train(params, DistributedOptimizer(SGD(params), session=session))
+        return train(params, DistributedOptimizer(SGD(params)))
 
     alone = copied(start)
     wanted = train(alone, SGD(alone))

@@ -22,6 +22,7 @@ from polytempo.session.session import Session
 from polytempo.tables.row_batches import RowBatch, combined
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from sessions import under
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +42,7 @@ def stepped(job: Any, gradients: list[torch.Tensor], steps: int = 2, **about: An
     def work(session: Session) -> torch.Tensor:
         grad = gradients[session.rank]
         param = nn.Parameter(torch.zeros_like(grad))
-        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session, **about.get("options", {}))
+        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), **about.get("options", {}))
         for _ in range(steps):
             param.grad = grad.clone()
             optimizer.step(samples=about["samples"][session.rank])
@@ -68,7 +69,7 @@ def test_buffers_of_large_float16_have_a_mean(way: str) -> None:
         model.register_buffer("seen", torch.full((3,), LARGE[session.rank], dtype=torch.float16))
         param = nn.Parameter(torch.zeros(1))
         model.register_parameter("own", param)
-        DistributedOptimizer(torch.optim.SGD([param], lr=1.0), model, buffers="mean", session=session).consolidate()
+        DistributedOptimizer(torch.optim.SGD([param], lr=1.0), model, buffers="mean").consolidate()
         return model.seen.clone()
 
     with WAYS[way](3) as job:
@@ -133,7 +134,7 @@ def test_a_step_of_weight_0_alone_changes_nothing(sync: str) -> None:
 def alone(**about: Any) -> torch.Tensor:
     session = Session(None, JobFacts(1, (), "bsp"), 0)
     param = nn.Parameter(torch.zeros(2))
-    optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session)
+    optimizer = under(session, DistributedOptimizer, torch.optim.SGD([param], lr=1.0))
     param.grad = torch.ones(2)
     optimizer.step(**about)
     return param.detach()
@@ -150,7 +151,7 @@ def test_only_who_weighs_something_says_which_gradients_there_are(way: str) -> N
 
     def work(session: Session) -> list[torch.Tensor]:
         params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0, weight_decay=0.5), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=1.0, weight_decay=0.5))
         params[0].grad = torch.zeros(2)
         params[1].grad = torch.zeros(2) if session.rank else None
         optimizer.step(samples=1 - session.rank)
@@ -174,7 +175,7 @@ def test_samples_are_numbers_of_any_kind(way: str) -> None:
 
     def work(session: Session) -> torch.Tensor:
         param = nn.Parameter(torch.zeros(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
         for number in NUMBERS:
             param.grad = gradients[session.rank].clone()
             optimizer.step(samples=number if session.rank else 12)

@@ -35,7 +35,7 @@ def together(
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict]:
         params = copied(start)
-        optimizer = DistributedOptimizer(make(params), session=session, **options)  # type: ignore[arg-type]
+        optimizer = DistributedOptimizer(make(params), **options)  # type: ignore[arg-type]
         for step in workers[session.rank]:
             set_gradients(params, step)
             if synchronize:

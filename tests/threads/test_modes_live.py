@@ -37,7 +37,7 @@ GRADIENTS = [made_gradients(SHAPES, STEPS, seed=30 + worker) for worker in range
 
 def made(session: Session, **options: str) -> tuple[list[torch.nn.Parameter], DistributedOptimizer]:
     params = copied(START)
-    return params, DistributedOptimizer(torch.optim.SGD(params, lr=LR), session=session, **options)  # type: ignore[arg-type]
+    return params, DistributedOptimizer(torch.optim.SGD(params, lr=LR), **options)  # type: ignore[arg-type]
 
 
 def step_of(optimizer: DistributedOptimizer) -> int:

@@ -44,7 +44,7 @@ def test_exactly_the_steps_with_numbers_that_are_none_are_counted(way: str, pois
 
     def work(session: Session) -> list[int]:
         params, counts = copied(start), []
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.0), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.0))
         for number, step in enumerate(gradients):
             if number != 2 and way == "by hand":
                 set_gradients(params, step)
@@ -72,7 +72,7 @@ def test_numbers_that_are_none_are_refused_with_the_parameters_name(poison: Call
         params = copied(start)
         named = [("good", params[0]), ("bad", params[1])]
         inner = torch.optim.SGD(params, lr=0.1)
-        optimizer = DistributedOptimizer(inner, named_parameters=named, session=session, nonfinite="refuse")
+        optimizer = DistributedOptimizer(inner, named_parameters=named, nonfinite="refuse")
         for number, step in enumerate(gradients):
             optimizer.zero_grad()
             sum((param * grad).sum() for param, grad in zip(params, step, strict=True)).backward()

@@ -23,7 +23,7 @@ def evaluated(model: Any, ranks: int, work: Callable[[Pipeline], Any], **options
     models = [copy.deepcopy(model) for _ in range(ranks)]
 
     def one(session: Session) -> Any:
-        return work(Pipeline(models[session.rank], loss=mse, optimizer=PLAIN, session=session, **options))
+        return work(Pipeline(models[session.rank], loss=mse, optimizer=PLAIN, **options))
 
     return everywhere(ranks, one)
 

@@ -61,7 +61,7 @@ def train(
         trap = models[session.rank][2 * session.rank + 1]
         if spring is not None and session.rank == at[0]:
             trap.left, trap.spring = at[1], lambda: spring(session)  # type: ignore[assignment]
-        pipe = Pipeline(models[session.rank], loss=mse, optimizer=ADAM, stages=[2] * stages, session=session, **options)
+        pipe = Pipeline(models[session.rank], loss=mse, optimizer=ADAM, stages=[2] * stages, **options)
         done = pipe.steps
         losses = [pipe.step(x, y) for x, y in data[done:]]
         pipe.flush()
@@ -110,7 +110,7 @@ def test_a_pipeline_that_has_ended_says_why() -> None:
     def work(session: Session) -> None:
         own = copy.deepcopy(model)
         own[3].left, own[3].spring = 1, lambda: fails(session)
-        pipe = Pipeline(own, loss=mse, optimizer=ADAM, stages=[2, 2], session=session, microbatches=2)
+        pipe = Pipeline(own, loss=mse, optimizer=ADAM, stages=[2, 2], microbatches=2)
         with pytest.raises((ValueError, PeerError), match="is broken"):
             pipe.step(*batches(1, 4)[0])
         with pytest.raises(PeerError, match=r"this pipeline has ended: stage 1 \(rank 1\) failed in F0: ValueError"):
@@ -168,7 +168,7 @@ def test_who_is_ahead_by_an_update_writes_that_and_who_is_in_the_middle_of_one_n
 
     def work(session: Session, breaks: bool, **options: Any) -> Outcome:
         kind = Breaking if breaks and session.rank == stage else torch.optim.SGD
-        options |= {"stages": [2, 2, 2], "microbatches": 4, "session": session}
+        options |= {"stages": [2, 2, 2], "microbatches": 4}
         pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=lambda params: kind(params, lr=0.1), **options)
         return Outcome([pipe.step(x, y) for x, y in data[pipe.steps :]], pipe.state_dict(), pipe)
 
@@ -186,7 +186,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     model, data = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)).double(), batches(6, 4)
 
     def work(session: Session, data: Sequence[Batch], resume: Path | None = None) -> list[float | None]:
-        pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=ADAM, microbatches=2, session=session, resume=resume)
+        pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=ADAM, microbatches=2, resume=resume)
         losses = [pipe.step(x, y) for x, y in data]
         pipe.save(tmp_path)
         return losses
@@ -207,7 +207,7 @@ def test_running_statistics_of_a_step_that_failed_are_not_kept(tmp_path: Path) -
         model = copy.deepcopy(norms)
         if breaks and session.rank == 0:
             model[2].left, model[2].spring = 8, lambda: fails(session)
-        pipe = Pipeline(model, loss=mse, optimizer=optimizer, stages=[3, 2], session=session, microbatches=2, **options)
+        pipe = Pipeline(model, loss=mse, optimizer=optimizer, stages=[3, 2], microbatches=2, **options)
         return Outcome([pipe.step(x, y) for x, y in data[pipe.steps :]], pipe.state_dict(), pipe)
 
     everywhere(2, lambda session: work(session, True, checkpoint=tmp_path))
@@ -221,7 +221,7 @@ def test_save_and_resume_in_normal_times(tmp_path: Path) -> None:
 
     def work(session: Session, resume: Path | None) -> Outcome:
         model = copy.deepcopy(whole)
-        pipe = Pipeline(model, loss=mse, optimizer=ADAM, stages=[2, 2, 2], session=session, microbatches=4, resume=resume)
+        pipe = Pipeline(model, loss=mse, optimizer=ADAM, stages=[2, 2, 2], microbatches=4, resume=resume)
         losses = [pipe.step(x, y) for x, y in (data[3:] if resume else data[:3])]
         if not resume:
             pipe.save(tmp_path)
@@ -241,7 +241,7 @@ def test_without_flushes_parts_are_written_at_a_flush(tmp_path: Path) -> None:
     def work(session: Session, resume: Path | None, parts: Sequence[Sequence[Batch]]) -> Outcome:
         options: dict[str, Any] = {"schedule": "pipedream", "checkpoint": tmp_path, "resume": resume}
         own = copy.deepcopy(model)
-        pipe = Pipeline(own, loss=mse, optimizer=ADAM, stages=[2, 2, 2], session=session, **options)
+        pipe = Pipeline(own, loss=mse, optimizer=ADAM, stages=[2, 2, 2], **options)
         for part in parts:
             for x, y in part:
                 pipe.step(x, y)
@@ -259,7 +259,7 @@ def test_without_flushes_parts_are_written_at_a_flush(tmp_path: Path) -> None:
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     def message(**options: Any) -> list[str]:
-        outcomes = everywhere(2, lambda session: Pipeline(trapped(2), loss=mse, optimizer=ADAM, session=session, **options))
+        outcomes = everywhere(2, lambda session: Pipeline(trapped(2), loss=mse, optimizer=ADAM, **options))
         assert isinstance(outcomes[0], UsageError), outcomes[0]
         assert isinstance(outcomes[1], PeerError | UsageError)
         return [str(outcome) for outcome in outcomes]
@@ -275,9 +275,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     part.write_bytes(b"no such thing")
     outcomes = everywhere(
         2,
-        lambda session: Pipeline(
-            trapped(2), loss=mse, optimizer=ADAM, session=session, resume=tmp_path / "two", stages=[2, 2]
-        ),
+        lambda session: Pipeline(trapped(2), loss=mse, optimizer=ADAM, resume=tmp_path / "two", stages=[2, 2]),
     )
     assert str(outcomes[1]).startswith(f"cannot read the checkpoint {part}")
 

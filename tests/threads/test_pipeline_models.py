@@ -321,7 +321,7 @@ def test_state_goes_from_one_cut_to_another() -> None:
     models = [layered() for _ in range(2)]
 
     def work(session: Session) -> Outcome:
-        pipe = Pipeline(models[session.rank], loss=mse, optimizer=PLAIN, session=session, microbatches=2)
+        pipe = Pipeline(models[session.rank], loss=mse, optimizer=PLAIN, microbatches=2)
         pipe.load_state_dict(first)
         return Outcome([pipe.step(x, y) for x, y in data], pipe.state_dict(), pipe)
 

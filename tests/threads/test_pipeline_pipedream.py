@@ -90,7 +90,7 @@ def trained(
     models = [copy.deepcopy(model) for _ in range(ranks)]
 
     def work(session: Session) -> Outcome:
-        pipe = Pipeline(models[session.rank], loss=mse, optimizer=optimizer, session=session, **options)
+        pipe = Pipeline(models[session.rank], loss=mse, optimizer=optimizer, **options)
         losses: list[float | None] = []
         for batch_list in data:
             losses += [pipe.step(x, y) for x, y in batch_list]
@@ -272,9 +272,7 @@ def test_replicas_start_equal_and_stay_equal() -> None:
             param.data += rank
 
     def work(session: Session) -> list[torch.Tensor]:
-        pipe = Pipeline(
-            models[session.rank], loss=mse, optimizer=SGD, session=session, schedule="pipedream", replicas=(2, 1)
-        )
+        pipe = Pipeline(models[session.rank], loss=mse, optimizer=SGD, schedule="pipedream", replicas=(2, 1))
         for x, y in batches(5, 4):
             pipe.step(x, y)
         pipe.flush()

@@ -30,7 +30,7 @@ class Undecided(nn.Module):
 def refused(ranks: int, model: Any = None, **options: Any) -> str:
     """What all ranks say, when they build it."""
     chosen = {"loss": mse, "optimizer": PLAIN} | options
-    outcomes = everywhere(ranks, lambda session: Pipeline(model or layered(), session=session, **chosen))
+    outcomes = everywhere(ranks, lambda session: Pipeline(model or layered(), **chosen))
     assert all(isinstance(outcome, UsageError) for outcome in outcomes), outcomes
     text = str(outcomes[0])
     assert "\n" not in text
@@ -89,7 +89,7 @@ def test_clipping_needs_a_flush_and_a_norm() -> None:
 
 def stepped(x: Any, y: Any, **options: Any) -> list[Any]:
     chosen = {"loss": mse, "optimizer": PLAIN, "microbatches": 4} | options
-    return everywhere(2, lambda session: Pipeline(layered(), session=session, **chosen).step(x, y))
+    return everywhere(2, lambda session: Pipeline(layered(), **chosen).step(x, y))
 
 
 def test_a_batch_that_cannot_be_cut_evenly() -> None:
@@ -134,7 +134,7 @@ class Odd(nn.Module):
 def test_what_cannot_pass(result: Any, text: str) -> None:
     model = nn.Sequential(Odd(result), nn.Linear(6, 6).double())
     options: dict[str, Any] = {"loss": mse, "optimizer": PLAIN, "stages": 2, "microbatches": 2}
-    first, second = everywhere(2, lambda session: Pipeline(model, session=session, **options).step(X, Y))
+    first, second = everywhere(2, lambda session: Pipeline(model, **options).step(X, Y))
     assert text in str(first)
     assert text in str(second)
 
@@ -143,7 +143,7 @@ def test_names_and_shapes_of_a_whole_model() -> None:
     state = layered().state_dict()
 
     def work(session: Any) -> None:
-        pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN, session=session)
+        pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN)
         with pytest.raises(UsageError, match=r"missing: \['0.weight'\], unknown: \['zero'\]"):
             pipe.load_state_dict({"zero" if name == "0.weight" else name: value for name, value in state.items()})
         if session.rank == 0:
@@ -155,7 +155,7 @@ def test_names_and_shapes_of_a_whole_model() -> None:
 
 def test_nothing_but_steps_while_minibatches_are_under_way() -> None:
     def work(session: Any) -> None:
-        pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN, session=session, schedule="pipedream")
+        pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN, schedule="pipedream")
         assert pipe.step(X, Y) is None
         for call in (pipe.state_dict, lambda: pipe.save("nowhere"), lambda: pipe.load_state_dict({})):
             with pytest.raises(UsageError, match=r"while 1 minibatches may be under way; call flush\(\) first"):
@@ -172,7 +172,7 @@ def test_parameters_that_are_given_other_memory(schedule: str) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         model = layered()
-        pipe = Pipeline(model, loss=mse, optimizer=PLAIN, schedule=schedule, stages=2, session=session)
+        pipe = Pipeline(model, loss=mse, optimizer=PLAIN, schedule=schedule, stages=2)
         pipe.step(X, Y)
         pipe.flush()
         for param in model.parameters():

@@ -104,7 +104,7 @@ def test_the_job_knows_how_its_pipeline_went(schedule: str, tmp_path: Path) -> N
 
     def train(session: Session) -> list[float | None]:
         microbatches = 2 if schedule == "1f1b" else None
-        options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "session": session}
+        options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
         pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN, **options)
         return [*(pipe.step(x, y) for x, y in data), pipe.flush()]
 

@@ -16,6 +16,7 @@ from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.prepare import prepare
+from sessions import under
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -27,7 +28,7 @@ def trained(session: Session, epochs: int, batch: int = 4, **options: Any) -> li
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(DATA, batch_size=batch, shuffle=True)
-    model, optimizer, loader = prepare(model, optimizer, loader, session=session, **options)
+    model, optimizer, loader = prepare(model, optimizer, loader, **options)
     seen = []
     for _ in range(epochs):
         seen.append([])
@@ -76,7 +77,7 @@ def test_a_loader_keeps_all_but_its_sampler() -> None:
         persistent_workers=True,
     )
     model = small_model()
-    _, _, shared = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), made, session=session)
+    _, _, shared = under(session, prepare, model, torch.optim.SGD(model.parameters(), lr=0.1), made)
     assert (shared.batch_size, shared.num_workers, shared.collate_fn, shared.drop_last) == (5, 1, list, True)
     assert (shared.timeout, shared.worker_init_fn, shared.generator, shared.prefetch_factor) == (7, print, generator, 3)
     assert shared.multiprocessing_context is made.multiprocessing_context
@@ -111,10 +112,11 @@ class Special(DataLoader[Any]):  # type: ignore[misc]
 def test_a_loader_that_cannot_be_made_again_is_refused(loader: Any, words: str) -> None:
     model = small_model()
     with pytest.raises(UsageError, match=words) as refused:
-        prepare(
+        under(
+            Session(None, JobFacts(1, ()), 0),
+            prepare,
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             loader(),
-            session=Session(None, JobFacts(1, ()), 0),
         )
     assert "\n" not in str(refused.value)

@@ -32,82 +32,82 @@ REFUSED: dict[str, tuple[str, str, Callable[[list[nn.Parameter], Session], objec
     "LBFGS on a server": (
         "asp",
         "cannot run LBFGS: it evaluates the loss several times",
-        lambda p, s: DistributedOptimizer(torch.optim.LBFGS(p), session=s),
+        lambda p, s: DistributedOptimizer(torch.optim.LBFGS(p)),
     ),
     "LBFGS in rounds": (
         "bsp",
         "LBFGS .* use sync='asp'",
-        lambda p, s: DistributedOptimizer(torch.optim.LBFGS(p), session=s, apply="delta"),
+        lambda p, s: DistributedOptimizer(torch.optim.LBFGS(p), apply="delta"),
     ),
     "a class of one's own": (
         "bsp",
         'cannot run OwnSGD: it runs classes of torch.optim by their names, and no others; use apply="delta"',
-        lambda p, s: DistributedOptimizer(OwnSGD(p, lr=0.1), session=s),
+        lambda p, s: DistributedOptimizer(OwnSGD(p, lr=0.1)),
     ),
     "arguments that are swapped": (
         "bsp",
         "the optimizer comes first, then the model: .*the other way round",
-        lambda p, s: DistributedOptimizer(nn.Linear(2, 1), torch.optim.SGD(p, lr=0.1), session=s),  # type: ignore[arg-type]
+        lambda p, s: DistributedOptimizer(nn.Linear(2, 1), torch.optim.SGD(p, lr=0.1)),  # type: ignore[arg-type]
     ),
     "parameters in place of an optimizer": (
         "asp",
         "with a torch.optim.Optimizer first, got a list",
-        lambda p, s: DistributedOptimizer(p, session=s),  # type: ignore[arg-type]
+        lambda p, s: DistributedOptimizer(p),  # type: ignore[arg-type]
     ),
     "an optimizer in place of a model": (
         "bsp",
         "with a torch.nn.Module second, got a SGD",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), torch.optim.SGD(p), session=s),  # type: ignore[arg-type]
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), torch.optim.SGD(p)),  # type: ignore[arg-type]
     ),
     "a group that comes late": (
         "bsp",
         "add parameter groups before wrapping the optimizer: the job knows its parameters by now",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s).add_param_group({"params": []}),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p)).add_param_group({"params": []}),
     ),
     "a class with a known name": (
         "bsp",
         'cannot run SGD: .*apply="delta"',
-        lambda p, s: DistributedOptimizer(SGD(p, lr=0.1), session=s),
+        lambda p, s: DistributedOptimizer(SGD(p, lr=0.1)),
     ),
     "Rprop under asp": (
         "asp",
         "Rprop ignores the learning rate",
-        lambda p, s: DistributedOptimizer(torch.optim.Rprop(p), session=s),
+        lambda p, s: DistributedOptimizer(torch.optim.Rprop(p)),
     ),
     "another apply": (
         "bsp",
         "expected apply to be server or delta, got 'sever'",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s, apply="sever"),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), apply="sever"),
     ),
     "compression": (
         "bsp",
         "topk",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s, compression="topk"),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), compression="topk"),
     ),
     "a clip of nothing": (
         "bsp",
         "clip_norm above 0",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s, clip_norm=0.0),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), clip_norm=0.0),
     ),
     "mean buffers without a model": (
         "bsp",
         "needs the model",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s, buffers="mean"),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), buffers="mean"),
     ),
     "synchronize without rounds": (
         "asp",
         r"synchronize\(\) needs a barrier mode, this is asp",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s).synchronize(),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p)).synchronize(),
     ),
     "a group added later": (
         "bsp",
         "add parameter groups before",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD(p), session=s).add_param_group({"params": copied(START)}),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD(p)).add_param_group({"params": copied(START)}),
     ),
     "a complex parameter": (
         "bsp",
         "complex64; a parameter server holds",
-        lambda p, s: DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), session=s),
+        lambda p, s: DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])),
     ),
 }
 
@@ -122,7 +122,7 @@ def test_refused_in_one_line(what: str) -> None:
 
 def test_a_step_inside_no_sync_is_refused() -> None:
     def work(session: Session) -> None:
-        optimizer = DistributedOptimizer(torch.optim.SGD(copied(START)), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(copied(START)))
         with optimizer.no_sync():
             optimizer.step()
 
@@ -158,7 +158,6 @@ def second_is_refused(
 def sgd(shapes: list[tuple[int, ...]], **settings: float | bool) -> Callable[[Session], object]:
     return lambda session: DistributedOptimizer(
         torch.optim.SGD(made_params(shapes), **{"lr": 0.1, **settings}),  # type: ignore[arg-type]
-        session=session,
     )
 
 
@@ -176,7 +175,7 @@ def test_hyper_parameters_that_differ_are_refused_by_name() -> None:
 def test_modes_that_differ_are_refused() -> None:
     words = "sync is 'ssp:2' at worker 1 and 'asp' at worker 0"
     makers = [
-        lambda session, mode=mode: DistributedOptimizer(torch.optim.SGD(copied(START)), session=session, sync=mode)
+        lambda session, mode=mode: DistributedOptimizer(torch.optim.SGD(copied(START)), sync=mode)
         for mode in ("asp", "ssp:2")
     ]
     second_is_refused(makers[0], makers[1], words)
@@ -188,7 +187,7 @@ def test_a_scheduler_that_only_worker_0_has_is_refused_by_name() -> None:
     def scheduled(session: Session) -> None:
         inner = torch.optim.SGD(copied(START), lr=0.1)
         torch.optim.lr_scheduler.StepLR(inner, 1)
-        DistributedOptimizer(inner, session=session)
+        DistributedOptimizer(inner)
 
     second_is_refused(scheduled, sgd(SHAPES), "initial_lr")
 
@@ -196,7 +195,7 @@ def test_a_scheduler_that_only_worker_0_has_is_refused_by_name() -> None:
 def test_a_rate_that_one_worker_changes_later_is_refused_at_that_step() -> None:
     def work(session: Session) -> str:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         set_gradients(params, [torch.ones(shape) for shape in SHAPES])
         optimizer.step()
         if session.rank == 1:
@@ -223,7 +222,7 @@ def test_everybody_starts_from_the_values_of_worker_0() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(starts[session.rank])
-        DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         return [param.detach().clone() for param in params]
 
     with ThreadJob(3, 2, "asp") as job:
@@ -246,7 +245,7 @@ def test_when_worker_0_is_gone_before_it_gave_its_values_the_next_ones_count(reg
                 client._send_seed = fail  # type: ignore[method-assign]
             else:
                 fail("0")
-        DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         return [param.detach().clone() for param in params]
 
     def fail(name: str) -> None:

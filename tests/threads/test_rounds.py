@@ -36,7 +36,7 @@ def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrapped(session: Session, model: nn.Module, **options: object) -> tuple[nn.Module, DistributedOptimizer]:
     mine = copy.deepcopy(model)
-    return mine, DistributedOptimizer(sgd(list(mine.parameters())), session=session, **options)  # type: ignore[arg-type]
+    return mine, DistributedOptimizer(sgd(list(mine.parameters())), **options)  # type: ignore[arg-type]
 
 
 # Uneven data.
@@ -169,7 +169,7 @@ def test_other_models_are_named() -> None:
     def work(session: Session) -> None:
         model = nn.Linear(3, 2 + session.rank)
         with pytest.raises(UsageError, match=r"rank 0 has parameter .* where rank 1 has parameter"):
-            DistributedOptimizer(sgd(list(model.parameters())), session=session)
+            DistributedOptimizer(sgd(list(model.parameters())))
         session.joining.clear()
 
     with GroupJob(2) as job:

@@ -15,6 +15,7 @@ from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
+from sessions import under
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
@@ -26,8 +27,8 @@ def epoch(
 ) -> list[list[int]]:
     """One worker's batches in an epoch, of which it trains on the first `steps`."""
     params = copied(START)
-    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
-    sampler = DistributedSampler(range(length), session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+    sampler = DistributedSampler(range(length))
     if number is not None:
         sampler.set_epoch(number)
     seen = []
@@ -107,7 +108,7 @@ def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_pa
     with ThreadJob(3, 1, resume=tmp_path) as job:
 
         def work(session: Session) -> tuple[int, list[int], list[int]]:
-            sampler = DistributedSampler(range(36), session=session)
+            sampler = DistributedSampler(range(36))
             start, rest = sampler.epoch, list(sampler)
             sampler.set_epoch(start + 1)
             return start, rest, list(sampler)
@@ -122,8 +123,8 @@ def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_pa
 def test_a_loader_that_reads_ahead_does_not_count_what_was_not_trained_on(tmp_path: Path) -> None:
     def work(session: Session) -> list[int]:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
-        sampler = DistributedSampler(range(36), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+        sampler = DistributedSampler(range(36))
         loader = torch.utils.data.DataLoader(list(range(36)), batch_size=3, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
         for _, batch in zip(range(2), begun(loader), strict=False):
@@ -146,10 +147,10 @@ def trained_beside(
 ) -> tuple[list[int], list[int]]:
     """Trains on the first batches of 36 samples, and looks at 40 others, or at the same, between steps; what was seen."""
     params = copied(START)
-    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
     data, others = list(range(36)), list(range(40))
-    sampler = DistributedSampler(data, session=session)
-    checking = DistributedSampler(others, session=session, training=False if looking == "told" else None)
+    sampler = DistributedSampler(data)
+    checking = DistributedSampler(others, training=False if looking == "told" else None)
     loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=workers, sampler=sampler)
     looked_at = loader if looking == "the same" else torch.utils.data.DataLoader(others, batch_size=8, sampler=checking)
     kept = iter(checking)
@@ -199,8 +200,8 @@ def test_a_loader_that_has_read_the_epoch_ahead_keeps_its_position_beside_an_eva
 def test_several_samplers_train_and_each_goes_on_where_it_was(tmp_path: Path) -> None:
     def work(session: Session, steps: int) -> list[list[int]]:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
-        samplers = [DistributedSampler(range(24), session=session), DistributedSampler(range(12), session=session)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+        samplers = [DistributedSampler(range(24)), DistributedSampler(range(12))]
         passes = [iter(sampler) for sampler in samplers]
         seen: list[list[int]] = [[], []]
         for _ in range(steps):
@@ -224,7 +225,7 @@ def test_several_samplers_train_and_each_goes_on_where_it_was(tmp_path: Path) ->
 def test_positions_of_a_version_that_knew_one_sampler_are_the_first_ones() -> None:
     facts = JobFacts(2, (), positions=({"epoch": 3, "size": 1, "taken": [30]},))
     session = Session(None, facts, 0)
-    train, check = (DistributedSampler(range(36), session=session) for _ in range(2))
+    train, check = (under(session, DistributedSampler, range(36)) for _ in range(2))
     assert (train.epoch, len(train), len(check)) == (3, 3, 18)
 
 
@@ -232,7 +233,7 @@ def test_positions_of_a_version_that_knew_one_sampler_are_the_first_ones() -> No
 def test_a_script_that_never_sets_the_epoch_gets_whole_passes_after_the_interrupted_one(taken_before: int) -> None:
     facts = JobFacts(1, (), positions=({"epoch": 0, "size": 1, "taken": [taken_before]},))
     session = Session(None, facts, 0)
-    sampler = DistributedSampler(range(36), session=session)
+    sampler = under(session, DistributedSampler, range(36))
     passes: list[list[int]] = []
     for _ in range(3):
         passes.append([])
@@ -253,7 +254,7 @@ def taken(size: int, length: int, **options: Any) -> list[list[int]]:
     epoch_number = options.pop("epoch", 0)
     result = []
     for rank in range(size):
-        sampler = DistributedSampler(range(length), session=alone(rank, size), **options)
+        sampler = under(alone(rank, size), DistributedSampler, range(length), **options)
         sampler.set_epoch(epoch_number)
         result.append(list(sampler))
         assert len(result[-1]) == len(sampler)

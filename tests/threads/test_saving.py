@@ -184,7 +184,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
 def train(session: Session, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -269,8 +269,8 @@ def test_an_interrupted_round_is_in_the_checkpoint_neither_as_values_nor_as_samp
 
     def work(session: Session) -> None:
         model = nn.Linear(1, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
-        sampler = DistributedSampler(data, shuffle=False, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        sampler = DistributedSampler(data, shuffle=False)
         batches = torch.utils.data.BatchSampler(sampler, 2, drop_last=False)
         for step, batch in enumerate(batches):
             if step == 3 and session.rank == 1:
@@ -291,7 +291,7 @@ def test_an_interrupted_round_is_in_the_checkpoint_neither_as_values_nor_as_samp
     rest: list[int] = []
 
     def go_on(session: Session) -> None:
-        sampler = DistributedSampler(data, shuffle=False, session=session)
+        sampler = DistributedSampler(data, shuffle=False)
         rest.extend(sampler)
 
     with ThreadJob(1, 1, resume=tmp_path) as resumed:

@@ -53,7 +53,7 @@ def train(job: ThreadJob, change: Change = lambda params: None) -> list[list[tor
 
     def work(session: Session) -> list[torch.Tensor]:
         model = small_model()
-        optimizer = DistributedOptimizer(make(list(model.parameters())), session=session)
+        optimizer = DistributedOptimizer(make(list(model.parameters())))
         for step in batches:
             optimizer.zero_grad()
             loss_of(model, step[session.rank]).backward()
@@ -82,7 +82,7 @@ def test_the_first_buckets_are_those_of_the_last_layers_as_the_first_backward_sh
     def work(session: Session) -> None:
         first, last = nn.Linear(5, 30, dtype=torch.float64), nn.Linear(30, 3, dtype=torch.float64)
         params = [*last.parameters(), *first.parameters()]  # not in the order of use
-        optimizer = DistributedOptimizer(make(params), session=session)
+        optimizer = DistributedOptimizer(make(params))
         for _ in range(2):
             optimizer.zero_grad()
             last(first(torch.ones(1, 5, dtype=torch.float64))).sum().backward()
@@ -113,7 +113,7 @@ def test_what_is_changed_between_backward_and_step_goes_again(sent: list[AnyMess
 def test_accumulation_sends_only_the_last_backward(sent: list[AnyMessage]) -> None:
     def work(session: Session) -> None:
         model = small_model()
-        optimizer = DistributedOptimizer(make(list(model.parameters())), session=session)
+        optimizer = DistributedOptimizer(make(list(model.parameters())))
         ((x, y),) = small_batches(1, [4])[0]
         with optimizer.no_sync():
             loss_of(model, (x, y)).backward()

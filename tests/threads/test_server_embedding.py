@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from helpers import Batch, assert_close, assert_equal, joined, loss_of, made_from_seed
+from sessions import within
 from tabled import DIM, USED, VOCABULARY, Lookup, count_pulls, lookup_batches
 from torch import nn
 
@@ -34,7 +35,7 @@ def served(rule: str = "sgd", **options: object) -> Lookup:
 
 def wrap(model: nn.Module, session: Session, **options: object) -> DistributedOptimizer:
     dense = torch.optim.SGD(model.parameters(), lr=0.2)
-    return DistributedOptimizer(dense, model, session=session, **options)  # type: ignore[arg-type]
+    return DistributedOptimizer(dense, model, **options)  # type: ignore[arg-type]
 
 
 def train(
@@ -144,7 +145,7 @@ def test_one_worker_learns_the_same_to_the_bit_in_every_mode(rule: str, sync: st
     model, batches = served(rule), lookup_batches(STEPS, (6,))
     wanted = in_a_job(1, 2, "bsp", lambda s: train(s, model, batches))
     if sync == "alone":
-        got = train(Session(None, JobFacts(1, ()), 0), model, batches)
+        got = within(Session(None, JobFacts(1, ()), 0), lambda session: train(session, model, batches))
     elif sync == "delta":
         got = in_a_job(1, 2, "asp", lambda s: train(s, model, batches, apply="delta"))
         assert_close([*got[:2], *got[2]], [*wanted[:2], *wanted[2]], rtol=1e-12)
@@ -170,7 +171,7 @@ def one_step(
 
     def work(session: Session) -> torch.Tensor:
         embedding = ServerEmbedding(rows, DIM, rule="sgd", lr=0.5, dtype=torch.float64, start="zeros")
-        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
         embedding(ids).sum().backward()
         optimizer.step()
         return -2 * embedding.pull(look_at)[:, 0]
@@ -362,7 +363,7 @@ def test_a_scaler_changes_nothing_and_a_skipped_step_changes_no_row() -> None:
 def test_without_a_rate_of_its_own_it_follows_the_optimizers(lr: float | None, moves: list[float]) -> None:
     def work(session: Session) -> list[float]:
         model = served(lr=lr)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.4), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.4), model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         moved, one = [], torch.tensor([1])
         for _ in moves:

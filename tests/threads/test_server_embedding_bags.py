@@ -35,7 +35,7 @@ def compare(embedding: ServerEmbedding, twin: Callable[[torch.Tensor], nn.Module
     wanted: list[torch.Tensor] = []
 
     def work(session: Session) -> list[torch.Tensor]:
-        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
         here = twin(embedding.pull(ALL))
         outputs = [embedding(*given), here(*given)]
         for output in outputs:
@@ -91,7 +91,7 @@ def test_padding_may_be_an_id_that_is_none() -> None:
 
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         embedding = ServerEmbedding(None, DIM, rule="sgd", lr=LR, padding_idx=-1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
         embedding.prefetch(torch.tensor([[7, -1], [-1, -1]]))
         optimizer.step()
         got = embedding(torch.tensor([[7, -1], [-1, -1]]))
@@ -108,7 +108,7 @@ def test_padding_may_be_an_id_that_is_none() -> None:
 def test_rows_of_fewer_bits_are_rounded_once_an_update(dtype: torch.dtype) -> None:
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         embedding = ServerEmbedding(ROWS, DIM, rule="sgd", lr=LR, dtype=dtype)
-        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
         before = embedding.pull(ALL)
         embedding(ALL).sum().backward()
         optimizer.step()

@@ -40,13 +40,13 @@ def test_what_is_pushed_answered_and_read_crosses_a_slow_link_once(scheme: str, 
 
     def work(session: Session) -> list[torch.Tensor]:
         param = nn.Parameter(torch.zeros(SIZE // 4))
-        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
         for _ in range(STEPS):
             param.grad = torch.ones(SIZE // 4)
             optimizer.step()
         assert session.client is not None
         session.client.read("0", "params")
-        array = KV({"w": Array(SIZE // 4, rule="add", start="zeros")}, session=session)
+        array = KV({"w": Array(SIZE // 4, rule="add", start="zeros")})
         return [param.detach().clone(), array["w"].pull().result()]
 
     with SlowJob(scheme, RATE, 1, servers, "bsp", retry=RETRY) as job:

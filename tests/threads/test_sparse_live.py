@@ -71,7 +71,7 @@ def test_sparse_adam_beside_another_optimizer(workers: int, servers: int) -> Non
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        both = [DistributedOptimizer(one, mine, session=session) for one in pair(mine)]
+        both = [DistributedOptimizer(one, mine) for one in pair(mine)]
         for step in batches:
             for optimizer in both:
                 optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_batches_of_different_sizes_count_by_their_samples(name: str) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine, session=session)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine)
         for step in batches:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -135,7 +135,7 @@ def test_who_does_not_give_the_model_has_it_trained_as_a_dense_one(name: str) ->
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(make(list(mine.parameters())), session=session)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())))
         for step in batches:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -177,7 +177,7 @@ def test_in_every_mode_all_copies_are_the_servers_when_all_are_done(sync: str) -
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine, session=session)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine)
         while (number := optimizer.stats["step"]) < STEPS:  # who comes too late for a round is led past it
             optimizer.zero_grad()
             loss_of(mine, batches[number][session.rank]).backward()
@@ -203,7 +203,7 @@ def test_a_read_in_between_does_not_hide_what_others_changed() -> None:
 
     def work(session: Session) -> torch.Tensor:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](list(mine.parameters())), mine, session=session)
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](list(mine.parameters())), mine)
 
         def step(one: int) -> None:
             optimizer.zero_grad()
@@ -233,7 +233,7 @@ def test_what_changed_is_remembered_though_pushes_share_their_memory() -> None:
 
     def work(session: Session) -> torch.Tensor:
         embedding = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding)
         for number in range(4) if session.rank == 0 else ():
             optimizer.zero_grad()
             embedding(torch.arange(number * count, (number + 1) * count)).sum().backward()
@@ -267,7 +267,7 @@ def test_its_state_is_torchs_and_is_gone_on_from(servers: int, wrapped_first: bo
 
     def first(session: Session) -> tuple[Lookup, dict[str, Any]]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine, session=session)
+        optimizer = DistributedOptimizer(make(list(mine.parameters())), mine)
         train(optimizer, mine, session.rank, slice(0, 4))
         return mine, optimizer.state_dict()
 
@@ -284,7 +284,7 @@ def test_its_state_is_torchs_and_is_gone_on_from(servers: int, wrapped_first: bo
         inner = make(list(mine.parameters()))
         if not wrapped_first:
             inner.load_state_dict(copy.deepcopy(state))
-        optimizer = DistributedOptimizer(inner, mine, session=session)
+        optimizer = DistributedOptimizer(inner, mine)
         if wrapped_first:
             optimizer.load_state_dict(copy.deepcopy(state))
         train(optimizer, mine, session.rank, slice(4, None))
@@ -310,9 +310,7 @@ def test_a_learning_rate_that_changes_is_followed() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        return train(
-            DistributedOptimizer(OPTIMIZERS["sgd"](list(mine.parameters())), mine, session=session), mine, session.rank
-        )
+        return train(DistributedOptimizer(OPTIMIZERS["sgd"](list(mine.parameters())), mine), mine, session.rank)
 
     with ThreadJob(2, 2) as job:
         got = all_equal(job.run(work))
@@ -345,7 +343,7 @@ def test_bytes_follow_the_rows_that_were_touched_and_not_the_table() -> None:
     def traffic(rows: int, touched: int) -> tuple[int, int]:
         def work(session: Session) -> tuple[int, int]:
             embedding = nn.Embedding(rows, 8, sparse=True)
-            optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding, session=session)
+            optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding)
             before = optimizer.stats["bytes_sent"], optimizer.stats["bytes_received"]
             embedding(torch.arange(touched)).sum().backward()
             optimizer.step()

@@ -207,7 +207,7 @@ def together(
 ) -> list[list[torch.Tensor]]:
     def work(session: Session) -> list[torch.Tensor]:
         model = net()
-        optimizer = DistributedOptimizer(make(list(model.parameters())), model, session=session, **options)
+        optimizer = DistributedOptimizer(make(list(model.parameters())), model, **options)
         for number, step in enumerate(data):
             way(model, optimizer, step[session.rank], number)
             optimizer.step()
@@ -269,7 +269,7 @@ def test_gradients_are_the_same_views_of_the_bucket_in_every_step(to_none: bool)
         model = net()
         params = list(model.parameters())
         model.branches[1].requires_grad_(False)
-        optimizer = DistributedOptimizer(SGD(params), session=session)
+        optimizer = DistributedOptimizer(SGD(params))
         views = bucket_of(optimizer).views
         staged = [i for i, param in enumerate(params) if param.is_contiguous() and param.requires_grad]
         assert len(staged) == 7
@@ -304,7 +304,7 @@ def test_a_grad_scaler_works_as_in_plain_training(unscaled: bool) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         model = net()
-        optimizer = DistributedOptimizer(SGD(list(model.parameters())), session=session)
+        optimizer = DistributedOptimizer(SGD(list(model.parameters())))
         got = train(model, optimizer)
         assert optimizer.stats["step"] == STEPS
         return got
@@ -320,7 +320,7 @@ def test_after_synchronize_gradients_are_still_views_and_may_be_clipped() -> Non
 
     def work(session: Session) -> list[torch.Tensor]:
         model = net()
-        optimizer = DistributedOptimizer(SGD(list(model.parameters())), session=session)
+        optimizer = DistributedOptimizer(SGD(list(model.parameters())))
         for number, step in enumerate(data):
             backward(model, optimizer, step[session.rank], number % 2 == 0)
             optimizer.synchronize()
@@ -359,7 +359,7 @@ def test_the_hooks_of_an_optimizer_that_was_dropped_do_nothing(monkeypatch: pyte
     def work(session: Session) -> list[torch.Tensor]:
         model = net()
         for half in (data[:2], data[2:]):
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), session=session)
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             for (batch,) in half:
                 called.clear()
                 backward(model, optimizer, batch)
@@ -380,7 +380,7 @@ def test_copies_and_saved_states_of_a_model_have_nothing_to_do_with_the_bucket()
 
     def work(session: Session) -> None:
         model = net()
-        optimizer = DistributedOptimizer(SGD(list(model.parameters())), session=session)
+        optimizer = DistributedOptimizer(SGD(list(model.parameters())))
         for (batch,) in data[:2]:
             backward(model, optimizer, batch)
             optimizer.step()

@@ -72,7 +72,7 @@ def test_a_state_read_in_the_middle_of_asp_is_one_cut_and_loads_into_a_plain_opt
 
     def work(session: Session) -> list[dict[str, Any]]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.01), session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.01))
         states = []
         if session.rank == 1:
             set_gradients(params, gradients)
@@ -115,7 +115,7 @@ def test_a_loaded_state_is_gone_on_from(maker: str, servers: int) -> None:
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict[str, Any]]:
         mine = copy.deepcopy(halfway)
-        distributed = DistributedOptimizer(MAKERS[maker](list(mine.parameters())), session=session)
+        distributed = DistributedOptimizer(MAKERS[maker](list(mine.parameters())))
         distributed.load_state_dict(copy.deepcopy(saved))
         for step in data[4:]:
             distributed.zero_grad()
@@ -140,7 +140,7 @@ def test_a_state_that_every_worker_loads_is_loaded_once_though_one_is_late() -> 
 
     def work(session: Session) -> list[float]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters(), lr=0.01), session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters(), lr=0.01))
         if session.rank:
             assert made.wait(20)
         optimizer.load_state_dict(saved)
@@ -169,7 +169,7 @@ def test_a_state_loaded_before_wrapping_is_gone_on_from_too() -> None:
         mine = copy.deepcopy(halfway)
         inner = STATEFUL["adam"](list(mine.parameters()))
         inner.load_state_dict(copy.deepcopy(saved))
-        distributed = DistributedOptimizer(inner, session=session)
+        distributed = DistributedOptimizer(inner)
         for step in data[4:]:
             distributed.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -204,7 +204,7 @@ def test_lbfgs_runs_on_the_worker_and_a_job_of_one_is_plain_lbfgs() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        closure_steps(mine, DistributedOptimizer(lbfgs(list(mine.parameters())), session=session, apply="delta"), batch, 5)
+        closure_steps(mine, DistributedOptimizer(lbfgs(list(mine.parameters())), apply="delta"), batch, 5)
         return weights(mine)
 
     alone = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def test_a_step_with_a_closure_returns_the_loss() -> None:
         losses = []
         for make in makers:
             mine = copy.deepcopy(model)
-            optimizer = DistributedOptimizer(make(list(mine.parameters())), session=session, apply="delta")
+            optimizer = DistributedOptimizer(make(list(mine.parameters())), apply="delta")
             losses.append(closure_steps(mine, optimizer, batch, 3))
         return losses
 
@@ -243,7 +243,7 @@ def test_lbfgs_of_several_workers_lowers_the_joint_loss() -> None:
 
     def work(session: Session) -> float:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(lbfgs(list(mine.parameters())), session=session, apply="delta")
+        optimizer = DistributedOptimizer(lbfgs(list(mine.parameters())), apply="delta")
         closure_steps(mine, optimizer, joined(step), 6)
         optimizer.consolidate()
         with torch.no_grad():
@@ -281,7 +281,7 @@ def test_a_state_of_scalars_and_single_elements_is_loaded_as_it_was(name: str, s
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict[str, Any]]:
         mine = copied(halfway)
-        optimizer = DistributedOptimizer(make(mine), session=session)
+        optimizer = DistributedOptimizer(make(mine))
         optimizer.load_state_dict(copy.deepcopy(saved))
         for step in gradients[3:]:
             set_gradients(mine, step)
@@ -306,7 +306,7 @@ def test_a_scripts_own_checkpoint_loaded_before_wrapping_is_where_the_job_goes_o
             if saved is not None:
                 own.load_state_dict(saved["model"])
                 inner.load_state_dict(copy.deepcopy(saved["optimizer"]))  # a file of its own for each process
-            optimizer = DistributedOptimizer(inner, own, session=session)
+            optimizer = DistributedOptimizer(inner, own)
             for step in steps:
                 optimizer.zero_grad()
                 loss_of(own, step[session.rank]).backward()

@@ -18,6 +18,7 @@ from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.evaluation_statistics import statistics
 from polytempo.train.optimizer import DistributedOptimizer
+from sessions import under
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +70,7 @@ def seen_one_batch() -> nn.Module:
 
 def trained(session: Session, steps: int = 4) -> nn.Module:
     model = made_model()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     for step in range(steps):
         optimizer.zero_grad()
         model(batch_of(session.rank, step)).square().mean().backward()
@@ -91,7 +92,7 @@ def test_those_of_one_worker_for_all(run: Run, worker: int) -> None:
     def work(session: Session) -> tuple[list[torch.Tensor], ...]:
         model = trained(session)
         own = kept(model)
-        with statistics(model, "worker", worker=worker, session=session):
+        with statistics(model, "worker", worker=worker):
             inside = kept(model)
         return own, inside, kept(model)
 
@@ -105,7 +106,7 @@ def test_merged_is_the_formula(run: Run) -> None:
     def work(session: Session) -> tuple[list[torch.Tensor], ...]:
         model = trained(session)
         own = kept(model)
-        with statistics(model, "merged", session=session):
+        with statistics(model, "merged"):
             inside = kept(model)
         return own, inside, kept(model)
 
@@ -126,7 +127,7 @@ def test_merged_is_the_formula(run: Run) -> None:
 def test_a_worker_that_has_seen_no_batch_is_left_out_of_the_merged() -> None:
     def work(session: Session) -> list[torch.Tensor]:
         model = seen_one_batch() if session.rank == 1 else made_model()
-        with statistics(model, "merged", session=session):
+        with statistics(model, "merged"):
             return kept(model)
 
     with GroupJob(2) as job:
@@ -211,7 +212,7 @@ def test_alone_they_are_the_own(how: str) -> None:
     model = made_model()
     model(batch_of(0, 0))
     own = kept(model)
-    with statistics(model, how, session=alone()):
+    with under(alone(), statistics, model, how):
         assert same(kept(model), own)
 
 
@@ -219,7 +220,7 @@ def test_a_model_without_such_layers_is_left_alone(run: Run) -> None:
     def work(session: Session) -> None:
         model = nn.Linear(2, 2)
         for how in ("worker", "merged", "recalibrated"):
-            with statistics(model, how, batches=[torch.ones(1, 2)], session=session):
+            with statistics(model, how, batches=[torch.ones(1, 2)]):
                 pass
 
     run(work)
@@ -228,9 +229,9 @@ def test_a_model_without_such_layers_is_left_alone(run: Run) -> None:
 def test_mistakes_are_refused_at_the_call() -> None:
     model = made_model()
     with pytest.raises(UsageError, match="unknown statistics 'merge'; known: worker, merged, recalibrated; nearest: merged"):
-        statistics(model, "merge", session=alone())
+        under(alone(), statistics, model, "merge")
     with pytest.raises(UsageError, match="needs batches="):
         statistics(model, "recalibrated")
     for worker in (1, -1):
         with pytest.raises(UsageError, match=f"one of the ranks 0 to 0, not {worker}"):
-            statistics(model, "worker", worker=worker, session=alone())
+            under(alone(), statistics, model, "worker", worker=worker)

@@ -44,7 +44,7 @@ def run_job(
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(torch.optim.Adagrad(mine.parameters(), lr=0.1), mine, session=session)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(mine.parameters(), lr=0.1), mine)
         assert optimizer.stats["step"] == first
         for step in batches[first:]:
             optimizer.zero_grad()
@@ -114,7 +114,7 @@ def test_clocks_of_arrays_go_on(tmp_path: Path) -> None:
     """The clock of a range is what its pushes have said, before the break or after it."""
 
     def work(session: Session, pushes: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, list[dict[int, int]]]:
-        kv = KV({"w": Array(40, dtype=torch.float64)}, session=session)
+        kv = KV({"w": Array(40, dtype=torch.float64)})
         for start, stop in pushes:
             kv["w"].push(torch.ones(stop - start), start=start)
         kv.finish()
@@ -156,7 +156,7 @@ def test_a_job_without_the_table_is_refused(tmp_path: Path) -> None:
 
     def work(session: Session) -> None:
         model = served()
-        DistributedOptimizer(torch.optim.Adagrad(model.out.parameters(), lr=0.1), session=session)
+        DistributedOptimizer(torch.optim.Adagrad(model.out.parameters(), lr=0.1))
 
     with pytest.raises(PolytempoError, match="step-00000002"), ThreadJob(2, 2, resume=tmp_path) as job:
         job.run(work)

@@ -73,8 +73,8 @@ def push_all(job: ThreadJob, prepare: Prepare, cached: bool = False, ahead: bool
 
     def work(session: Session) -> list[torch.Tensor]:
         model = Tables(cached)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, session=session)
-        array = KV({"count": Array(ROWS, dtype=torch.float64, cache_keys=cached)}, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        array = KV({"count": Array(ROWS, dtype=torch.float64, cache_keys=cached)})
         prepare(session)
         for step in range(STEPS):
             ids = ids_of(session.rank, step)
@@ -126,7 +126,7 @@ def test_who_pushes_no_rows_in_a_round_counts_in_their_mean(samples: tuple[int, 
         model = Tables(cached=False)
         other = nn.Parameter(torch.zeros(1))
         both = torch.optim.SGD([*model.parameters(), other], lr=1.0)
-        optimizer = DistributedOptimizer(both, model, session=session)
+        optimizer = DistributedOptimizer(both, model)
         loss = model(torch.tensor([3])) if session.rank == 0 else other.sum()
         loss.backward()
         optimizer.step(samples=samples[session.rank])
@@ -232,7 +232,7 @@ def test_what_came_ahead_is_of_the_answer_that_counts() -> None:
 
     def work(session: Session) -> float:
         model = nn.ModuleDict({"served": ServerEmbedding(None, 1, rule="sgd", lr=1.0, start="zeros"), "x": nn.Linear(1, 1)})
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         one = torch.tensor([3])
 
         def step() -> None:

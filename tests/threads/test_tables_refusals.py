@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def wrapped(model: nn.Module, session: Session, **options: Any) -> DistributedOptimizer:
-    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, session=session, **options)
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
 
 
 def moves_a_row(model: Model, optimizer: DistributedOptimizer) -> None:
@@ -130,7 +130,7 @@ class Sparse(nn.Module):
 
 
 def make(kind: Callable[..., torch.optim.Optimizer], model: nn.Module, session: Session, **options: Any) -> object:
-    return DistributedOptimizer(kind(model.parameters(), **options), model, session=session)
+    return DistributedOptimizer(kind(model.parameters(), **options), model)
 
 
 BAD_OPTIMIZERS: dict[str, tuple[Callable[[Session], object], str]] = {

@@ -25,7 +25,7 @@ def made(
     session: Session, rows: int | None, dim: int = DIM, **options: object
 ) -> tuple[ServerEmbedding, DistributedOptimizer]:
     embedding = ServerEmbedding(rows, dim, rule="sgd", lr=0.5, **options)  # type: ignore[arg-type]
-    return embedding, DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding, session=session)
+    return embedding, DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
 
 
 def client_of(session: Session) -> Client:

@@ -127,7 +127,7 @@ def one_process(case: Case, model: nn.Module, data: list[list[Batch]]) -> list[t
 def one_worker(case: Case, model: nn.Module, data: list[list[Batch]], session: Session) -> list[torch.Tensor]:
     model = copy.deepcopy(model)
     inner = OPTIMIZERS[case.optimizer](list(model.parameters()))
-    optimizer = DistributedOptimizer(inner, session=session, clip_norm=None if case.synchronize else case.clip)
+    optimizer = DistributedOptimizer(inner, clip_norm=None if case.synchronize else case.clip)
     assert isinstance(optimizer._exchange, MeanReducer) or (session.size == 1 and not Way.sequencer)
     scheduler = SCHEDULERS[case.scheduler](optimizer)
     for step in range(STEPS):
@@ -173,7 +173,7 @@ def stepping(
 
     def work(session: Session) -> tuple[list[torch.Tensor], dict]:
         params = [nn.Parameter(param.detach().clone(memory_format=torch.preserve_format)) for param in start]
-        optimizer = DistributedOptimizer(make(params), session=session, **options)
+        optimizer = DistributedOptimizer(make(params), **options)
         for step in workers[session.rank]:
             set_gradients(params, step)
             optimizer.step()
@@ -236,7 +236,7 @@ def test_after_a_step_grad_is_the_workers_own(way: str) -> None:
 
     def work(session: Session) -> None:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(OPTIMIZERS[name](list(mine.parameters())), session=session, **options)
+        optimizer = DistributedOptimizer(OPTIMIZERS[name](list(mine.parameters())), **options)
         for step in data:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -283,7 +283,7 @@ def test_a_step_that_one_workers_scaler_skips_is_skipped_by_all() -> None:
 
     def work(session: Session) -> tuple[list[torch.Tensor], int, float]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(OPTIMIZERS["momentum"](list(mine.parameters())), session=session)
+        optimizer = DistributedOptimizer(OPTIMIZERS["momentum"](list(mine.parameters())))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number, step in enumerate(data):
             optimizer.zero_grad()
@@ -309,7 +309,7 @@ def test_buffers_are_averaged_by_consolidate() -> None:
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         mine = copy.deepcopy(model)
         inner = OPTIMIZERS["sgd"](list(mine.parameters()))
-        optimizer = DistributedOptimizer(inner, mine, session=session, buffers="mean")
+        optimizer = DistributedOptimizer(inner, mine, buffers="mean")
         for step in data:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -327,7 +327,7 @@ def test_buffers_are_averaged_by_consolidate() -> None:
 def test_numbers_that_are_none_are_counted_where_they_are() -> None:
     def work(session: Session) -> int:
         params = made_params(SHAPES)
-        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](params), session=session)
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](params))
         for number, step in enumerate(made_gradients(SHAPES, 3)):
             set_gradients(params, step)
             if (number, session.rank) == (1, 1):

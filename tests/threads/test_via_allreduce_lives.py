@@ -51,7 +51,7 @@ def test_everybody_starts_from_the_values_of_worker_0() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(starts[session.rank])
-        DistributedOptimizer(STATEFUL["adam"](params), session=session)
+        DistributedOptimizer(STATEFUL["adam"](params))
         return [param.detach().clone() for param in params]
 
     with ThreadJob(3, via="allreduce") as job:
@@ -65,7 +65,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
 
     def first(session: Session) -> tuple[dict, dict]:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(STATEFUL["adam"](list(mine.parameters())), mine, session=session)
+        optimizer = DistributedOptimizer(STATEFUL["adam"](list(mine.parameters())), mine)
         for step in data[:3]:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -83,7 +83,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
         inner = STATEFUL["adam"](list(mine.parameters()))
         if before:
             inner.load_state_dict(copy.deepcopy(saved))
-        optimizer = DistributedOptimizer(inner, mine, session=session)
+        optimizer = DistributedOptimizer(inner, mine)
         if not before:
             optimizer.load_state_dict(copy.deepcopy(saved))
         for step in data[3:]:
@@ -107,7 +107,7 @@ def test_the_record_keeps_its_promises_and_can_be_replayed(tmp_path: Path) -> No
 
     def work(session: Session) -> None:
         mine = copy.deepcopy(model)
-        optimizer = DistributedOptimizer(STATEFUL["momentum"](list(mine.parameters())), session=session)
+        optimizer = DistributedOptimizer(STATEFUL["momentum"](list(mine.parameters())))
         for number, step in enumerate(data):
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
@@ -126,7 +126,7 @@ def test_the_record_keeps_its_promises_and_can_be_replayed(tmp_path: Path) -> No
 def test_everybody_stops_after_the_round_that_uses_the_budget_up(limit: int, rounds: int) -> None:
     def work(session: Session) -> int:
         params, steps, client = copied(START), 0, session.client
-        optimizer = DistributedOptimizer(STATEFUL["momentum"](params), session=session)
+        optimizer = DistributedOptimizer(STATEFUL["momentum"](params))
         assert client is not None
         while not client.stop:
             set_gradients(params, [torch.ones(shape) for shape in SHAPES])
@@ -146,7 +146,7 @@ def test_when_a_worker_finishes_early_the_mean_is_of_the_rest(early: int) -> Non
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         for step in gradients[session.rank][: 2 if session.rank == early else 6]:
             set_gradients(params, step)
             optimizer.step()
@@ -181,7 +181,7 @@ def test_two_optimizers_have_a_clock_each() -> None:
 
     def work(session: Session) -> tuple[list[torch.Tensor], int, int]:
         mine = copy.deepcopy(model)
-        first, second = (DistributedOptimizer(optimizer, mine, session=session) for optimizer in make(mine))
+        first, second = (DistributedOptimizer(optimizer, mine) for optimizer in make(mine))
         return run(mine, first, second, session.rank), first.stats["step"], second.stats["step"]
 
     alone = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def refused(sync: str, words: str, attempt: Callable[[Session], object]) -> None
 @pytest.mark.parametrize("sync", ["asp", "ssp:2", "bsp+backup:1", "every:2", "delay:2"])
 def test_other_modes_cannot_go_without_servers(sync: str) -> None:
     words = rf"via='allreduce' needs sync='bsp', this is {sync.replace('+', '.')}; use via='ps'"
-    refused(sync, words, lambda s: DistributedOptimizer(STATEFUL["adam"](copied(START)), session=s, via="allreduce"))
+    refused(sync, words, lambda s: DistributedOptimizer(STATEFUL["adam"](copied(START)), via="allreduce"))
 
 
 def test_lbfgs_is_refused_before_its_first_step() -> None:
@@ -230,7 +230,7 @@ def test_lbfgs_is_refused_before_its_first_step() -> None:
 
     def attempt(session: Session) -> None:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.LBFGS(params), session=session)
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(params))
         optimizer.step(lambda: sum((param**2).sum() for param in params))
 
     refused("bsp", "LBFGS", attempt)
@@ -257,7 +257,7 @@ def second_is_refused(first: Callable[[Session], object], second: Callable[[Sess
 
 
 def sgd(shapes: list[tuple[int, ...]], **settings: float) -> Callable[[Session], object]:
-    return lambda session: DistributedOptimizer(torch.optim.SGD(made_params(shapes), lr=0.1, **settings), session=session)
+    return lambda session: DistributedOptimizer(torch.optim.SGD(made_params(shapes), lr=0.1, **settings))
 
 
 def test_workers_that_differ_are_refused_by_name() -> None:
@@ -265,7 +265,7 @@ def test_workers_that_differ_are_refused_by_name() -> None:
     assert "hyper-parameters differ: momentum is 0.9 at worker 1 and 0.8 at worker 0" in text
     text = second_is_refused(sgd(SHAPES), sgd([(4, 3), (6,)]))
     assert "parameter 1 is parameter 1 [6] float64 in group 0 here and parameter 1 [5] float64 in group 0 there" in text
-    adam = lambda session: DistributedOptimizer(torch.optim.Adam(copied(START), lr=0.1), session=session)  # noqa: E731
+    adam = lambda session: DistributedOptimizer(torch.optim.Adam(copied(START), lr=0.1))  # noqa: E731
     assert "the optimizer is 'Adam' at worker 1 and 'SGD' at worker 0" in second_is_refused(sgd(SHAPES), adam)
 
 
@@ -275,7 +275,7 @@ def test_an_optimizer_that_has_state_on_one_worker_only_is_refused() -> None:
         inner = torch.optim.SGD(params, lr=0.1, momentum=0.9)
         set_gradients(params, [torch.ones(shape) for shape in SHAPES])
         inner.step()
-        DistributedOptimizer(inner, session=session)
+        DistributedOptimizer(inner)
 
     text = second_is_refused(sgd(SHAPES, momentum=0.9), stepped)
     assert re.search(r"the optimizer is 'SGD with state \w+' at worker 1 and 'SGD' at worker 0", text)
@@ -284,7 +284,7 @@ def test_an_optimizer_that_has_state_on_one_worker_only_is_refused() -> None:
 def test_a_rate_that_one_worker_changes_later_is_refused_at_that_step() -> None:
     def work(session: Session) -> str:
         params = copied(START)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
         set_gradients(params, [torch.ones(shape) for shape in SHAPES])
         optimizer.step()
         if session.rank == 1:

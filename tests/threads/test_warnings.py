@@ -29,7 +29,7 @@ def trained(session: Session, like: int, steps: int = 6, asks: bool = True, zero
     """Rank 2 takes the data of rank `like`."""
     generator = torch.Generator().manual_seed(like if session.rank == 2 else session.rank)
     params = copied(START)
-    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
     for _ in range(steps):
         set_gradients(params, [torch.randn(param.shape, generator=generator) * (not zero) for param in params])
         optimizer.step()

@@ -16,6 +16,7 @@ from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.shared_memory import SHARE_FROM, SharedMemoryRegistry
+from sessions import under
 
 
 class Model(nn.Module):
@@ -30,14 +31,14 @@ def test_a_worker_learns_what_the_model_is_before_it_has_built_one() -> None:
 
     def work(session: Session) -> None:
         if session.rank == 1:  # it comes later, and knows nothing
-            told = manifest(session=session)
+            told = manifest()
             assert [tensor["name"] for tensor in told["tensors"]] == ["top.weight", "top.bias"]
             assert told["tensors"][0] == {"name": "top.weight", "shape": [2, 4], "dtype": "float32", "group": 0}
             assert (told["optimizer"], told["sync"], told["groups"][0]["lr"]) == ("AsuP", "asup", 0.25)
             assert [(table["name"], table["rows"], table["dim"]) for table in told["tables"]] == [("rows", 1000, 4)]
             known.set()
         model = Model()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.top.parameters(), lr=0.25), model, session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.top.parameters(), lr=0.25), model)
         assert known.wait(20)
         top = model.top(model.rows(torch.tensor([3, 5])))
         top.sum().backward()
@@ -49,7 +50,7 @@ def test_a_worker_learns_what_the_model_is_before_it_has_built_one() -> None:
 
 def test_alone_there_is_no_manifest() -> None:
     with pytest.raises(UsageError, match="polytempo run"):
-        manifest(session=Session(None, JobFacts(1, ()), 0))
+        under(Session(None, JobFacts(1, ()), 0), manifest)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
@@ -63,7 +64,7 @@ def test_the_spread_of_gradients_is_measured_and_told(sync: str, servers: int) -
 
     def work(session: Session) -> float:
         weight = nn.Parameter(torch.zeros(2 * servers))
-        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
         for _ in range(16):
             weight.grad = given[session.rank].repeat(servers)
             optimizer.step()
@@ -79,7 +80,7 @@ def test_the_spread_of_gradients_is_measured_and_told(sync: str, servers: int) -
 def test_one_worker_has_no_spread() -> None:
     def work(session: Session) -> float:
         weight = nn.Parameter(torch.zeros(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
         for _ in range(16):
             weight.grad = torch.ones(2)
             optimizer.step()

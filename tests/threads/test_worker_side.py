@@ -45,7 +45,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        train(mine, DistributedOptimizer(STATEFUL["adam"](list(mine.parameters())), session=session), session.rank)
+        train(mine, DistributedOptimizer(STATEFUL["adam"](list(mine.parameters()))), session.rank)
         return weights(mine)
 
     alone = copy.deepcopy(model)
@@ -83,7 +83,7 @@ def train_both(model: nn.Module, make: MakeOptimizer, steps: int = 10, workers: 
 
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
-        return run(mine, DistributedOptimizer(make(list(mine.parameters())), mine, session=session), session.rank)
+        return run(mine, DistributedOptimizer(make(list(mine.parameters())), mine), session.rank)
 
     alone = copy.deepcopy(model)
     wanted = run(alone, make(list(alone.parameters())), None)
@@ -112,7 +112,7 @@ def test_a_compiled_model_trains_as_it_is() -> None:
     def work(session: Session) -> list[torch.Tensor]:
         mine = copy.deepcopy(model)
         compiled = torch.compile(mine, backend="eager")
-        return run(compiled, mine, DistributedOptimizer(STATEFUL["adam"](list(compiled.parameters())), session=session))
+        return run(compiled, mine, DistributedOptimizer(STATEFUL["adam"](list(compiled.parameters()))))
 
     alone = copy.deepcopy(model)
     wanted = run(alone, alone, STATEFUL["adam"](list(alone.parameters())))
@@ -139,7 +139,7 @@ def test_parameters_that_are_not_contiguous_train_as_in_one_process() -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = fresh()
-        got = steps(params, DistributedOptimizer(STATEFUL["adam"](params), session=session), workers[session.rank])
+        got = steps(params, DistributedOptimizer(STATEFUL["adam"](params)), workers[session.rank])
         assert [p.is_contiguous() for p in params] == [False, False, True]
         return got
 
@@ -160,7 +160,7 @@ def test_bfloat16_beside_float32_is_plain_training_bit_for_bit(servers: int) -> 
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9))
         for step in gradients:
             set_gradients(params, step)
             optimizer.step()
@@ -190,7 +190,7 @@ def test_two_optimizers_in_a_script_have_a_clock_each() -> None:
 
     def work(session: Session) -> tuple[list, int, int]:
         mine = copy.deepcopy(model)
-        first, second = (DistributedOptimizer(optimizer, mine, session=session) for optimizer in make(mine))
+        first, second = (DistributedOptimizer(optimizer, mine) for optimizer in make(mine))
         return run(mine, first, second, session.rank), first.stats["step"], second.stats["step"]
 
     alone = copy.deepcopy(model)
@@ -218,8 +218,8 @@ def test_forked_loaders_share_the_data_set_among_workers() -> None:
 
     def work(session: Session) -> list[int]:
         params = copied(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), session=session)
-        sampler = DistributedSampler(Numbers(), session=session)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+        sampler = DistributedSampler(Numbers())
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, sampler=sampler, timeout=60)
         seen: list[int] = []
         for batch in begun(loader):
@@ -258,7 +258,7 @@ def test_odd_optimizers_train_as_in_one_process(what: str) -> None:
 
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(start)
-        optimizer = DistributedOptimizer(make(params), session=session)
+        optimizer = DistributedOptimizer(make(params))
         for step in workers[session.rank]:
             set_gradients(params, step)
             optimizer.step()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import until
 from msgspec.structs import replace
+from sessions import within
 from torch import nn
 
 from polytempo.errors import JobEnded, PeerError, UsageError
@@ -197,7 +198,7 @@ OF_A_WORKER = {
 def trains(session: Session, before_the_last: Callable[[], None] = lambda: None) -> torch.Tensor:
     """Three steps."""
     param = nn.Parameter(torch.zeros(SIZE))
-    optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=0.1), session=session)
+    optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
     for step in range(3):
         if step == 2:
             before_the_last()
@@ -213,7 +214,7 @@ def job_with_a_wrong_member(misbehaves: Callable[[Session, ThreadJob], None]) ->
     def work(session: Session) -> torch.Tensor | None:
         if session.rank == ME:
             param = nn.Parameter(torch.zeros(SIZE))
-            DistributedOptimizer(torch.optim.SGD([param], lr=0.1), session=session)
+            DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
             misbehaves(session, job)
             done.append(True)
             return None
@@ -289,7 +290,7 @@ def test_a_server_that_sends_what_cannot_be_ends_the_job_with_the_cause(what: st
         assert channel is not None
         channel.send(encode(OF_A_SERVER[what]))
         with pytest.raises(JobEnded, match="server 1 was turned away: "):
-            trains(session)
+            within(session, trains)
         session.abandon()
 
 
@@ -308,5 +309,5 @@ def test_a_launcher_that_says_what_cannot_be_ends_the_job_with_the_cause(what: s
         session = job.session(0)
         job._launcher.send(encode(OF_THE_LAUNCHER[what]))
         with pytest.raises(JobEnded, match="the launcher is gone: "):
-            trains(session)
+            within(session, trains)
         session.abandon()

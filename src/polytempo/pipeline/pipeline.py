@@ -27,7 +27,7 @@ from polytempo.pipeline.runtime import CompletedAction
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.pipeline.trace_files import write_log
-from polytempo.session.session import Session, current
+from polytempo.session.session import current
 from polytempo.summation import in_order
 from polytempo.train.progress_reporter import ProgressReporter
 
@@ -62,9 +62,8 @@ class Pipeline:
         checkpoint_every: int = 0,
         resume: Folder | None = None,
         clip_norm: float | None = None,
-        session: Session | None = None,
     ) -> None:
-        self._session = session or current()
+        self._session = current()
         building = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm)
         built: StageBuild = building.build(self._session.world(), loss, optimizer, seed, device)
         self.schedule, self.facts, self.places, self.stage = built.schedule, built.facts, built.places, built.stage

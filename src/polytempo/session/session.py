@@ -12,7 +12,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -242,6 +244,7 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
 
 
 _session: Session | None = None
+_of_thread: ContextVar[Session | None] = ContextVar("session", default=None)
 _lives = 0  # jobs that this process has left
 
 
@@ -388,15 +391,26 @@ def shutdown() -> None:
 
 
 def current() -> Session:
-    """The session of this process."""
-    if _session is None:
+    """The session of this process; in a job in threads (`polytempo.testing`), of this thread."""
+    session = _of_thread.get() or _session
+    if session is None:
         raise UsageError("call polytempo.init() first")
-    return _session
+    return session
+
+
+@contextmanager
+def as_current(session: Session) -> Iterator[Session]:
+    """Inside, `current()` is this session: for workers that are threads of one process."""
+    token = _of_thread.set(session)
+    try:
+        yield session
+    finally:
+        _of_thread.reset(token)
 
 
 def is_initialized() -> bool:
     """Has `init` been called?"""
-    return _session is not None
+    return _of_thread.get() is not None or _session is not None
 
 
 def rank() -> int:
@@ -424,10 +438,10 @@ def should_stop() -> bool:
     return current().should_stop()
 
 
-def manifest(optimizer: int = 0, *, session: Session | None = None) -> dict[str, Any]:
+def manifest(optimizer: int = 0) -> dict[str, Any]:
     """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
     its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
-    session = session or current()
+    session = current()
     session.check_part()
     if session.client is None:
         raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")

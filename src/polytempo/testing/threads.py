@@ -30,7 +30,7 @@ from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.manifest import find_checkpoint
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
-from polytempo.session.session import Session
+from polytempo.session.session import Session, as_current
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel, Endpoint
 from polytempo.transport.connect import connect
@@ -143,7 +143,8 @@ class ThreadJob:
 
         def worker(session: Session) -> None:
             try:
-                results[session.rank] = work(session)
+                with as_current(session):
+                    results[session.rank] = work(session)
                 session.close()
             except BaseException as error:  # noqa: BLE001  it is raised again below
                 errors.append(error)
@@ -244,7 +245,8 @@ class GroupJob:
 
     def _work(self, session: Session, work: Callable[[Session], T]) -> T:
         try:
-            result = work(session)
+            with as_current(session):
+                result = work(session)
         except BaseException:
             session.abandon()
             raise

@@ -28,7 +28,6 @@ def statistics(
     *,
     batches: Iterable[Any] | None = None,
     worker: int = 0,
-    session: Session | None = None,
 ) -> AbstractContextManager[None]:
     """`with statistics(model, how):` the model has other running statistics; afterwards this worker's own, to the bit.
 
@@ -43,7 +42,7 @@ def statistics(
         if batches is None:
             raise UsageError('statistics(model, "recalibrated") needs batches=..., an iterable of inputs')
         return _replaced(model, how, batches, None, worker)
-    here = session or current()
+    here = current()
     if worker not in range(here.size):
         raise UsageError(f"worker must be one of the ranks 0 to {here.size - 1}, not {worker!r}")
     return _replaced(model, how, (), here if here.size > 1 else None, worker)

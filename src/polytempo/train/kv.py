@@ -22,7 +22,7 @@ from polytempo.client.row_traffic import RowTraffic
 from polytempo.errors import UsageError, nearest
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.session.session import Session, current
+from polytempo.session.session import current
 from polytempo.sync.spec import parse_spec
 from polytempo.tables.row_batches import ascending, checked_ids
 from polytempo.train.kv_arrays import Array, ArrayTable, Future, LocalArrays
@@ -35,8 +35,8 @@ ArrayUpdate = tuple[str, Any, Any]
 class KV:
     """Arrays on the servers, under one clock. All workers must make the same."""
 
-    def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None, session: Session | None = None) -> None:
-        self._session = session or current()
+    def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
+        self._session = current()
         self._spec = parse_spec(sync or self._session.job.sync)
         if not arrays:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")

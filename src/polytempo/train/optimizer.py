@@ -37,7 +37,7 @@ from polytempo.reducer.mean_reducer import MeanReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
 from polytempo.reducer.server_reducer import ServerReducer, change_of
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
-from polytempo.session.session import Session, current
+from polytempo.session.session import current
 from polytempo.sync.spec import parse_spec
 from polytempo.train.downpour import DownpourWorker
 from polytempo.train.model_tables import ModelTables
@@ -63,14 +63,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         buffers: str = "local",
         clip_norm: float | None = None,
         nonfinite: str = "count",
-        session: Session | None = None,
     ) -> None:
         check_order(optimizer, model)
         self.inner = optimizer
         self._ready = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True
-        self._session = session or current()
+        self._session = current()
         self._spec = parse_spec(sync or self._session.job.sync)
         self._apply, self._clip_norm = apply, clip_norm
         check_choices(apply, via, buffers, clip_norm, nonfinite)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from polytempo.errors import UsageError
-from polytempo.session.session import Session, current, init, is_initialized
+from polytempo.session.session import current, init, is_initialized
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
 
@@ -23,9 +23,9 @@ KEPT = (
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     """A loader of this worker's share: each time through is an epoch, and it ends when the job's budget is used up."""
 
-    def __init__(self, dataset: Any, session: Session, shuffle: bool, options: dict[str, Any]) -> None:
-        super().__init__(dataset, sampler=DistributedSampler(dataset, shuffle, session=session), **options)
-        self._session, self._begun = session, False
+    def __init__(self, dataset: Any, shuffle: bool, options: dict[str, Any]) -> None:
+        super().__init__(dataset, sampler=DistributedSampler(dataset, shuffle), **options)
+        self._session, self._begun = current(), False
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_epoch(self.sampler.epoch + self._begun)
@@ -45,8 +45,6 @@ def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[Any],
-    *,
-    session: Session | None = None,
     **options: Any,
 ) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
     """Join the job, wrap the optimizer, and share the loader's data out among the workers.
@@ -59,7 +57,6 @@ def prepare(
         model: The model, built and on its device.
         optimizer: Its optimizer.
         loader: A `DataLoader` over a data set with a length, in order or with `shuffle=True`. Its batches are each worker's.
-        session: For jobs in threads.
         **options: For `DistributedOptimizer`.
 
     Returns:
@@ -69,12 +66,11 @@ def prepare(
         UsageError: If the loader cannot be made again for a share of its data.
     """
     shuffle = _check(loader)
-    if session is None and not is_initialized():
+    if not is_initialized():
         init()
-    session = session or current()
     kept = {name: getattr(loader, name) for name in KEPT if hasattr(loader, name)}
-    wrapped = DistributedOptimizer(optimizer, model, session=session, **options)
-    return model, wrapped, SharedLoader(loader.dataset, session, shuffle, kept)
+    wrapped = DistributedOptimizer(optimizer, model, **options)
+    return model, wrapped, SharedLoader(loader.dataset, shuffle, kept)
 
 
 def _check(loader: Any) -> bool:

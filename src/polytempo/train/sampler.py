@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from polytempo.session.positions import Pass
-from polytempo.session.session import Session, current
+from polytempo.session.session import current
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
@@ -40,12 +40,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         shuffle: bool = True,
         seed: int | None = None,
         drop_last: bool = False,
-        session: Session | None = None,
         *,
         training: bool | None = None,
         name: str = "",
     ) -> None:
-        self._session = session or current()
+        self._session = current()
         self._length = len(dataset)
         self._shuffle, self._drop_last, self._training = shuffle, drop_last, training
         self._seed = self._session.job.seed if seed is None else seed
