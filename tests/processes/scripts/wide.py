@@ -7,7 +7,7 @@ import sys
 import torch
 
 from polytempo.launch.job_facts import job_of_environment
-from polytempo.session.session import open_session
+from polytempo.session.session import as_current, open_session
 from polytempo.train.optimizer import DistributedOptimizer
 
 size, steps, retry = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -15,7 +15,8 @@ found = job_of_environment()
 assert found is not None
 session = open_session(*found, retry=retry)
 param = torch.nn.Parameter(torch.zeros(size // 4))
-optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), session=session)
+with as_current(session):
+    optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
 for _ in range(steps):
     param.grad = torch.ones(size // 4)
     optimizer.step()
