@@ -123,7 +123,7 @@ class ServerReducer:
         self.step = self.first_step = self.line.released - delay
         if self.first_step and proposal.push_filter:  # the job may go on from a checkpoint
             self.filters.load({run.dtype: run.state["residual"] for run in self._read_runs("filters")})
-        if self._staging is not None and self.client.pool.shelf is None:  # bytes must travel: let them go early
+        if self._staging is not None and self.client.pool.registry is None:  # bytes must travel: let them go early
             self._ahead = BucketOverlap(self.client, self.layout, self.copier.next_flat(), self._staging.indices())
             self._staging.told = self._complete
 
