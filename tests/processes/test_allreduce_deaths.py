@@ -19,8 +19,8 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 import polytempo as pt
-from polytempo.collectives.shared_mean import SharedMeanBuffer
-from polytempo.collectives.shared_mean import mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer
+from polytempo.collectives.shared_buffer import mean_in_place
 from polytempo.transport.local_peers import LocalPeers
 
 who, when, where, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])

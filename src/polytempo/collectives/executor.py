@@ -16,7 +16,7 @@ import torch
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import COMBINE, total
-from polytempo.collectives.shared_slots import SharedSlotBuffer
+from polytempo.collectives.shared_buffer import SlotBuffer
 from polytempo.collectives.steps import Combine, Copy, Fetch, Meet, Put, Receive, Send, Step, Total
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
@@ -37,7 +37,7 @@ class ExecutionStage:
     ranks: Sequence[int]
     meta: bytes = b""  #: the call, for those who get the first message of it
     op: str = "sum"
-    board: SharedSlotBuffer | None = None
+    buffer: SlotBuffer | None = None
     offsets: Sequence[int] = ()  #: where in a slot each chunk lies
     meetings: Iterator[int] = field(default_factory=count)  #: numbers of the notes in this context
     met: bool = False  #: the call was told with a note
@@ -140,8 +140,8 @@ class _Performance:
             total(self.stage.op, terms, chunk)
 
     def _slot(self, rank: int, chunk: int, like: torch.Tensor) -> torch.Tensor:
-        assert self.stage.board is not None
-        return self.stage.board.part(rank, like, self.stage.offsets[chunk])
+        assert self.stage.buffer is not None
+        return self.stage.buffer.part(rank, like, self.stage.offsets[chunk])
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.recovery import Recovery
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
-from polytempo.collectives.shared_slots import SharedSlots
+from polytempo.collectives.shared_buffer import SlotBuffers
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
@@ -36,7 +36,7 @@ PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
 PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "tree", "reduce": "tree"}
 PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
-ON_BOARDS = ("shared-memory", "hierarchical")
+IN_SHARED_MEMORY = ("shared-memory", "hierarchical")
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,7 +58,7 @@ class RankGroup:
         self.place = Place(self.rank, tuple(host for host in local if host))
         self.context = 2 * context  #: of collectives; the next number is that of single messages
         self.lane = engine.open_lane(self.context, self.ranks)
-        self.boards = SharedSlots(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
+        self.buffers = SlotBuffers(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
@@ -186,8 +186,8 @@ class RankGroup:
         def steps(stage: ExecutionStage) -> Steps:
             mine, back = flat(output)
             chunks = [flat(piece)[0] for piece in inputs]
-            on_board = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in ON_BOARDS
-            if not on_board or (name == "mean" and mine.dtype == torch.float16):
+            shared = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in IN_SHARED_MEMORY
+            if not shared or (name == "mean" and mine.dtype == torch.float16):
                 chunks = [piece.clone() for piece in chunks]  # they are written to
             mine.copy_(chunks[self.rank])
             chunks[self.rank] = mine
@@ -280,7 +280,7 @@ class RankGroup:
 
     def _start_over(self) -> None:
         self.speeds = None  # some ranks may have measured them, and others not
-        self.boards.start_over()
+        self.buffers.start_over()
 
     def _resolve(self, collective: str, size: int, algorithm: str) -> str:
         if algorithm != "auto":
@@ -298,19 +298,19 @@ class RankGroup:
     def _reduce(self, stage: ExecutionStage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
         """One flat tensor, which plans may cut as they like."""
         algorithm = self._resolve(collective, nbytes(whole), algorithm)
-        if algorithm not in ON_BOARDS:
+        if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
-        stage.board = self.boards.of(nbytes(whole))
+        stage.buffer = self.buffers.of(nbytes(whole))
         item = whole.element_size()
-        step = stage.board.capacity // item
+        step = stage.buffer.capacity // item
         for start in range(0, max(1, whole.numel()), step):
             length = min(step, whole.numel() - start)
             parts = len(self.place.hosts) if algorithm == "hierarchical" else 1
             pieces = self._pieces(length * item // parts) if algorithm == "hierarchical" else 1
-            cut, stage.offsets, plan = _on_board(collective, algorithm, self.place, pieces, root, length, item)
+            cut, stage.offsets, plan = _in_slots(collective, algorithm, self.place, pieces, root, length, item)
             piece = whole[start : start + length] if length < whole.numel() else whole
-            yield from stage.board.open()
+            yield from stage.buffer.open()
             yield from perform(stage, plan, [piece[part] for part in cut])
 
     def _move(
@@ -325,19 +325,19 @@ class RankGroup:
         """A tensor for each rank, which plans do not cut. `beside`: they lie side by side in a slot, and not one alone."""
         own = max(nbytes(chunk) for chunk in chunks)
         algorithm = self._resolve(collective, own * self.size, algorithm)
-        if algorithm not in ON_BOARDS:
+        if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda _: chunks, own * self.size)
             return
         share = self.size if beside else 1
-        stage.board = self.boards.of(own * share)
+        stage.buffer = self.buffers.of(own * share)
         _, plan = plan_for(collective, algorithm, self.place, 1, root)
         length, item = max(chunk.numel() for chunk in chunks), chunks[self.rank].element_size()
-        step = stage.board.capacity // share // item // GRAIN * GRAIN
+        step = stage.buffer.capacity // share // item // GRAIN * GRAIN
         for start in range(0, max(1, length), step):
             pieces = [chunk[start : start + step] for chunk in chunks]
             apart = min(step, length - start) * item if beside else 0
             stage.offsets = [index * apart for index in range(len(chunks))]
-            yield from stage.board.open()
+            yield from stage.buffer.open()
             yield from perform(stage, plan, pieces)
 
     def _plain(
@@ -390,7 +390,7 @@ class RankGroup:
 
 
 @lru_cache(maxsize=256)
-def _on_board(
+def _in_slots(
     collective: str, algorithm: str, place: Place, pieces: int, root: int, length: int, item: int
 ) -> tuple[list[slice], list[int], tuple[Step, ...]]:
     """How a flat tensor is cut, where the chunks lie in a slot, and the steps: the same again and again."""

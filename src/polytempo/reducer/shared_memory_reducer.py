@@ -1,6 +1,6 @@
 """BSP without parameters on a server: workers of one host average their gradients in shared memory.
 
-Every worker's bucket lies in its slot of a shared buffer (`collectives/shared_mean.py`). A step is an empty push,
+Every worker's bucket lies in its slot of a shared buffer (`collectives/shared_buffer.py`). A step is an empty push,
 which decides as always who is in the round; its answer means that all their gradients are there. Then everybody adds up its
 part, and each runs the wrapped optimizer on the result, where it lies. All make the same change, so all
 replicas stay the same.
@@ -17,7 +17,7 @@ import torch
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
-from polytempo.collectives.shared_mean import SharedMeanBuffer, mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.messages import Push
@@ -71,7 +71,7 @@ class SharedMemoryReducer(MeanReducer):
         self.layout: Layout = lay_out(proposal.tensors, 1)
         self.line = ClientState(name)
         self.waited = 0.0
-        session.mesh()  # it listens before anybody is told of this worker
+        session.local_peers()  # it listens before anybody is told of this worker
         with session.lock:
             self.client.register(name, proposal, lambda: ({}, self._nothing()), self.line)
         self.step = self.first_step = self.line.released
@@ -88,14 +88,14 @@ class SharedMemoryReducer(MeanReducer):
         return [[] for _ in range(self.client.shards)]
 
     def _open_board(self) -> SharedMeanBuffer:
-        members, mesh = self.line.answer.members, self.session.mesh()
-        mesh.meet(members)
+        members, peers = self.line.answer.members, self.session.local_peers()
+        peers.meet(members)
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(mesh, members, self.session.next_board(), max(size, 1), self.client.watched())
+        return SharedMeanBuffer(peers, members, self.session.next_buffer(), max(size, 1), self.client.watched())
 
     def _start_from(self, seeder: int) -> None:
         """Everybody takes the values of one worker."""
-        rank, members = self.board.mesh.rank, self.board.members
+        rank, members = self.board.peers.rank, self.board.members
         self.board.round += 1
         if rank == seeder:
             self.copier.gather(self.copier.next_flat(), lambda param: param.detach())
