@@ -856,10 +856,10 @@ def test_in_scripts_outside_a_group_nothing_happens(scripts: Callable[..., list[
             assert communication.all_gather([mine], mine, group=one, async_op=True) is None
             assert communication.isend(mine, 0, group=one) is None
             with pytest.raises(UsageError, match="this worker is not in the group"):
-                communication.explain("all_reduce", 100, one)
+                communication.explain_algorithm("all_reduce", 100, one)
         else:
             communication.all_reduce(mine, group=one)
-            assert communication.explain("all_reduce", 100).algorithm == "shared-memory"
+            assert communication.explain_algorithm("all_reduce", 100).algorithm == "shared-memory"
 
     scripts(script)
 
