@@ -4,9 +4,9 @@
     pt.init()
     optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
-All public names are here, in `polytempo.tables` (parameter tables on servers), `polytempo.simulate` (jobs in virtual time) and
-`polytempo.horovod` (Horovod's names). They are loaded on first use: `import polytempo` imports neither torch nor ZeroMQ. The
-import has one side effect: it registers the back end "polytempo" with `torch.distributed`, as soon as torch is loaded.
+All public names are here, in `polytempo.tables` (parameter tables on servers), `polytempo.simulate` (jobs in virtual time)
+and `polytempo.horovod` (Horovod's names). They are loaded on first use: `import polytempo` imports neither torch nor ZeroMQ.
+The import has one side effect: it registers the back end "polytempo" with `torch.distributed`, as soon as torch is loaded.
 """
 
 from __future__ import annotations

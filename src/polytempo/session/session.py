@@ -395,7 +395,8 @@ def shutdown() -> None:
     """Leave the job: this worker is finished. The end of the process does the same; a second call does nothing.
 
     `init` may follow: alone it makes another job of one; under torchrun, mpirun and srun a new world, once all ranks have
-    called it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is refused.
+    called it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is
+    refused.
 
     Raises:
         PeerError: Another process failed while this one was waiting to leave.

@@ -1,7 +1,7 @@
 """Point-to-point messages and collectives: the names and meanings of `torch.distributed`, over Polytempo's links and plans.
 
-Tensors are changed in place. Ranks are ranks of the job, also within a group. A call with `async_op=True` returns a `Task` at
-once; without it, the call returns None when the result is there. On a rank that is not in `group` a call does nothing and
+Tensors are changed in place. Ranks are ranks of the job, also within a group. A call with `async_op=True` returns a `Task`
+at once; without it, the call returns None when the result is there. On a rank that is not in `group` a call does nothing and
 returns None.
 """
 
@@ -134,7 +134,7 @@ def _resolve(group: AnyGroup) -> Group:
 
 def _inner(group: Group) -> RankGroup:
     if group.inner is None:
-        raise UsageError(f"rank {current().rank} is not in the group of ranks {', '.join(map(str, group.ranks))}")
+        raise UsageError(f"this rank is not in the group of ranks {', '.join(map(str, group.ranks))}")
     return group.inner
 
 
@@ -504,5 +504,5 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
-    """One call of several parts (`collectives/nested.py`): gather a record of each rank, and go on with what follows from it."""
+    """A call of several parts (`collectives/nested.py`): gather a record of each rank, and go on with `then`."""
     return exchange_records(_inner(group), record, then, background)

@@ -29,14 +29,14 @@ def evaluation_statistics(
     batches: Iterable[Any] | None = None,
     worker: int = 0,
 ) -> AbstractContextManager[None]:
-    """A context in which the model has running statistics for evaluation; on exit it gets this worker's own back, bit for bit.
+    """A context in which the model has running statistics for evaluation; on exit this worker's own are restored exactly.
 
     Args:
         model: The model. Only its normalisation layers are touched.
-        how: `"worker"` takes the statistics of rank `worker`. `"merged"` takes the mean of all workers' means and the variance
-            of all their samples together, without workers that have seen no batch. Both are collective: every worker must
-            make the call. `"recalibrated"` averages over `batches`, one forward pass each with only the normalisation layers
-            in training mode, and needs no other worker.
+        how: `"worker"` takes the statistics of rank `worker`. `"merged"` takes the mean of all workers' means and the
+            variance of all their samples together, without workers that have seen no batch. Both are collective: every
+            worker must make the call. `"recalibrated"` averages over `batches`, one forward pass each with only the
+            normalisation layers in training mode, and needs no other worker.
         batches: For `"recalibrated"`: inputs, or (input, target) pairs.
         worker: For `"worker"`: the rank.
 

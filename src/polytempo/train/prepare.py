@@ -49,9 +49,9 @@ def prepare(
 ) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
     """Join the job, wrap the optimizer, and shard the loader's data over the workers, in one call.
 
-    It stands for `init()` if that was not called, for `DistributedOptimizer(optimizer, model, ...)`, and for a loader like the
-    given one with a `DistributedSampler`, whose `set_epoch` is called at each pass. That loader ends when `should_stop()` is
-    true, and is empty from then on.
+    It stands for `init()` if that was not called, for `DistributedOptimizer(optimizer, model, ...)`, and for a loader like
+    the given one with a `DistributedSampler`, whose `set_epoch` is called at each pass. That loader ends when
+    `should_stop()` is true, and is empty from then on.
 
     Args:
         model: The model, built and on its device.

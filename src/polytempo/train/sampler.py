@@ -29,11 +29,12 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         dataset: The data set; only its length is read.
         shuffle: A new order in each epoch, the same on all workers.
         seed: The seed of the order; the job's `--seed` by default.
-        drop_last: Leave out the last few samples instead of repeating some, where the length is not a multiple of the workers.
+        drop_last: Leave out the last few samples instead of repeating some, where the length is not a multiple of the
+            workers.
         training: Whether its position is saved in checkpoints. By default it is once steps follow its draws; False for data
             that is only evaluated between steps; True for data that is drawn while gradients are disabled.
-        name: Its name in checkpoints. By default samplers are told apart by length, `shuffle` and the order in which data sets
-            came; name those that workers do not all make in the same order.
+        name: Its name in checkpoints. By default samplers are told apart by length, `shuffle` and the order in which data
+            sets came; name those that workers do not all make in the same order.
 
     Raises:
         UsageError: `init` was not called.
@@ -108,7 +109,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
 
 def remaining(order: Sequence[int], parts: Sequence[dict[str, Any]]) -> list[int]:
-    """The samples of an epoch that are left after earlier jobs: each part has their `size` and the samples each worker took."""
+    """The rest of an epoch after earlier jobs: each part has the `size` of a job and how many samples each worker took."""
     rest = list(order)
     for part in parts:
         size, taken = part["size"], part["taken"]
