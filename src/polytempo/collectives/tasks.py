@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from polytempo.transport.deadline import Deadline
 
 if TYPE_CHECKING:
     from polytempo.collectives.progress_engine import ProgressEngine
@@ -72,8 +73,7 @@ class Task:
         self._engine, self.lane, self.name, self._steps = engine, lane, name, steps
         self.timeout = timeout  #: seconds from its start, after which it fails
         self.number = 0  #: of the call, where it is one of a group
-        self.began = 0.0
-        self.said = 0.0
+        self.deadline: Deadline | None = None  #: from its first step on
         self.waits: Wait | None = None
         self.result: Any = None
         self.error: Exception | None = None
@@ -138,8 +138,8 @@ class Task:
         moved = False
         while not self.done and (self.waits is None or self.waits.ready()):
             moved = True
-            if not self.began:
-                self.began = self.said = time.monotonic()
+            if self.deadline is None:
+                self.deadline = Deadline(self._engine.rank, self.timeout)
             try:
                 self.waits = next(self._steps)
             except StopIteration as end:
