@@ -42,6 +42,7 @@ class LocalPeers:
         self._links: dict[int, StreamLink] = {}
         self._heard: dict[tuple[int, int], int] = {}  # (rank, context) -> round
         self._segments: dict[tuple[int, int], Segment] = {}  # (rank, context)
+        self._deadline = Deadline(rank)  # of the wait that goes on
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _listen_at(self._listener, self._path(rank))
         self._listener.setblocking(False)
@@ -130,9 +131,10 @@ class LocalPeers:
 
     def wait(self, ranks: Iterable[int], kind: int, number: int, round_: int, also: Iterable[Also] = ()) -> None:
         """Wait until all of these ranks have reached this round, or are lost."""
-        deadline, others = Deadline(self.rank), dict(also)
-        while missing := [r for r in ranks if r in self._links and self.heard(r, kind, number) < round_]:
-            links = {link.fileno: link for link in map(self._links.__getitem__, missing)}
+        deadline, others, context = self._deadline, dict(also), number * KINDS + kind
+        deadline.restart()
+        while missing := [r for r in ranks if r in self._links and self._heard.get((r, context), -1) < round_]:
+            links = {self._links[rank].fileno: self._links[rank] for rank in missing}
             ready = _readable([*links, *others], deadline.until_next_look)
             for descriptor in ready:
                 if descriptor in links:

@@ -48,7 +48,17 @@ class StreamLink(PeerLink):
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         if payload is None or payload.nbytes <= JOIN_UP_TO:
             whole = head if payload is None else head + payload.tobytes()
-            self._outbox.append((memoryview(whole), segment, sent))
+            count = 0
+            if segment is None and not self._outbox:
+                try:  # noqa: SIM105  suppress() costs more than all the rest
+                    count = self._sock.send(whole)
+                except OSError:  # the queue meets it again
+                    pass
+                if count == len(whole):
+                    if sent:
+                        sent()
+                    return
+            self._outbox.append((memoryview(whole)[count:], segment, sent))
         else:
             self._outbox.append((memoryview(head), segment, None))
             self._outbox.append((payload.data.cast("B"), None, sent))
@@ -136,7 +146,8 @@ class StreamLink(PeerLink):
             self._descriptors += memoryview(value).cast("i").tolist()
         if not data:
             raise PeerError(CLOSED)
-        data = self._rest + data
+        if self._rest:
+            data = self._rest + data
         while self.open and len(data) >= HEAD.size:
             used = self._message(data)
             if not used:
