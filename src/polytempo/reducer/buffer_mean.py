@@ -26,7 +26,7 @@ class BufferMean:
         if not floating:
             return
         if self._session.client is None:
-            self._session.world().everybody.all_reduce(tensors, "mean").wait()
+            self._session.world().all_ranks.all_reduce(tensors, "mean").wait()
             return
         side = self._side_for(describe(tensors, [name for name, _ in floating], [0] * len(floating)))
         torch._foreach_copy_(self._copies, tensors)

@@ -74,8 +74,8 @@ def explain(collective: str, size: int, group: AnyGroup = None) -> Choice:
 def _members(group: AnyGroup) -> Group:
     if group is not None:
         return group
-    everybody = current().world().everybody
-    return Group(everybody.ranks, everybody)
+    all_ranks = current().world().all_ranks
+    return Group(all_ranks.ranks, all_ranks)
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ def _replaced(
             if how == "recalibrated":
                 _recalibrate(model, layers, batches)
             elif session is not None and layers:
-                _collect(layers, session.world().everybody, worker if how == "worker" else None)
+                _collect(layers, session.world().all_ranks, worker if how == "worker" else None)
         yield
     finally:
         with torch.no_grad():
