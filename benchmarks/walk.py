@@ -4,8 +4,8 @@
     python benchmarks/walk.py servers    # one of: servers, run-allreduce, allreduce, pipeline
 
 A job of two workers runs in threads over Unix sockets, as the processes of one host do. After some warm-up steps one step
-(forward, backward, update) is profiled: every call of a function of `polytempo`, in the thread of rank 0 and in the threads that
-serve it (servers, progress threads). Printed are the files in the order of their first call, with the number of calls.
+(forward, backward, update) is profiled: every call of a function of `polytempo`, in the thread of rank 0 and in the threads
+of servers and progress engines. Printed are the files in the order of their first call, with the number of calls.
 """
 
 from __future__ import annotations
