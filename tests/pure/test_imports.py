@@ -22,8 +22,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "lazy_imports": (set(), set()),
     "summation": (set(), set()),
+    "options": ({"errors"}, set()),
     "units": ({"errors"}, set()),
-    "sync": ({"errors"}, set()),
+    "sync": ({"errors", "options"}, set()),
     "records": ({"errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports"}, {"torch"}),
     "simulate": (
@@ -33,8 +34,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "protocol": ({"errors", "summation"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "collectives": ({"errors", "transport", "summation"}, {"torch", "numpy"}),
-    "tables": ({"errors", "lazy_imports", "protocol", "summation"}, {"torch", "numpy"}),
-    "compression": ({"errors"}, {"torch", "numpy"}),
+    "tables": ({"errors", "lazy_imports", "options", "protocol", "summation"}, {"torch", "numpy"}),
+    "compression": ({"errors", "options"}, {"torch", "numpy"}),
     "server": (
         {
             *("errors", "summation", "sync", "records", "protocol", "transport", "collectives", "optim", "tables"),
@@ -69,7 +70,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "msgspec"},
     ),
     "pipeline": (
-        {"errors", "summation", "transport", "collectives", "session", "train"},
+        {"errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
         {"torch", "numpy", "safetensors"},
     ),
     "torch_backend": ({"errors", "lazy_imports", "collectives", "launch", "client"}, {"torch"}),
@@ -91,7 +92,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "__main__": ({"cli"}, set()),
     "__init__": (
-        {"version", "errors", "simulate", "sync", "optim", "session", "train", "pipeline", "torch_backend"},
+        {
+            *(
+                "version",
+                "errors",
+                "lazy_imports",
+                "simulate",
+                "tables",
+                "collectives",
+                "optim",
+                "session",
+                "train",
+                "pipeline",
+            ),
+            *("pipeline", "torch_backend"),
+        },
         set(),
     ),
 }
@@ -102,6 +117,7 @@ NAMESPACES = {"tables/__init__.py": {"train"}}
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.
 PURE = (
     "errors.py",
+    "options.py",
     "summation.py",
     "units.py",
     "sync",

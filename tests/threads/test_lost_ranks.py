@@ -30,12 +30,12 @@ from worlds import (
     results,
 )
 
-from polytempo.collectives import progress_engine as engine_module
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import AGAIN, World
 from polytempo.errors import PeerError, RankLost
+from polytempo.transport import deadline
 from polytempo.transport.peer_link import LinkMessage
 
 __all__ = ["nothing_left", "opening"]
@@ -506,8 +506,8 @@ def test_a_callback_may_close(opening: Opening) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SAY_AFTER", 0.02)
-    monkeypatch.setattr(engine_module, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.02)
+    monkeypatch.setattr(deadline, "LOOK_EVERY", 0.01)
 
 
 def heard(capsys: pytest.CaptureFixture[str], pattern: str, found: list[str]) -> bool:
@@ -547,18 +547,6 @@ def test_who_waits_for_several_names_them(opening: Opening, capsys: pytest.Captu
     while not heard(capsys, r"rank 0 has waited 0 s in barrier\(\), for ranks 1, 2, 3\n", said) and not waiting.over():
         waiting.join(0.005)
     results(*[Client(lambda world=world: world.all_ranks.barrier().wait()) for world in worlds[1:]], waiting)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_who_waits_says_so_less_and_less_often(opening: Opening, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each time after twice as long."""
-    worlds = opening("memory", 2)
-    waiting, lines = Client(lambda: worlds[0].all_ranks.barrier().wait()), list[str]()
-    while "".join(lines).count("\n") < 4 and not waiting.over():
-        lines.append(capsys.readouterr().err)
-        waiting.join(0.005)
-    worlds[0].engine.wake()
-    results(Client(lambda: worlds[1].all_ranks.barrier().wait()), waiting)
 
 
 @pytest.mark.usefixtures("impatient")
