@@ -143,7 +143,7 @@ class IoLoop:
         self._poller = Poller()
         for endpoint in endpoints:
             endpoint.attach(self._poller)
-        self._poller.register(keeper.bell.fileno, zmq.POLLIN)
+        self._poller.register(keeper.wake_up.fileno, zmq.POLLIN)
         self._launcher = launcher
         if launcher is not None:
             self._poller.register(launcher, zmq.POLLIN)
@@ -179,8 +179,8 @@ class IoLoop:
             self._follow(self._to_first)
         if self._launcher in ready:
             (self._first or self).stop("the launcher is gone")
-        if self.keeper.bell.fileno in ready:
-            self.keeper.bell.silence()
+        if self.keeper.wake_up.fileno in ready:
+            self.keeper.wake_up.silence()
         self._deliver_all()
         if self._first is not None:
             self._first.turn(time.monotonic())
