@@ -74,7 +74,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "safetensors"},
     ),
     "torch_backend": ({"errors", "lazy_imports", "collectives", "launch", "client"}, {"torch"}),
-    "horovod": ({"errors", "session", "train"}, {"torch", "numpy", "msgspec"}),
+    "horovod": ({"errors", "session", "reducer", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
         {
             *("errors", "records", "protocol", "transport", "collectives", "server", "launch", "client", "session"),
@@ -129,6 +129,7 @@ PURE = (
     "server/job_plan.py",
     "reducer/ballot.py",
     "reducer/buckets.py",
+    "reducer/bucket_scheduler.py",
     "simulate",
     "collectives/check.py",
     "collectives/chunking.py",

@@ -7,7 +7,7 @@ complete. In a shard's buffers a bucket is a few pieces: mostly one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from polytempo.protocol.layout import ITEM_SIZES, Layout, TensorPlace
@@ -22,21 +22,32 @@ class Bucket:
     pieces: tuple[tuple[BufferRange, ...], ...]
 
 
+def group_by_size(sized: Iterable[tuple[int, int, Hashable]], limit: int) -> list[list[int]]:
+    """Group items, in their order, until a group has at least `limit` bytes; the last of each kind may be smaller.
+
+    Args:
+        sized: Index, bytes and kind of each item; a group has items of one kind.
+        limit: Bytes at which a group is complete.
+    """
+    complete: list[list[int]] = []
+    open_groups: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
+    for index, size, kind in sized:
+        open_groups.setdefault(kind, []).append(index)
+        sizes[kind] = sizes.get(kind, 0) + size
+        if sizes[kind] >= limit:
+            complete.append(open_groups.pop(kind))
+            sizes[kind] = 0
+    return [*complete, *open_groups.values()]
+
+
 def plan_buckets(layout: Layout, order: Sequence[int], limit: int) -> list[Bucket]:
     """Buckets of at least `limit` bytes (the last may be smaller), in the order in which gradients are completed."""
     places = {place.index: place for place in layout.places}
-    buckets: list[Bucket] = []
-    taken: list[int] = []
-    size = 0
-    for index in order:
-        taken.append(index)
-        size += (places[index].stop - places[index].start) * ITEM_SIZES[places[index].info.dtype]
-        if size >= limit:
-            buckets.append(_bucket(layout, [places[i] for i in taken]))
-            taken, size = [], 0
-    if taken:
-        buckets.append(_bucket(layout, [places[i] for i in taken]))
-    return buckets
+    sized = (
+        (index, (places[index].stop - places[index].start) * ITEM_SIZES[places[index].info.dtype], None) for index in order
+    )
+    return [_bucket(layout, [places[index] for index in group]) for group in group_by_size(sized, limit)]
 
 
 def _bucket(layout: Layout, places: Sequence[TensorPlace]) -> Bucket:
@@ -47,12 +58,12 @@ def _bucket(layout: Layout, places: Sequence[TensorPlace]) -> Bucket:
 def _pieces(layout: Layout, shard: int, places: Sequence[TensorPlace]) -> list[BufferRange]:
     """The parts of these tensors that a shard holds, in bytes of its buffers."""
     found = []
-    for buffer, stretch in enumerate(layout.shards[shard]):
-        item = ITEM_SIZES[stretch.dtype]
+    for buffer, segment in enumerate(layout.shards[shard]):
+        item = ITEM_SIZES[segment.dtype]
         for place in places:
-            start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
-            if place.info.dtype == stretch.dtype and start < stop:
-                found.append(BufferRange(buffer, (start - stretch.start) * item, (stop - stretch.start) * item))
+            start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
+            if place.info.dtype == segment.dtype and start < stop:
+                found.append(BufferRange(buffer, (start - segment.start) * item, (stop - segment.start) * item))
     return sorted(found, key=lambda piece: (piece.buffer, piece.start))
 
 
@@ -70,12 +81,12 @@ def _joined(pieces: Sequence[BufferRange]) -> tuple[BufferRange, ...]:
 def rest_of(layout: Layout, shard: int, pieces: Sequence[BufferRange]) -> tuple[BufferRange, ...]:
     """What of a shard's buffers these pieces leave out."""
     result = []
-    for buffer, stretch in enumerate(layout.shards[shard]):
+    for buffer, segment in enumerate(layout.shards[shard]):
         at = 0
         for piece in sorted((p for p in pieces if p.buffer == buffer), key=lambda p: p.start):
             if piece.start > at:
                 result.append(BufferRange(buffer, at, piece.start))
             at = max(at, piece.stop)
-        if at < stretch.nbytes:
-            result.append(BufferRange(buffer, at, stretch.nbytes))
+        if at < segment.nbytes:
+            result.append(BufferRange(buffer, at, segment.nbytes))
     return tuple(result)
