@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.values import BufferRange, TensorInfo
-from polytempo.reducer.bucket_scheduler import BucketScheduler
-from polytempo.reducer.buckets import group_by_size, plan_buckets, rest_of
+from polytempo.reducer.buckets import BucketScheduler, group_by_size, plan_buckets, rest_of
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

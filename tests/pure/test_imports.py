@@ -129,7 +129,7 @@ PURE = (
     "server/job_plan.py",
     "reducer/ballot.py",
     "reducer/buckets.py",
-    "reducer/bucket_scheduler.py",
+    "reducer/buckets.py",
     "simulate",
     "collectives/check.py",
     "collectives/chunking.py",

@@ -18,8 +18,7 @@ from sessions import within
 from polytempo.launch.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 

@@ -5,7 +5,7 @@ and was it sparse? After the reduction they are 0 where no rank had one; the gra
 gradients travel in a bucket only with `sparse_as_dense`, and become sparse again; otherwise they are gathered by themselves
 (`gathers.py`).
 
-`GradientReducer` launches buckets while backward runs (`reducer/bucket_scheduler.py`), in one order on all ranks. They have
+`GradientReducer` launches buckets while backward runs (`reducer/buckets.py`), in one order on all ranks. They have
 a group of their own, so that a script may make other calls at any time; in a process set, whose optimizers share a group,
 all leave in `step()`. What `step()` announces then (`negotiation_records.py`) tells ranks that have joined to take part, and
 whether a rank has changed gradients after they left, by clipping them, say: then all buckets are reduced again on all ranks.
@@ -31,8 +31,7 @@ from polytempo.horovod.ops import Average, Op
 from polytempo.horovod.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.reductions import scale_
 from polytempo.horovod.session_state import state
-from polytempo.reducer.bucket_scheduler import BucketScheduler
-from polytempo.reducer.buckets import group_by_size
+from polytempo.reducer.buckets import BucketScheduler, group_by_size
 from polytempo.train import communication
 
 #: Bytes of a bucket. Small enough to leave early, large enough for few calls.
