@@ -24,6 +24,7 @@ from helpers import (
     small_model,
     weights,
 )
+from sessions import under
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
@@ -32,7 +33,6 @@ from polytempo.server.optimizers import ELEMENTWISE, WHOLE
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from sessions import under
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 

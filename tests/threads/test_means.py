@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from sessions import under
 from torch import nn
 from worlds import close_all, everywhere, open_worlds
 
@@ -22,7 +23,6 @@ from polytempo.session.session import Session
 from polytempo.tables.row_batches import RowBatch, combined
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from sessions import under
 
 pytestmark = pytest.mark.timeout(60)
 

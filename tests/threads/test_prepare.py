@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_model
+from sessions import under
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from polytempo.errors import UsageError
@@ -16,7 +17,6 @@ from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.prepare import prepare
-from sessions import under
 
 pytestmark = pytest.mark.timeout(30)
 

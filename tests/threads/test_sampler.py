@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import begun, copied, made_params, set_gradients, until
+from sessions import under
 
 from polytempo.launch.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
-from sessions import under
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

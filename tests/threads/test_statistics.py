@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import made_from_seed
+from sessions import under
 from torch import nn
 
 from polytempo.errors import UsageError
@@ -18,7 +19,6 @@ from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.evaluation_statistics import statistics
 from polytempo.train.optimizer import DistributedOptimizer
-from sessions import under
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from sessions import under
 from torch import nn
 
 from polytempo.errors import UsageError
@@ -16,7 +17,6 @@ from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.shared_memory import SHARE_FROM, SharedMemoryRegistry
-from sessions import under
 
 
 class Model(nn.Module):

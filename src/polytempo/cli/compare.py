@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.run import limits_of
+from polytempo.cli.run import FORK, limits_of
 from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_events, read_meta
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
@@ -39,6 +39,7 @@ def compare(
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
     seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
     repeats: Annotated[int, Option(help="Run each mode so often, in turns; the middle one by time is shown.")] = 1,
+    fork: Annotated[bool, Option("--fork", help=FORK)] = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launch.display import Display
@@ -55,6 +56,7 @@ def compare(
         "slow": parse_factors(slow) if slow else {},
         "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         "seed": seed,
+        "fork": fork,
     }
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
     if repeats < 1:

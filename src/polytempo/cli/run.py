@@ -13,6 +13,7 @@ from polytempo.server.job_plan import Limits
 from polytempo.units import parse_factors, parse_hiccup
 
 Option = typer.Option
+FORK = "Import torch once, in the launcher, and fork all processes from it: a faster start."
 
 
 def run(
@@ -54,6 +55,7 @@ def run(
     timeout: Annotated[float | None, Option(help="Give up a worker that others have waited for so many seconds.")] = None,
     host_timeout: Annotated[float, Option(help="Give up another host that was not heard of for so many seconds.")] = 5.0,
     insecure: Annotated[bool, Option("--insecure", help="With --listen: no keys, no encryption.")] = False,
+    fork: Annotated[bool, Option("--fork", help=FORK)] = False,
     verbose: Annotated[bool, Option("--verbose", "-v", help="Also say what was started, and where.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
@@ -87,6 +89,7 @@ def run(
         insecure=insecure,
         checkpoint_errors=checkpoint_errors,
         grace=grace,
+        fork=fork,
     )
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()
@@ -108,6 +111,7 @@ def worker(
     workers: Annotated[int, Option("--workers", "-n", help="Worker processes on this host.")] = 1,
     insecure: Annotated[bool, Option("--insecure", help="For a job that was started so.")] = False,
     host_timeout: Annotated[float, Option(help="End when nothing was heard of the job for so many seconds.")] = 15.0,
+    fork: Annotated[bool, Option("--fork", help=FORK)] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Only what the workers say, and causes.")] = False,
 ) -> None:
     """Join a job that runs on another host, with workers on this one."""
@@ -122,7 +126,7 @@ def worker(
             "give either --key-file FILE, copied from the job's host, or --insecure where the job was started so"
         )
     keys = read_key_file(key_file) if key_file else None
-    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys, host_timeout)
+    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys, host_timeout, fork)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
 
