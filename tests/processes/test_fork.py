@@ -42,6 +42,7 @@ ENDINGS = (
     "raise KeyboardInterrupt",
     "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()",
+    "import atexit, sys; atexit.register(lambda: print(sys.last_value)); sys.excepthook = lambda *_: None; 1 / 0",
     "import os; os.write(1, b'raw'); os._exit(4)",
     "this is no Python",
     "import ctypes; ctypes.CDLL(None).printf(b'of C')",

@@ -229,7 +229,9 @@ def _exit_status(main: Callable[[], None]) -> int:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        error = error.with_traceback(trace)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as the interpreter notes it
+        sys.excepthook(type(error), error, trace)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             sys.stderr.flush()
