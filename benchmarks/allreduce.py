@@ -17,7 +17,7 @@ def _our_worker(pipe: Connection, rank: int, name: str, size: int) -> None:
     world = open_by_name(name, rank, size)
 
     def make(work: str, algorithm: str) -> Round:
-        return _checked(lambda tensor: world.everybody.all_reduce([tensor], "sum", algorithm).wait(), work, rank, size)
+        return _checked(lambda tensor: world.all_ranks.all_reduce([tensor], "sum", algorithm).wait(), work, rank, size)
 
     answer(pipe, make)
     world.close()

@@ -63,7 +63,7 @@ def _our_worker(pipe: Connection, rank: int, size: int, hosts: Hosts, key: str, 
     tensor = torch.zeros(SIZE // 4)
 
     def make(work: str, algorithm: str) -> Round:
-        return lambda: world.everybody.all_reduce([tensor], "sum", algorithm).wait()
+        return lambda: world.all_ranks.all_reduce([tensor], "sum", algorithm).wait()
 
     answer(pipe, make)
     world.close()

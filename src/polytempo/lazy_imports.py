@@ -1,9 +1,10 @@
-"""To do something when a module is imported, by whomever, without importing it."""
+"""Imports on demand: names of a package that are loaded on first use, and calls that wait for the import of a module."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,29 @@ if TYPE_CHECKING:
 OnImport = Callable[[ModuleType], object]
 
 
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package whose public names are imported when they are first used.
+
+    Args:
+        package: the package's `__name__`.
+        modules: module (full name, or relative to the package) -> the public names that it defines.
+    """
+    home = {
+        name: module if module.startswith("polytempo.") else f"{package}.{module}"
+        for module, names in modules.items()
+        for name in names
+    }
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}")
+        return getattr(import_module(home[name]), name)
+
+    return load, lambda: sorted(home)
+
+
 def when_imported(name: str, act: OnImport) -> None:
-    """Call this with the module: now, if it is here already, or as soon as it is."""
+    """Call `act` with the module: now if it is imported already, else as soon as it is. Does not import it."""
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         act(module)
@@ -24,7 +46,7 @@ def when_imported(name: str, act: OnImport) -> None:
 
 
 class _Watcher:
-    """A finder that finds nothing by itself: it only sees what is looked for."""
+    """A meta-path finder that wraps the loader of one module, and leaves all other modules to the finders behind it."""
 
     def __init__(self, awaited: str, act: OnImport) -> None:
         self._awaited, self._act, self._looking = awaited, act, False

@@ -1,6 +1,6 @@
-"""Sums that come out the same on every Python: since 3.12 the built-in `sum` makes up for rounding, before it did not.
+"""Sums of floats that are the same on every Python version: since 3.12 the built-in `sum` compensates rounding errors.
 
-What a decision or a record depends on is summed here; whole numbers may be summed by `sum`.
+Numbers on which a decision or a record depends are summed here; integers may be summed by `sum`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Quantities as people write them: 100MB, 1Gb/s, 0.5ms. Plain numbers are bytes, bytes a second, seconds."""
+"""The one parser of sizes, rates and durations: 100MB, 1Gb/s, 0.5ms. Plain numbers are bytes, bytes a second, seconds.
+
+An unknown unit is refused with the nearest known one. `parse_factors` and `parse_hiccup` read what is built of them.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 
-from polytempo.errors import ClusterError
+from polytempo.errors import ClusterError, nearest
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _SIZES = {
@@ -20,7 +23,7 @@ _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
 
 def parse_size(value: object, what: str = "a size") -> float:
-    """Bytes."""
+    """Bytes; `b` is bits."""
     return _parse(value, _SIZES, what, "100MB")
 
 
@@ -41,7 +44,7 @@ def _parse(value: object, units: dict[str, float], what: str, example: str) -> f
         match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
         unit = match[2] if match else ""
         if match is None or (unit and unit not in units):
-            raise ClusterError(f"expected {what} such as {example}, got {value!r}")
+            raise ClusterError(f"expected {what} such as {example}, got {value!r}{nearest(unit, units)}")
         try:
             number = float(match[1]) * units.get(unit, 1.0)
         except ValueError:

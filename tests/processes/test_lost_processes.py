@@ -72,7 +72,7 @@ def total(group):
 
 def take_part(rank):
     world = open_by_name(name, rank, size)
-    group = world.everybody
+    group = world.all_ranks
     assert total(group) == (1 << size) - 1
     if rank == who:
         if "child" in extras:

@@ -43,7 +43,7 @@ def test_what_is_written_can_be_read(schedule: Schedule) -> None:
 def test_how_it_looks() -> None:
     text = "schedule: pipedream\nmicrobatches: 3\nrecompute: no\nversions: first\nflushes: no\n"
     text += "stage 0: F0 F1 B0 U F2 B1 U B2 U\nstage 1: F0 B0 U F1 B1 U F2 B2 U\n"
-    assert to_text(pipedream(2, 3, vertical=True)) == text
+    assert to_text(pipedream(2, 3, vertical_sync=True)) == text
     assert to_text(gpipe(1, 3, replicas=[2])).splitlines()[1:] == [
         "microbatches: 3",
         "recompute: yes",

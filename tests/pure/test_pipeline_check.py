@@ -278,7 +278,7 @@ def test_some_changes_are_refused_and_some_are_not() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [gpipe(3, 4), one_f_one_b(4, 6, replicas=(3, 1, 2, 1)), pipedream(3, 7, (2, 3, 1)), pipedream(4, 6, vertical=True)],
+    [gpipe(3, 4), one_f_one_b(4, 6, replicas=(3, 1, 2, 1)), pipedream(3, 7, (2, 3, 1)), pipedream(4, 6, vertical_sync=True)],
 )
 def test_the_order_respects_everybody(schedule: Schedule) -> None:
     order = check(schedule).order

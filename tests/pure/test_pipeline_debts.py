@@ -154,8 +154,8 @@ def test_what_is_spare_is_counted_and_written_down() -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("1f1b,spare=x", "option 'spare' of 1f1b is a number of microbatches, such as spare=1; got 'spare=x'"),
-        ("1f1b,spare=-1", "is a number of microbatches"),
+        ("1f1b,spare=x", "expected a whole number of microbatches of at least 0 for option 'spare' of 1f1b, got 'x'"),
+        ("1f1b,spare=-1", "a whole number of microbatches"),
         ("pipedream,spare=1", "pipedream has no option 'spare'"),
         ("1f1b,spar=1", "known: recompute, spare"),
     ],

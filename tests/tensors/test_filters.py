@@ -62,7 +62,7 @@ def test_chains_differ_where_their_texts_do() -> None:
     [
         ("tpok:0.1", "nearest: topk"),
         ("BF16", "nearest: bf16"),
-        ("zip", "unknown filter 'zip'"),
+        ("zip", "unknown compression 'zip'"),
         ("topk", "topk needs a share above 0 and up to 1"),
         ("topk:", "write for example topk:0.01"),
         ("topk:0", "above 0"),
@@ -74,9 +74,9 @@ def test_chains_differ_where_their_texts_do() -> None:
         ("significant:-1", "a threshold of at least 0"),
         ("significant:inf", "a threshold of at least 0"),
         ("significant:1e999", "a threshold of at least 0"),
-        ("sign:1", "sign takes no number"),
-        ("bf16:8", "bf16 takes no number"),
-        ("none:1", "none takes no number"),
+        ("sign:1", "sign takes no argument"),
+        ("bf16:8", "bf16 takes no argument"),
+        ("none:1", "none takes no argument"),
         ("sign+bf16", "cannot be cast"),
         ("bf16+topk:0.1", "in this order"),
         ("bf16+fp16", "in this order"),
@@ -85,8 +85,8 @@ def test_chains_differ_where_their_texts_do() -> None:
         ("topk:0.1+none", "in this order"),
         ("none+bf16", "in this order"),
         ("topk:0.1+bf16+fp16", "in this order"),
-        ("+bf16", "unknown filter ''"),
-        ("topk:0.1+", "unknown filter ''"),
+        ("+bf16", "unknown compression ''"),
+        ("topk:0.1+", "unknown compression ''"),
     ],
 )
 def test_what_is_no_chain_is_refused_in_one_line(text: str, words: str) -> None:

@@ -237,14 +237,14 @@ def test_first_values_are_the_hash_of_seed_id_and_column(seed: int) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("zeroes", "expected a start of zeros, uniform, normal, got 'zeroes'; nearest: zeros"),
-        ("zeros:1", "expected start='zeros', got 'zeros:1'"),
-        ("uniform:", "expected start='uniform' or 'uniform:0.1', got 'uniform:'"),
-        ("uniform:-1", "got 'uniform:-1'"),
-        ("normal", "expected start='normal:0.01', got 'normal'"),
-        ("normal:nan", "got 'normal:nan'"),
-        ("normal:inf", "got 'normal:inf'"),
-        ("", "expected a start of"),
+        ("zeroes", "unknown start 'zeroes'; nearest: zeros; known: zeros, uniform:0.1, normal:0.01"),
+        ("zeros:1", "zeros takes no argument, got 'zeros:1'; write zeros"),
+        ("uniform:", "uniform needs a number above 0; write for example uniform:0.1"),
+        ("uniform:-1", "expected a number above 0 in 'uniform:-1', got '-1'"),
+        ("normal", "normal needs a number above 0; write for example normal:0.01"),
+        ("normal:nan", "in 'normal:nan', got 'nan'"),
+        ("normal:inf", "in 'normal:inf', got 'inf'"),
+        ("", "unknown start ''; known"),
     ],
 )
 def test_a_start_that_cannot_be_read_is_refused(text: str, words: str) -> None:

@@ -348,7 +348,7 @@ def test_pulls_and_fills_are_looked_at_too() -> None:
         (described(rows=-1), "got rows=-1, dim=3"),
         (TableInfo("t", 3, 0), "got rows=3, dim=0"),
         (described(dtype="float33"), "got 'float33'; nearest: float32"),
-        (described(start="ones"), "expected a start of"),
+        (described(start="ones"), "unknown start 'ones'; known"),
         (described(rule="sdg"), "expected a rule of"),
         (described(rule="ftrl", start="uniform"), "rule 'ftrl' works its rows out anew"),
     ],

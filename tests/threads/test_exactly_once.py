@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import assert_close, copied, made_gradients, made_params, set_gradients
 from lossy import LossyJob, UnreliableChannel, channels_of, disturb, every
+from sessions import within
 from torch import nn
 
 from polytempo.client.client import Client
@@ -65,7 +66,7 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert_close(values, expected(scale), rtol=1e-9)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
     assert job.sequencer.tracks["0"].version == updates
-    assert [server.keeper.stores["0"].version for server in job.servers] == [updates] * job.plan.shards
+    assert [server.executor.stores["0"].version for server in job.servers] == [updates] * job.plan.shards
     assert [account.steps for account in job.sequencer.accounts] == [STEPS] * WORKERS
 
 
@@ -254,7 +255,7 @@ def test_a_lost_push_is_sent_again_as_it_was_though_an_answer_came_in_between() 
         pool = Pool()
         channel = LateAnswer(job.connect(0, pool))
         session = Session(Client([channel], 0, 0, pool, job.retry), job.job, 0)
-        got = work(session)
+        got = within(session, work)
         session.close()
     assert channel.lost
     assert_close([got], [start - LR * sum(gradients)], rtol=1e-9)

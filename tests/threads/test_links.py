@@ -109,7 +109,7 @@ def loss(world: World) -> str:
 
 
 def loss_of(world: World, call: Callable[[RankGroup], object]) -> str:
-    (outcome,) = outcomes(Client(lambda: call(world.everybody)))
+    (outcome,) = outcomes(Client(lambda: call(world.all_ranks)))
     assert isinstance(outcome, PeerError), repr(outcome)
     return str(outcome)
 
@@ -226,7 +226,7 @@ def test_memory_that_is_too_small_for_a_board_is_an_error() -> None:
     segment = make_segment(4096)
     socket.send_fds(fake, [head(SEGMENT, tag=64 << 10)], [segment.descriptor])
     fake.sendall(head(NOTE, b"1 all_reduce(sum, float32[3])", tag=1) + head(NOTE, tag=2))
-    (outcome,) = outcomes(Client(lambda: world.everybody.all_reduce([torch.ones(3)]).wait(PATIENCE / 4)))
+    (outcome,) = outcomes(Client(lambda: world.all_ranks.all_reduce([torch.ones(3)]).wait(PATIENCE / 4)))
     assert isinstance(outcome, Exception), outcome
     fake.close()
     results(Client(world.close))
@@ -241,7 +241,7 @@ def test_a_peer_that_stops_reading_is_lost() -> None:
 
 def test_a_peer_that_sends_garbage_and_reads_nothing_is_soon_let_go() -> None:
     with beside_a_fake() as (world, fake):
-        sending = send(world.everybody, torch.ones(8_000_000), 1, background=True)
+        sending = send(world.all_ranks, torch.ones(8_000_000), 1, background=True)
         fake.sendall(GARBAGE["ones"])
         (outcome,) = outcomes(Client(sending.wait))
         assert outcome is None or "rank 1 is gone" in str(outcome)
@@ -253,12 +253,12 @@ def test_a_payload_that_is_under_way_when_its_call_fails_does_no_harm() -> None:
     with beside_a_fake(timeout=0.2) as (world, fake):
         fake.sendall(head(DATA, context=1, tag=6, length=4) + b"abcd" + head(DATA, tag=1, length=4000) + bytes(100))
         place = torch.zeros(4, dtype=torch.uint8)
-        results(Client(lambda: receive(world.everybody, place, 1, tag=6).wait()))
+        results(Client(lambda: receive(world.all_ranks, place, 1, tag=6).wait()))
         assert "rank 0 has waited" in loss_of(
             world, lambda group: group.all_reduce([torch.ones(2000)], algorithm="ring").wait()
         )
         fake.sendall(bytes(3900) + head(DATA, context=1, tag=7, length=4) + b"efgh")
-        results(Client(lambda: receive(world.everybody, place, 1, tag=7).wait()))
+        results(Client(lambda: receive(world.all_ranks, place, 1, tag=7).wait()))
         assert bytes(place.tolist()) == b"efgh"
 
 
@@ -417,7 +417,7 @@ FRAMES = {
 def test_garbage_ends_a_link_between_hosts_with_a_reason(frames: str, fake_rank: int) -> None:
     with beside_a_fake_host(fake_rank) as (world, fake):
         fake.send_multipart(FRAMES[frames])
-        (outcome,) = outcomes(Client(lambda: world.everybody.barrier().wait()))
+        (outcome,) = outcomes(Client(lambda: world.all_ranks.barrier().wait()))
         assert isinstance(outcome, PeerError), repr(outcome)
         assert f"rank {fake_rank} is gone (it sent something that is no message)" in str(outcome)
 
@@ -426,7 +426,7 @@ def test_garbage_ends_a_link_between_hosts_with_a_reason(frames: str, fake_rank:
 def test_a_call_that_is_none_ends_a_link_between_hosts_with_a_reason(meta: bytes) -> None:
     with beside_a_fake_host(1) as (world, fake):
         fake.send(head(CALL, meta))
-        (outcome,) = outcomes(Client(lambda: world.everybody.barrier().wait()))
+        (outcome,) = outcomes(Client(lambda: world.all_ranks.barrier().wait()))
         assert isinstance(outcome, PeerError), repr(outcome)
         assert "rank 1 is gone" in str(outcome)
 
@@ -436,7 +436,7 @@ def test_shared_memory_is_not_taken_from_another_host() -> None:
         fake.send(head(SEGMENT, tag=1 << 16))
         fake.send(head(BYE))
         fake.close()
-        (outcome,) = outcomes(Client(lambda: world.everybody.barrier().wait()))
+        (outcome,) = outcomes(Client(lambda: world.all_ranks.barrier().wait()))
         assert "rank 1" in str(outcome)
 
 
@@ -451,7 +451,7 @@ def test_a_stranger_at_the_door_does_not_end_a_link(what: bytes) -> None:
             return open_by_store(store, rank, 2, ROUTE, keys_here, patience=PATIENCE)
 
         worlds = at_once(2, open_one)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
     host, _, port = said(store, "link-0-1").removeprefix("tcp://").rpartition(":")
     for _ in range(3):
         with socket.create_connection((host, int(port)), PATIENCE) as stranger, contextlib.suppress(OSError):
@@ -460,7 +460,7 @@ def test_a_stranger_at_the_door_does_not_end_a_link(what: bytes) -> None:
             while stranger.recv(1000):  # until the other side has ended it
                 pass
         found = attempts(
-            worlds, lambda world: [Call("all_reduce", "ring", 5).make(world.everybody).check() for _ in range(3)]
+            worlds, lambda world: [Call("all_reduce", "ring", 5).make(world.all_ranks).check() for _ in range(3)]
         )
         close_if_broken(worlds, found)
         assert not any(isinstance(outcome, BaseException) for outcome in found), found
@@ -496,7 +496,7 @@ def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.Mo
         stranger.sendall(RANK.pack(1, 2))
         assert stranger.recv(1) == b"", "it was turned away"
     worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
-    everywhere(worlds, lambda world: Call("all_reduce").make(world.everybody).check())
+    everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     close_all(worlds)
 
 
@@ -509,7 +509,7 @@ def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes
         stranger.shutdown(socket.SHUT_WR)
         worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
     assert sorted(worlds[0].engine.links) == [1]
-    everywhere(worlds, lambda world: Call("all_reduce").make(world.everybody).check())
+    everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     close_all(worlds)
 
 
@@ -526,7 +526,7 @@ def test_one_who_claims_a_rank_that_has_come_is_turned_away(monkeypatch: pytest.
     with connected(name, 0) as second:
         second.sendall(RANK.pack(1, 3))
         worlds = results(*opening, Client(lambda: open_by_name(name, 2, 3, PATIENCE)))
-        found = attempts(worlds, lambda world: Call("all_reduce", "ring").make(world.everybody).check())
+        found = attempts(worlds, lambda world: Call("all_reduce", "ring").make(world.all_ranks).check())
     close_all(worlds)
     assert not any(isinstance(outcome, BaseException) for outcome in found), found
 
@@ -548,7 +548,7 @@ def test_who_believes_in_fewer_ranks_learns_of_it_by_his_first_call() -> None:
     found = outcomes(Client(lambda: open_by_name(name, 0, 3, 0.5)), Client(lambda: open_by_name(name, 1, 2, 0.5)))
     assert "rank 1 says there are 2 ranks, and this one says 3" in str(found[0])
     if isinstance(found[1], World):
-        (outcome,) = outcomes(Client(lambda: found[1].everybody.barrier().wait()))
+        (outcome,) = outcomes(Client(lambda: found[1].all_ranks.barrier().wait()))
         assert isinstance(outcome, RankLost)
         found[1].close()
     else:
@@ -620,7 +620,7 @@ def test_ranks_meet_in_a_process_with_many_descriptors() -> None:
     try:
         for kind in ("unix", "zmq"):
             worlds = open_worlds(kind, 3)
-            everywhere(worlds, lambda world: Call("all_reduce").make(world.everybody).check())
+            everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
             close_all(worlds)
     finally:
         for descriptor in many:
@@ -670,7 +670,7 @@ def test_without_keys_it_must_be_said_that_none_are_wanted() -> None:
         assert isinstance(outcome, UsageError), outcome
         assert re.search("ranks [01] are on other hosts: give all ranks the same key file .* or say insecure", str(outcome))
     worlds = open_two({"insecure": True}, {"insecure": True})
-    everywhere(worlds, lambda world: Call("all_reduce", size=100_000).make(world.everybody).check())
+    everywhere(worlds, lambda world: Call("all_reduce", size=100_000).make(world.all_ranks).check())
     close_all(worlds)
 
 
@@ -678,7 +678,7 @@ def test_on_one_host_no_keys_are_needed() -> None:
     store = Shelf()
     worlds = at_once(2, lambda rank: open_by_store(store, rank, 2, ROUTE))
     assert {world.hosts for world in worlds} == {((0, 1),)}
-    everywhere(worlds, lambda world: Call("all_reduce", "shared-memory").make(world.everybody).check())
+    everywhere(worlds, lambda world: Call("all_reduce", "shared-memory").make(world.all_ranks).check())
     close_all(worlds)
 
 
@@ -711,12 +711,12 @@ def test_what_goes_between_hosts_cannot_be_read() -> None:
 
     def work(world: World) -> None:
         if world.rank == 0:
-            send(world.everybody, words, 1).wait()
+            send(world.all_ranks, words, 1).wait()
         else:
             place = torch.zeros_like(words)
-            receive(world.everybody, place, 0).wait()
+            receive(world.all_ranks, place, 0).wait()
             assert torch.equal(place, words)
-        world.everybody.barrier().wait()
+        world.all_ranks.barrier().wait()
 
     everywhere(worlds, work)
     close_all(worlds)
@@ -767,7 +767,7 @@ def test_everything_is_given_back(kind: str, background: bool) -> None:
         def work(world: World) -> None:
             for size in (10, 50_000, 700_000):
                 for call in (Call("all_reduce", size=size), Call("all_gather", size=size), Call("barrier")):
-                    call.make(world.everybody, background).check()
+                    call.make(world.all_ranks, background).check()
 
         everywhere(worlds, work)
         close_all(worlds)
@@ -782,7 +782,7 @@ def test_worlds_that_were_never_used_are_given_back(kind: str) -> None:
 
 def test_a_group_nobody_uses_any_more_gives_back_its_memory(opening: Opening) -> None:
     worlds = opening("unix", 3)
-    everywhere(worlds, lambda world: Call("all_reduce").make(world.everybody).check())
+    everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     before = Leftovers()
     for _ in range(5):
         groups = [world.new_group([0, 1, 2]) for world in worlds]
@@ -795,7 +795,7 @@ def test_a_group_nobody_uses_any_more_gives_back_its_memory(opening: Opening) ->
 def test_a_forked_child_does_not_keep_links_open(opening: Opening) -> None:
     """Such as a data loader's worker: its parent's end is seen although it lives."""
     worlds = opening("unix", 2)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
     alive, end = os.pipe()
     child = os.fork()
     if not child:
@@ -805,7 +805,7 @@ def test_a_forked_child_does_not_keep_links_open(opening: Opening) -> None:
     try:
         os.close(alive)
         worlds[1].close()
-        (outcome,) = outcomes(Client(lambda: worlds[0].everybody.barrier().wait()))
+        (outcome,) = outcomes(Client(lambda: worlds[0].all_ranks.barrier().wait()))
         assert "rank 1 has left the job" in str(outcome)
     finally:
         os.close(end)

@@ -30,12 +30,12 @@ from worlds import (
     results,
 )
 
-from polytempo.collectives import progress_engine as engine_module
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import AGAIN, World
 from polytempo.errors import PeerError, RankLost
+from polytempo.transport import deadline
 from polytempo.transport.peer_link import LinkMessage
 
 __all__ = ["nothing_left", "opening"]
@@ -87,7 +87,7 @@ def ways(kind: str, size: int) -> list[tuple[str, str]]:
 
 def warm(worlds: Sequence[World]) -> None:
     """Boards are made and speeds are known."""
-    everywhere(worlds, lambda world: [world.everybody.barrier().wait(), world.everybody.all_reduce([torch.ones(9)]).wait()])
+    everywhere(worlds, lambda world: [world.all_ranks.barrier().wait(), world.all_ranks.all_reduce([torch.ones(9)]).wait()])
 
 
 def sum_over(group: RankGroup) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_a_rank_that_was_waited_for_and_leaves_is_named(opening: Opening, kind: 
     for name, how in (("all_reduce", "auto"), ("all_reduce", "ring"), ("all_gather", "ring"), ("barrier", "auto")):
         worlds = open_worlds(kind, 3)
         warm(worlds)
-        calls = [Call(name, how).make(world.everybody, background=True).task for world in worlds[:2]]
+        calls = [Call(name, how).make(world.all_ranks, background=True).task for world in worlds[:2]]
         worlds[2].close()
         for task in calls:
             (outcome,) = outcomes(Client(task.wait))
@@ -186,7 +186,7 @@ def in_the_middle(worlds: Sequence[World], who: int, how: str, sends: int, size:
     doom(worlds[who], sends)
 
     def work(world: World) -> Any:
-        result = call.make(world.everybody).check(call)
+        result = call.make(world.all_ranks).check(call)
         if world.rank == who:
             raise Died
         return result
@@ -206,7 +206,7 @@ def test_a_death_in_the_middle_is_named_and_survived(opening: Opening, kind: str
         assert not isinstance(found[rank], BaseException) or names(found[rank], who), found[rank]
     if sends == 0:
         assert all(isinstance(found[rank], RankLost) for rank in survivors), "nobody can do without what it never sent"
-    old = [worlds[rank].everybody for rank in survivors]
+    old = [worlds[rank].all_ranks for rank in survivors]
     for outcome in outcomes(*[Client(lambda group=group: group.barrier().wait()) for group in old]):
         assert names(outcome, who), outcome
     groups = check_reformed(worlds, survivors)
@@ -246,7 +246,7 @@ def test_who_dies_before_it_hands_over_shared_memory_is_named(opening: Opening) 
     """The first of a host makes the board."""
     worlds = opening("unix", 3)
     doom(worlds[0], 0)
-    found = attempts(worlds, lambda world: until_death(world, lambda world: world.everybody.barrier().wait()))
+    found = attempts(worlds, lambda world: until_death(world, lambda world: world.all_ranks.barrier().wait()))
     assert names(found[1], 0)
     assert names(found[2], 0)
     check_reformed(worlds, [1, 2])
@@ -264,7 +264,7 @@ def test_who_does_not_need_it_any_more_does_not_mind(opening: Opening, kind: str
         call, who = Call(name, how, 3000, root=(index + 1) % 3), index % 3
 
         def work(world: World, call: Call = call, who: int = who) -> None:
-            call.make(world.everybody).check(call)
+            call.make(world.all_ranks).check(call)
             if world.rank == who:
                 world.close(politely)
 
@@ -289,7 +289,7 @@ def test_a_rank_that_has_done_its_part_may_leave_before_others_begin(
 ) -> None:
     worlds = opening(kind, 3)
     warm(worlds)
-    everywhere([worlds[early]], lambda world: (call.make(world.everybody).check(), world.close()))
+    everywhere([worlds[early]], lambda world: (call.make(world.all_ranks).check(), world.close()))
 
     def seen_to_leave(world: World) -> bool:
         world.engine.look()
@@ -298,7 +298,7 @@ def test_a_rank_that_has_done_its_part_may_leave_before_others_begin(
     for world in worlds:
         if world.rank != early:
             wait_until(lambda world=world: seen_to_leave(world))
-    everywhere([world for world in worlds if world.rank != early], lambda world: call.make(world.everybody).check(call))
+    everywhere([world for world in worlds if world.rank != early], lambda world: call.make(world.all_ranks).check(call))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -314,7 +314,7 @@ def test_all_leave_as_soon_as_they_are_done(opening: Opening, kind: str) -> None
         worlds = open_worlds(kind, 4)
 
         def work(world: World, turn: int = turn) -> None:
-            Call("all_reduce", "auto" if turn % 2 else "ring", 20_000).make(world.everybody).check()
+            Call("all_reduce", "auto" if turn % 2 else "ring", 20_000).make(world.all_ranks).check()
             world.close(politely=turn < 2)
 
         everywhere(worlds, work)
@@ -330,7 +330,7 @@ def test_two_deaths_at_once_are_survived(opening: Opening, kind: str) -> None:
     warm(worlds)
     for who in (1, 4):
         worlds[who].close(politely=who == 1)
-    found = attempts([worlds[rank] for rank in (0, 2, 3)], lambda world: sum_over(world.everybody))
+    found = attempts([worlds[rank] for rank in (0, 2, 3)], lambda world: sum_over(world.all_ranks))
     assert all(names(error, 1, 4) for error in found), found
     check_reformed(worlds, [0, 2, 3])
 
@@ -340,7 +340,7 @@ def test_one_death_after_another_is_survived(opening: Opening, kind: str) -> Non
     worlds = opening(kind, 5)
     warm(worlds)
     alive, contexts = [0, 1, 2, 3, 4], set[int]()
-    groups = {world.rank: world.everybody for world in worlds}
+    groups = {world.rank: world.all_ranks for world in worlds}
     for who in (2, 0, 4, 1):
         worlds[who].close(politely=False)
         alive.remove(who)
@@ -387,7 +387,7 @@ def test_a_death_while_the_others_form_again_is_survived(opening: Opening, kind:
     doom(worlds[3], told, lambda message: message.context >= AGAIN)
 
     def work(world: World) -> tuple[tuple[int, ...], list[int]]:
-        group = world.everybody
+        group = world.all_ranks
         while True:
             try:
                 return group.ranks, took_part(sum_over(group))
@@ -419,11 +419,11 @@ def test_whoever_dies_wherever_the_others_go_on(
         doom(worlds[rank], sends, lambda message, when=in_reform: (message.context >= AGAIN) == when)
 
     def work(world: World) -> tuple[tuple[int, ...], list[int]]:
-        group, failures = world.everybody, 0
+        group, failures = world.all_ranks, 0
         while True:
             try:
                 mine = torch.full((50,), 1 << world.rank, dtype=torch.int64)
-                group.all_reduce([mine], algorithm=how if group is world.everybody else "ring").wait()
+                group.all_reduce([mine], algorithm=how if group is world.all_ranks else "ring").wait()
                 if doomed.get(world.rank, ("", 0))[0] == ("reform" if failures else "call"):
                     raise Died
                 group.barrier().wait()
@@ -451,7 +451,7 @@ def test_closing_ends_a_call_that_another_thread_waits_for(opening: Opening, kin
     began = threading.Event()
 
     def wait() -> None:
-        task = worlds[0].everybody.barrier(background)
+        task = worlds[0].all_ranks.barrier(background)
         began.set()
         task.wait()
 
@@ -466,7 +466,7 @@ def test_closing_ends_a_call_that_another_thread_waits_for(opening: Opening, kin
 
 def test_closing_ends_all_that_is_under_way(opening: Opening) -> None:
     worlds = opening("unix", 2)
-    group = worlds[0].everybody
+    group = worlds[0].all_ranks
     tasks = [Call("all_reduce", size=10).make(group, background=True).task for _ in range(5)]
     ended = [threading.Event() for _ in tasks]
     for task, event in zip(tasks, ended, strict=True):
@@ -495,7 +495,7 @@ def test_a_callback_may_close(opening: Opening) -> None:
             world.close()
             closed[world.rank].set()
 
-        world.everybody.barrier(background=True).when_done(close)
+        world.all_ranks.barrier(background=True).when_done(close)
         assert closed[world.rank].wait(PATIENCE / 4)
 
     everywhere(worlds, work)
@@ -506,8 +506,8 @@ def test_a_callback_may_close(opening: Opening) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SAY_AFTER", 0.02)
-    monkeypatch.setattr(engine_module, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.02)
+    monkeypatch.setattr(deadline, "LOOK_EVERY", 0.01)
 
 
 def heard(capsys: pytest.CaptureFixture[str], pattern: str, found: list[str]) -> bool:
@@ -527,7 +527,7 @@ def test_who_waits_for_long_says_for_whom(
     def work(world: World) -> None:
         if world.rank == 1:
             assert come.wait(PATIENCE)
-        Call("all_reduce", "tree").make(world.everybody, background).check()
+        Call("all_reduce", "tree").make(world.all_ranks, background).check()
 
     clients = [Client(lambda world=world: work(world)) for world in worlds]
     said: list[str] = []
@@ -542,23 +542,11 @@ def test_who_waits_for_long_says_for_whom(
 @pytest.mark.usefixtures("impatient")
 def test_who_waits_for_several_names_them(opening: Opening, capsys: pytest.CaptureFixture[str]) -> None:
     worlds = opening("memory", 4)
-    waiting = Client(lambda: worlds[0].everybody.barrier().wait())
+    waiting = Client(lambda: worlds[0].all_ranks.barrier().wait())
     said: list[str] = []
     while not heard(capsys, r"rank 0 has waited 0 s in barrier\(\), for ranks 1, 2, 3\n", said) and not waiting.over():
         waiting.join(0.005)
-    results(*[Client(lambda world=world: world.everybody.barrier().wait()) for world in worlds[1:]], waiting)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_who_waits_says_so_less_and_less_often(opening: Opening, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each time after twice as long."""
-    worlds = opening("memory", 2)
-    waiting, lines = Client(lambda: worlds[0].everybody.barrier().wait()), list[str]()
-    while "".join(lines).count("\n") < 4 and not waiting.over():
-        lines.append(capsys.readouterr().err)
-        waiting.join(0.005)
-    worlds[0].engine.wake()
-    results(Client(lambda: worlds[1].everybody.barrier().wait()), waiting)
+    results(*[Client(lambda world=world: world.all_ranks.barrier().wait()) for world in worlds[1:]], waiting)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -570,13 +558,13 @@ def test_who_waits_too_long_fails_and_names_who_is_missing(opening: Opening, kin
 
     def work(world: World) -> None:
         with pytest.raises(PeerError, match=words):
-            Call("all_reduce").make(world.everybody, background).task.wait()
+            Call("all_reduce").make(world.all_ranks, background).task.wait()
         with pytest.raises(PeerError, match=words):
-            world.everybody.barrier().wait()
+            world.all_ranks.barrier().wait()
 
     everywhere([worlds[0], worlds[2]], work)
     for late in (worlds[1], worlds[3]):
-        (outcome,) = outcomes(Client(lambda late=late: Call("all_reduce").make(late.everybody).task.wait()))
+        (outcome,) = outcomes(Client(lambda late=late: Call("all_reduce").make(late.all_ranks).task.wait()))
         assert re.search(words, str(outcome)), "who comes later is told"
 
 
@@ -585,7 +573,7 @@ def test_who_waits_too_long_in_a_ring_or_for_another_host_fails_too(opening: Ope
     for kind, how in (("memory", "ring"), ("unix", "tree"), ("zmq", "ring"), ("zmq", "auto")):
         worlds = opening(kind, 3, timeout=0.2)
         for outcome in attempts(
-            worlds[:2], lambda world, how=how: Call("all_reduce", how).make(world.everybody).task.wait()
+            worlds[:2], lambda world, how=how: Call("all_reduce", how).make(world.all_ranks).task.wait()
         ):
             assert isinstance(outcome, PeerError)
             assert re.search(r"rank \d has waited \d+ s in all_reduce\(.*\), for rank \d", str(outcome))
@@ -597,7 +585,7 @@ def test_who_is_in_time_is_not_hurt_by_a_timeout(opening: Opening) -> None:
     worlds = opening("memory", 2, timeout=10.0)
 
     def work(world: World) -> None:
-        made = [Call("all_reduce", seed=seed).make(world.everybody, background=True) for seed in range(200)]
+        made = [Call("all_reduce", seed=seed).make(world.all_ranks, background=True) for seed in range(200)]
         for one in made:
             one.check()
 

@@ -95,7 +95,7 @@ def test_collectives_have_a_mean_of_large_float16(size: int) -> None:
         return own
 
     def work(world: World) -> list[torch.Tensor]:
-        group = world.everybody
+        group = world.all_ranks
         plans = [plan for plan in PLANS if plan[0] in ("all_reduce", "reduce", "reduce_scatter")]
         return [made(group, world.rank, *plan) for plan in plans]
 

@@ -14,6 +14,7 @@ from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
 from polytempo.errors import PeerError
+from polytempo.transport import deadline
 from polytempo.transport import local_peers as mesh_module
 from polytempo.transport.local_peers import HANDED_OVER, NOTE, RANK, LocalPeers
 from polytempo.transport.shared_memory import make_segment
@@ -147,7 +148,7 @@ def test_one_who_closes_while_it_is_waited_for_is_noticed_at_once(place: Place) 
     waiting.join(PATIENCE)
     assert waiting.over(), "it waits for nobody"
     assert (waiting.error, first.gone) == (None, {1})
-    assert time.monotonic() - began < mesh_module.SAY_AFTER, "the kernel says so; nobody has to look"
+    assert time.monotonic() - began < deadline.FIRST_REPORT, "the kernel says so; nobody has to look"
 
 
 def test_what_a_peer_said_last_is_heard_though_it_can_be_told_nothing(place: Place) -> None:
@@ -197,11 +198,11 @@ def test_meeting_waits_for_those_who_are_late(place: Place) -> None:
     assert (meeting.error, last.gone) == (None, set())
 
 
-@pytest.mark.parametrize(("rank", "words"), [(0, "waited 0.1 s for worker 1"), (1, "worker 0 does not listen")])
+@pytest.mark.parametrize(("rank", "words"), [(0, "waited 0.1 s for rank 1"), (1, "rank 0 does not listen")])
 def test_one_who_never_comes_is_named(place: Place, rank: int, words: str) -> None:
     (mesh,) = place.open(rank)
     with pytest.raises(PeerError, match=words):
-        mesh.meet([0, 1], patience=0.1)
+        mesh.meet([0, 1], timeout=0.1)
 
 
 def test_meeting_again_changes_nothing(place: Place) -> None:
@@ -246,16 +247,17 @@ def test_what_another_thing_raises_ends_the_wait(place: Place) -> None:
 def test_who_waits_long_says_for_whom(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mesh_module, "SAY_AFTER", 0.01)
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.01)
+    monkeypatch.setattr(deadline, "LOOK_EVERY", 0.01)
     first, second, third = place.met(3)
     said: list[str] = []
     waiting = Client(lambda: first.wait([1, 2], 1, 0, 1))
     second.tell([0], 1, 0, 1)
-    until(lambda: bool(said.append(capsys.readouterr().err) or "for workers 2 to" in "".join(said)), "nothing was said")
+    until(lambda: bool(said.append(capsys.readouterr().err) or "for rank 2 to" in "".join(said)), "nothing was said")
     third.tell([0], 1, 0, 1)
     waiting.join(PATIENCE)
     assert waiting.over()
-    assert "polytempo: worker 0 has waited" in "".join(said)
+    assert "polytempo: rank 0 has waited" in "".join(said)
 
 
 # Who may not come in.

@@ -347,8 +347,8 @@ def test_who_makes_the_group_after_others_failed_in_it_is_told(worlds_of: Cache,
         return make_all(group, [Call("all_reduce", size=rank + 1)])
 
     texts = at_once(2, fail)
-    received = receive(worlds[2].everybody, torch.zeros(1), 0, tag=77, background=True)
-    send(worlds[0].everybody, torch.ones(1), 2, tag=77).wait(PATIENCE)
+    received = receive(worlds[2].all_ranks, torch.zeros(1), 0, tag=77, background=True)
+    send(worlds[0].all_ranks, torch.ones(1), 2, tag=77).wait(PATIENCE)
     received.wait(PATIENCE)  # so rank 2 has all that rank 0 said before
     group = worlds[2].new_group([0, 1, 2])
     assert group is not None
@@ -414,14 +414,14 @@ def test_who_fails_in_the_middle_of_a_call_says_so_to_all(
 ) -> None:
     """Whatever went wrong in one process."""
     worlds = opening(kind, 3)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
 
     def work(world: World) -> None:
         mine = torch.ones(4)
         if world.rank == 1:
             mine = torch.ones(1).expand(4)  # cannot be written to
-        world.everybody.all_reduce([mine]).wait(PATIENCE)
-        world.everybody.barrier().wait(PATIENCE)
+        world.all_ranks.all_reduce([mine]).wait(PATIENCE)
+        world.all_ranks.barrier().wait(PATIENCE)
 
     found = attempts(worlds, work)
     assert all(isinstance(error, Exception) for error in found), found

@@ -39,7 +39,7 @@ def test_parcels_of_changing_forms_taken_in_any_order(forms: list[int], ahead: b
     order = data.draw(st.permutations(range(len(forms))))
 
     def work(session: Session) -> None:
-        carrier, everybody = carrier_of(session), session.world().everybody
+        carrier, everybody = carrier_of(session), session.world().all_ranks
         for kind in (FORWARD, BACKWARD):
             if session.rank == kind:
                 for number, form in enumerate(forms):
@@ -101,7 +101,7 @@ def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
     """A few bytes travel, and slots stay as few as are held at once."""
 
     def work(session: Session) -> tuple[int, int]:
-        carrier, everybody, held = carrier_of(session), session.world().everybody, []
+        carrier, everybody, held = carrier_of(session), session.world().all_ranks, []
         for number in range(40):
             if session.rank == 0:
                 carrier.send(1, FORWARD, StageMessage([torch.full((300_000,), float(number))], number=number))

@@ -441,18 +441,18 @@ def test_a_tag_that_no_message_can_carry_is_refused(worlds_of: Cache) -> None:
 @pytest.mark.parametrize("politely", [True, False])
 def test_a_message_that_was_sent_is_received_after_its_sender_has_left(opening: Opening, kind: str, politely: bool) -> None:
     worlds = opening(kind, 2)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
     place = torch.zeros(1000)
 
     def leave(world: World) -> None:
-        send(world.everybody, torch.ones(1000), 1).wait()
+        send(world.all_ranks, torch.ones(1000), 1).wait()
         world.close(politely)
 
     def take(world: World) -> None:
-        task = receive(world.everybody, place, 0)
+        task = receive(world.all_ranks, place, 0)
         assert task.wait() == 0
         with pytest.raises(PeerError, match=r"rank 0 (has left the job|is gone)"):
-            receive(world.everybody, place, 0).wait()
+            receive(world.all_ranks, place, 0).wait()
 
     everywhere(worlds, lambda world: leave(world) if world.rank == 0 else take(world))
     assert place.sum() == 1000
@@ -461,27 +461,27 @@ def test_a_message_that_was_sent_is_received_after_its_sender_has_left(opening: 
 @every_link
 def test_who_waits_for_a_message_of_somebody_who_leaves_learns_of_it(opening: Opening, kind: str) -> None:
     worlds = opening(kind, 3)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
 
     def work(world: World) -> None:
         if world.rank == 2:
             world.close()
         elif world.rank == 1:
-            receive(world.everybody, number(0), 2).wait()
+            receive(world.all_ranks, number(0), 2).wait()
         else:
-            send(world.everybody, number(4), 1, tag=3).wait()
+            send(world.all_ranks, number(4), 1, tag=3).wait()
 
     outcome = attempts(worlds, work)
     assert outcome[0] is None
     assert isinstance(outcome[1], PeerError)
     assert "rank 2 has left the job: rank 1 needs it in recv(float32[1], from 2, tag 0)" in str(outcome[1])
-    assert got(worlds[1].everybody, 0, tag=3) == (4.0, 0), "the others are still there"
+    assert got(worlds[1].all_ranks, 0, tag=3) == (4.0, 0), "the others are still there"
 
 
 @every_link
 def test_who_waits_for_anybody_gives_up_when_all_have_left(opening: Opening, kind: str) -> None:
     worlds = opening(kind, 3)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
     place, waiting = number(0), threading.Event()
 
     def work(world: World) -> None:
@@ -489,7 +489,7 @@ def test_who_waits_for_anybody_gives_up_when_all_have_left(opening: Opening, kin
             assert waiting.wait(PATIENCE)
             world.close()
         else:
-            task = receive(world.everybody, place, None, background=True)
+            task = receive(world.all_ranks, place, None, background=True)
             waiting.set()
             task.wait()
 
@@ -502,12 +502,12 @@ def test_who_waits_for_anybody_gives_up_when_all_have_left(opening: Opening, kin
 @every_link
 def test_a_send_to_somebody_who_has_left_is_an_error(opening: Opening, kind: str) -> None:
     worlds = opening(kind, 2)
-    everywhere(worlds, lambda world: world.everybody.barrier().wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
     worlds[1].close()
 
     def until_it_is_noticed() -> None:
         while True:
-            send(worlds[0].everybody, number(1), 1).wait()
+            send(worlds[0].all_ranks, number(1), 1).wait()
 
     (outcome,) = outcomes(Client(until_it_is_noticed))
     assert isinstance(outcome, PeerError), outcome
@@ -517,10 +517,10 @@ def test_a_send_to_somebody_who_has_left_is_an_error(opening: Opening, kind: str
 def test_a_receive_that_was_given_up_takes_nothing_from_the_next(opening: Opening) -> None:
     """After a timeout its message belongs to who asks next."""
     worlds = opening("memory", 2, timeout=0.2)
-    group = worlds[0].everybody
+    group = worlds[0].all_ranks
     with pytest.raises(PeerError, match=r"rank 0 has waited .* recv\(float32\[1\], from 1, tag 0\), for rank 1"):
         receive(group, number(-1), 1).wait()
-    send(worlds[1].everybody, number(5), 0).wait()
+    send(worlds[1].all_ranks, number(5), 0).wait()
     (outcome,) = outcomes(Client(lambda: got(group, 1)))
     assert outcome == (5.0, 1)
 
@@ -529,7 +529,7 @@ def test_a_receive_that_was_given_up_takes_nothing_from_the_next(opening: Openin
 @pytest.mark.parametrize("thread", [False, True])
 def test_messages_on_a_closed_world_fail_at_once(nothing_left: None, kind: str, thread: bool) -> None:
     worlds = open_worlds(kind, 2)
-    everywhere(worlds, lambda world: world.everybody.barrier(thread).wait())
+    everywhere(worlds, lambda world: world.all_ranks.barrier(thread).wait())
     close_all(worlds)
 
     def both_ways(world: World) -> list[str]:
@@ -537,7 +537,7 @@ def test_messages_on_a_closed_world_fail_at_once(nothing_left: None, kind: str, 
         for call in (send, receive):
             for background in (False, True):
                 with pytest.raises(PeerError, match="closed") as caught:
-                    call(world.everybody, number(1), 1 - world.rank, background=background).wait()
+                    call(world.all_ranks, number(1), 1 - world.rank, background=background).wait()
                 found.append(str(caught.value))
         return found
 

@@ -145,7 +145,7 @@ def _placed(world: World, hosts: Hosts | None) -> World:
     """As if its ranks were on these hosts."""
     if hosts is not None:
         world.hosts = hosts
-        world.everybody = world.new_group(range(world.size)) or world.everybody
+        world.all_ranks = world.new_group(range(world.size)) or world.all_ranks
     return world
 
 

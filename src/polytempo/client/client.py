@@ -15,7 +15,6 @@ slow (`docs/design/0010`).
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -59,7 +58,7 @@ from polytempo.protocol.values import OptimizerSpec, PulledRows, PushId, Trainin
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
-from polytempo.transport.local_peers import SAY_AFTER
+from polytempo.transport.deadline import Deadline
 from polytempo.transport.poller import Poller
 
 
@@ -355,8 +354,7 @@ class Client:
     def _wait(
         self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, line: ClientState | None = None
     ) -> None:
-        began = heard = time.monotonic()
-        say_at, moved = began + SAY_AFTER, self.moved()
+        deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.moved()
         while not done():
             if self._receive(min(self.retry, 1.0)):
                 heard = time.monotonic()
@@ -364,9 +362,7 @@ class Client:
             now, before, moved = time.monotonic(), moved, self.moved()
             if moved != before:
                 heard = now
-            if now >= say_at:
-                self._say_waiting(now - began, what, line)
-                say_at = now + 2 * (now - began)
+            deadline.report(lambda: f"for {what if line is None else line.waits_for(what)}")
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
@@ -374,11 +370,6 @@ class Client:
     def moved(self) -> int:
         """Bytes that have moved on any connection, either way; those of messages that are only partly through, too."""
         return sum(channel.moved() for channel in self._channels)
-
-    def _say_waiting(self, seconds: float, what: str, line: ClientState | None) -> None:
-        why = what if line is None else line.waits_for(what)
-        sys.stderr.write(f"polytempo: worker {self.rank} has waited {seconds:.0f} s for {why}\n")
-        sys.stderr.flush()
 
     def _receive(self, timeout: float) -> bool:
         """Take every message that is there, waiting at most so long for the first; was there one?"""

@@ -6,7 +6,6 @@ of its own drives for good; calls then reach it through a queue, and who waits, 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
-from polytempo.transport.local_peers import SAY_AFTER
+from polytempo.transport.deadline import Deadline, listed, named
 from polytempo.transport.memory import WakeUp
 from polytempo.transport.peer_link import BYE, DATA, FAILED, NOTE, SEGMENT, LinkMessage, PeerLink
 from polytempo.transport.poller import Poller
@@ -30,7 +29,6 @@ from polytempo.transport.shared_memory import Segment
 
 #: Calls of a group whose descriptions are remembered, to compare them with those of ranks that are behind.
 REMEMBERED = 256
-LOOK_EVERY = 0.5
 #: What is under way when a member crashes may end well if it needs it no more: it is given so many seconds.
 GRACE = 0.5
 
@@ -65,6 +63,7 @@ class ProgressEngine:
         self._closes: Callable[[PeerLink], None] | None = None
         self._closed = threading.Event()
         self.when_closed: Callable[[], None] = lambda: None
+        self._idle = Deadline(rank)  # without a time-out
         self._looks_at = 0.0
         let_go_after_fork(self.links)
 
@@ -124,7 +123,7 @@ class ProgressEngine:
         mine = self._calls[lane.context].get(number)
         if mine is not None and mine != theirs and lane.failed is None and number > lane.void:
             both = f"rank {self.rank} calls {mine} where rank {source} calls {theirs}"
-            where = f"call {number} of group {_listed(lane.ranks)}"
+            where = f"call {number} of group {listed(lane.ranks)}"
             wrong = PeerError(f"{both} ({where}); all ranks must make the same calls in the same order")
             self.fail(lane, wrong, number=number)
 
@@ -211,11 +210,10 @@ class ProgressEngine:
 
     def wait_for(self, task: Task, timeout: float | None) -> None:
         """Until the task has ended."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(self.rank, timeout)
         while not task.done:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if self._thread is not None or self._closing:
-                task.wait_quietly(left)
+                task.wait_quietly(deadline.left)
             elif self._driving.acquire(blocking=False):
                 try:
                     self._drive(lambda: task.done or self._closing or self._thread is not None, deadline)
@@ -223,8 +221,8 @@ class ProgressEngine:
                     self._driving.release()
             else:  # another thread drives, for something of its own: it must not be waited for
                 self._drive_in_background()
-            if not task.done and deadline is not None and time.monotonic() >= deadline:
-                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._for_whom(task)}")
+            if not task.done and deadline.over:
+                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._missing(task)}")
 
     def _drive_in_background(self) -> None:
         with self._starting:
@@ -311,18 +309,15 @@ class ProgressEngine:
     def _drive_on(self) -> None:
         with self._driving:
             try:
-                self._drive(lambda: self._closing, None)
+                self._drive(lambda: self._closing, self._idle)
             except Exception as error:  # noqa: BLE001  nobody waits for this thread: those who wait for tasks must learn of it
                 self._closing = True
                 self._end_all(PeerError(f"rank {self.rank} cannot go on: {type(error).__name__}: {error}"))
             self._close_all()
 
-    def _drive(self, over: Callable[[], bool], deadline: float | None) -> None:
-        while not over():
-            patience = LOOK_EVERY if deadline is None else min(LOOK_EVERY, deadline - time.monotonic())
-            if patience <= 0:
-                return
-            self._turn(patience, over)
+    def _drive(self, over: Callable[[], bool], deadline: Deadline) -> None:
+        while not over() and not deadline.over:
+            self._turn(deadline.until_next_look, over)
 
     def _turn(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
         if not (self._advance() or over()):
@@ -363,7 +358,7 @@ class ProgressEngine:
     def _retire(self, lane: CallQueue) -> None:
         """A call that went wrong after it had begun has left ranks at different places: nothing can follow it."""
         task = lane.queue.popleft()
-        if task.error is not None and task.began and not task.settled:
+        if task.error is not None and task.deadline is not None and not task.settled:
             said = PeerError(f"rank {self.rank} failed in {task.name}: {task.error}")
             self.fail(lane, task.error if isinstance(task.error, PeerError) else said, final=task.final, told=True)
         elif task.number:
@@ -395,26 +390,27 @@ class ProgressEngine:
 
     def _look_at_the_clock(self, now: float) -> None:
         """Who waits for too long says so, or gives up."""
-        self._looks_at = now + LOOK_EVERY
+        self._looks_at = now + self._idle.until_next_look
         heads = [lane.queue[0] for lane in list(self._lanes.values()) if lane.queue]
         for task in heads:
             lost = [rank for rank in task.lane.ranks if now - self._crashed.get(rank, now) > GRACE]
-            if lost and task.began:  # it may wait for one who will not come because of them
+            if lost and task.deadline is not None:  # it may wait for one who will not come because of them
                 task.finish(None, self._loss(lost, task))
         for task in [*heads, *self._free]:
-            waited = now - task.began
-            line = f"rank {self.rank} has waited {waited:.0f} s in {task.name}{self._for_whom(task)}"
-            if task.timeout is not None and waited > task.timeout:
+            if task.deadline is None:
+                continue
+            if task.deadline.over:
                 task.final = True  # as with torch's other back ends: a rank that hangs would be waited for again and again
-                task.finish(None, PeerError(line))
-            elif now - task.said >= SAY_AFTER and waited >= 2 * (task.said - task.began):
-                task.said = now
-                sys.stderr.write(f"polytempo: {line}\n")
-                sys.stderr.flush()
+                task.finish(None, PeerError(task.deadline.line(self._waits_in(task))))
+            else:
+                task.deadline.report(partial(self._waits_in, task))
 
-    def _for_whom(self, task: Task) -> str:
+    def _waits_in(self, task: Task) -> str:
+        return f"in {task.name}{self._missing(task)}"
+
+    def _missing(self, task: Task) -> str:
         missing = task.waits.missing() if task.waits is not None else []
-        return f", for rank{'s' if len(missing) > 1 else ''} {_listed(missing)}" if missing else ""
+        return f", for {named(missing)}" if missing else ""
 
     # What links call.
 
@@ -471,8 +467,3 @@ class ProgressEngine:
         self.left[source] = "has left the job" if source in self._polite else f"is gone ({reason})"
         if source not in self._polite:
             self._crashed[source] = time.monotonic()
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")

@@ -38,7 +38,7 @@ class World:
         engine.when_closed = met.close
         engine.attach(met.links)
         self._groups = 0
-        self.everybody = self._group(range(size), 0)
+        self.all_ranks = self._group(range(size), 0)
 
     def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
         return RankGroup(self.engine, ranks, self.hosts, context, self.timeout)

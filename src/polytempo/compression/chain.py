@@ -13,8 +13,9 @@ usually leave out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,13 +23,21 @@ from polytempo.compression.encoding import ByteArray, Code, Dense, NumberFormat,
 from polytempo.compression.sign import Sign
 from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import PeerError, UsageError, WrongType, nearest
+from polytempo.options import Syntax, number, parse
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SELECTORS = ("topk", "significant", "sign")
-NAMES = ("none", *SELECTORS, *CASTS)
+#: Selections: what makes the code from the argument.
+_CODES: dict[str, Callable[[Any], Code]] = {"topk": TopK, "significant": Significant, "sign": lambda _: Sign()}
+_SYNTAX = {
+    "none": Syntax("none"),
+    "bf16": Syntax("bf16"),
+    "fp16": Syntax("fp16"),
+    "topk": Syntax("topk:0.01", number("a share above 0 and up to 1", lambda share: 0 < share <= 1)),
+    "significant": Syntax("significant:1e-3", number("a threshold of at least 0", lambda threshold: threshold >= 0)),
+    "sign": Syntax("sign"),
+}
 KNOWN = "none, bf16, fp16, topk:0.01, significant:1e-3, sign, and a selection with a cast such as topk:0.01+bf16"
 
-NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 #: A plus that is not part of a number such as 1e+3.
 PLUS = re.compile(r"(?<![\d.][eE])\+")
 
@@ -135,40 +144,14 @@ def _described(state: Mapping[str, torch.Tensor]) -> str:
 
 def parse_chain(text: str) -> ChainSpec:
     """Read a chain such as `topk:0.01+bf16`; a `UsageError` says in one line what is wrong."""
-    parts = [part.strip() for part in PLUS.split(text)]
-    if parts in ([""], ["none"]):
-        return ChainSpec(Dense())
-    names = [_name(part, text) for part in parts]
-    if len(parts) > 1 and not (len(parts) == 2 and names[0] in SELECTORS and names[1] in CASTS):
-        raise UsageError(f"expected a selection, a cast, or one of each in this order, got {text!r}; known: {KNOWN}")
-    if names[0] == "sign" and len(parts) == 2:
+    links = [parse(link, "compression", _SYNTAX) for link in PLUS.split(text.strip() or "none")]
+    names = [link.name for link in links]
+    if names[0] == "sign" and len(names) == 2 and names[1] in CASTS:
         raise UsageError(f"sign sends single bits, which cannot be cast, got {text!r}; write sign")
-    code = _code(parts[0]) if names[0] in SELECTORS else Dense()
+    if len(names) > 1 and not (len(names) == 2 and names[0] in _CODES and names[1] in CASTS):
+        raise UsageError(f"expected a selection, a cast, or one of each in this order, got {text!r}; known: {KNOWN}")
+    code = _CODES[names[0]](links[0].argument) if names[0] in _CODES else Dense()
     return ChainSpec(code, names[-1] if names[-1] in CASTS else "")
-
-
-def _name(part: str, text: str) -> str:
-    name, colon, _ = part.partition(":")
-    if name not in NAMES:
-        near = nearest(name.lower(), NAMES)
-        raise UsageError(f"unknown filter {name!r} in {text!r}{near}; known: {KNOWN}")
-    if colon and name not in ("topk", "significant"):
-        raise UsageError(f"{name} takes no number, got {part!r}; write {name}")
-    return name
-
-
-def _code(part: str) -> Code:
-    name, _, number = part.partition(":")
-    if name == "sign":
-        return Sign()
-    value = float(number) if NUMBER.fullmatch(number) else float("nan")
-    if name == "topk":
-        if not 0 < value <= 1:
-            raise UsageError(f"topk needs a share above 0 and up to 1, got {part!r}; write for example topk:0.01")
-        return TopK(value)
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"significant needs a threshold of at least 0, got {part!r}; write for example significant:1e-3")
-    return Significant(value)
 
 
 # Which chain pushes and which answers go through.

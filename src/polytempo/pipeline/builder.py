@@ -151,7 +151,7 @@ class StageBuilder:
                 f"stages={spec!r} chooses replicas itself, got replicas={self.replicas}; leave them out, or give "
                 f"replicas={[1] * world.size} for a straight pipeline"
             )
-        straight, group = self.replicas is not None, world.everybody
+        straight, group = self.replicas is not None, world.all_ranks
         found = planned(
             spec, self.model, self.example, group, straight=straight, microbatches=self.microbatches, device=device
         )

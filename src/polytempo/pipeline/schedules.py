@@ -15,10 +15,11 @@ way leaves stages idle where replicas differ between stages and meet after every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
+from polytempo.options import ArgumentReader, Syntax, parse, switch, whole_number
 from polytempo.pipeline.actions import UPDATE, ReplicaActions, Schedule, ScheduleAction
 
 Replicas = Sequence[int] | None
@@ -47,11 +48,11 @@ def one_f_one_b(stages: int, microbatches: int, recompute: bool = False, replica
 
 
 def pipedream(
-    stages: int, minibatches: int, replicas: Replicas = None, vertical: bool = False, recompute: bool = False
+    stages: int, minibatches: int, replicas: Replicas = None, vertical_sync: bool = False, recompute: bool = False
 ) -> Schedule:
     """One forward, one backward and update, until so many minibatches have gone through."""
     counts = _counts(stages, minibatches, replicas, "minibatches")
-    if vertical and len(set(counts)) > 1:
+    if vertical_sync and len(set(counts)) > 1:
         raise UsageError(
             f"vertical sync needs equally many replicas at every stage, so that a version is made of the same minibatches "
             f"everywhere; got {counts}; nearest: {(counts[0],) * stages}, or leave vertical sync out"
@@ -61,7 +62,7 @@ def pipedream(
         for stage, count in enumerate(counts)
     ]
     made = tuple(map(tuple, lines))
-    return Schedule("pipedream", minibatches, made, recompute, "first" if vertical else "newest", flushes=False)
+    return Schedule("pipedream", minibatches, made, recompute, "first" if vertical_sync else "newest", flushes=False)
 
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
@@ -114,48 +115,30 @@ def _counts(stages: int, microbatches: int, replicas: Replicas, things: str = "m
     return counts
 
 
-#: Name: its maker, and the options of its spec with the names of the arguments they set.
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "sequential": sequential,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "pipedream": pipedream,
-}
-OPTIONS: dict[str, dict[str, str]] = {
-    "sequential": {},
-    "gpipe": {"recompute": "recompute"},
-    "1f1b": {"recompute": "recompute"},
-    "pipedream": {"vertical_sync": "vertical", "recompute": "recompute"},
-}
+@dataclass(frozen=True)
+class NamedSchedule:
+    """How a schedule is made, and the options of its spec. `spare` is a fact of the schedule, not an argument of `make`."""
+
+    make: Callable[..., Schedule]
+    options: Mapping[str, ArgumentReader] = field(default_factory=dict)
 
 
-#: Which of them can use memory that is spare: what they owe may wait for a while.
-CAN_WAIT = ("gpipe", "1f1b")
+_RECOMPUTE = {"recompute": switch("0")}
+#: Room for activations of more microbatches: schedules whose weight gradients may be deferred can use it.
+_SPARE = {"spare": whole_number("of microbatches", at_least=0, example="1")}
+
+SCHEDULES: dict[str, NamedSchedule] = {
+    "sequential": NamedSchedule(sequential),
+    "gpipe": NamedSchedule(gpipe, _RECOMPUTE | _SPARE),
+    "1f1b": NamedSchedule(one_f_one_b, _RECOMPUTE | _SPARE),
+    "pipedream": NamedSchedule(pipedream, {"vertical_sync": switch()} | _RECOMPUTE),
+}
+_SYNTAX = {name: Syntax(name, options=schedule.options) for name, schedule in SCHEDULES.items()}
 
 
 def make(spec: str, stages: int, microbatches: int, replicas: Replicas = None) -> Schedule:
-    """The schedule of a spec `name[,option=0|1]...[,spare=N]`."""
-    name, *pairs = (part.strip() for part in spec.split(","))
-    if name not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise UsageError(f"unknown pipeline schedule {name!r}{nearest(name.lower(), SCHEDULES)}; known: {known}")
-    given: dict[str, bool] = {}
-    spare = 0
-    for pair in pairs:
-        option, _, value = pair.partition("=")
-        if option == "spare" and name in CAN_WAIT:
-            spare = _number(name, pair, value)
-            continue
-        if option not in OPTIONS[name]:
-            known = ", ".join([*OPTIONS[name], *(["spare"] if name in CAN_WAIT else [])]) or "none"
-            raise UsageError(f"{name} has no option {option!r}; known: {known}{nearest(option, OPTIONS[name])}")
-        if value not in ("0", "1") or OPTIONS[name][option] in given:
-            raise UsageError(f"option {option!r} of {name} must be given once, as {option}=0 or {option}=1; got {pair!r}")
-        given[OPTIONS[name][option]] = value == "1"
-    return replace(SCHEDULES[name](stages, microbatches, replicas=replicas, **given), spare=spare)
-
-
-def _number(name: str, pair: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit()):
-        raise UsageError(f"option 'spare' of {name} is a number of microbatches, such as spare=1; got {pair!r}")
-    return int(value)
+    """The schedule of a spec `name[,recompute=0|1][,vertical_sync=0|1][,spare=N]`."""
+    choice = parse(spec, "pipeline schedule", _SYNTAX)
+    spare = choice.options.pop("spare", 0)
+    made = SCHEDULES[choice.name].make(stages, microbatches, replicas=replicas, **choice.options)
+    return replace(made, spare=spare)

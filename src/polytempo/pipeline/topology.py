@@ -11,24 +11,18 @@ The innermost level comes first, in counts and in bandwidths.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
+from polytempo.options import split
+from polytempo.units import parse_rate
 
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_UNITS = {
-    f"{prefix}{unit}/s": size * scale
-    for prefix, size in _PREFIXES.items()
-    for unit, scale in (("B", 1.0), ("b", 1 / 8), ("bit", 1 / 8))
-}
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)")
 _EXAMPLE = "such as 4x4:12GB/s,10Gb/s"
 
 
 @dataclass(frozen=True)
 class Level:
-    """So many components of the level below, each with a link of this bandwidth in bytes a second."""
+    """`count` components of the level below, each with a link of this bandwidth in bytes a second."""
 
     count: int
     bandwidth: float
@@ -62,8 +56,8 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """A topology from text such as 4x4:12GB/s,10Gb/s."""
-    counts, colon, rates = text.partition(":")
-    numbers, bandwidths = counts.strip().split("x"), [rate.strip() for rate in rates.split(",")]
+    counts, colon, inner, outer = split(text)
+    numbers, bandwidths = counts.split("x"), [inner, *outer]
     if not colon or not all(number.isascii() and number.isdigit() for number in numbers):
         raise UsageError(f"expected a topology COUNTxCOUNT:RATE,RATE {_EXAMPLE}, got {text!r}")
     if len(numbers) != len(bandwidths):
@@ -71,14 +65,5 @@ def parse_topology(text: str) -> Topology:
             f"expected one bandwidth for each level of a topology {_EXAMPLE}, "
             f"got {len(numbers)} counts and {len(bandwidths)} bandwidths in {text!r}"
         )
-    return Topology(tuple(Level(int(n), _rate(rate)) for n, rate in zip(numbers, bandwidths, strict=True)))
-
-
-def _rate(text: str) -> float:
-    match = _RATE.fullmatch(text)
-    if match is None:
-        raise UsageError(f"expected a bandwidth such as 10Gb/s or 12GB/s in a topology, got {text!r}")
-    number, unit = match.groups()
-    if unit and unit not in _UNITS:
-        raise UsageError(f"expected a bandwidth in B/s or b/s such as 12GB/s or 10Gb/s, got {text!r}{nearest(unit, _UNITS)}")
-    return float(number) * _UNITS.get(unit, 1.0)
+    rates = [parse_rate(bandwidth, "a bandwidth") for bandwidth in bandwidths]
+    return Topology(tuple(Level(int(count), rate) for count, rate in zip(numbers, rates, strict=True)))

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from polytempo.options import ArgumentReader, fraction, number, positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
-from polytempo.sync.mode import SCALE, ArgumentReader, Mode, fraction, number, positive_number, whole_number
+from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import Bound
 

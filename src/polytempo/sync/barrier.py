@@ -20,9 +20,10 @@ made with equal hyper-parameters; one that differs is refused by name.
 from __future__ import annotations
 
 from polytempo.errors import SpecError
+from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import Mode, whole_number
+from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 
 

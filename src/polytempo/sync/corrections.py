@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import SpecError
-from polytempo.sync.mode import ArgumentReader, fraction, number, whole_number
+from polytempo.options import ArgumentReader, fraction, number, whole_number
 
 #: The reason of every drop begins with this; the staleness follows.
 STALE = "staleness "

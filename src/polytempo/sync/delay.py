@@ -12,9 +12,10 @@ Where this departs from the paper: tasks there may be steps of the whole job; he
 
 from __future__ import annotations
 
+from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import SCALE, Mode, whole_number
+from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.policy import Policy
 
 

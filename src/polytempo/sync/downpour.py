@@ -28,9 +28,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import SCALE, Mode, positive_number, whole_number
+from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.policy import Policy
 
 

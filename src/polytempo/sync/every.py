@@ -11,8 +11,9 @@ the block that the first worker has just finished. With a worker that is always 
 
 from __future__ import annotations
 
+from polytempo.options import positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
-from polytempo.sync.mode import SCALE, Mode, positive_number, whole_number
+from polytempo.sync.mode import SCALE, Mode
 
 
 class Periodic(Gate):

@@ -16,8 +16,9 @@ A finite bound absorbs passing delays. A worker that is always slow sets the pac
 
 from __future__ import annotations
 
+from polytempo.options import whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
-from polytempo.sync.mode import SCALE, Mode, whole_number
+from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.progress import Progress
 
 

@@ -1,7 +1,7 @@
-"""What a row holds before anybody has pushed to it: numbers that depend on (seed, id, column) and on nothing else.
+"""Initial values of a row: numbers that depend on (seed, id, column) and on nothing else.
 
-So a row is the same on any shard of any number of shards, after a restart, and in whatever batch it is first asked for, and
-a row that nobody has pushed to needs no memory. The numbers are a hash of the three (the finaliser of splitmix64), made in
+So a row is the same on any shard of any number of shards, after a restart, and in any batch in which it is first pulled, and
+a row without a push needs no memory. The numbers are a hash of the three (the finaliser of splitmix64), made in
 blocks. "normal" goes through the machine's log, cos and sin: different kinds of machines may differ in the last bit there.
 """
 
@@ -13,12 +13,11 @@ import numpy
 import numpy.typing
 import torch
 
-from polytempo.errors import UsageError, nearest
+from polytempo.options import Syntax, number, parse
 
 Words = numpy.typing.NDArray[numpy.uint64]
 Numbers = numpy.typing.NDArray[numpy.float64]
 
-NAMES = ("zeros", "uniform", "normal")
 #: Numbers that are made at once: they stay in the cache through all the steps of the hash.
 BLOCK = 1 << 14
 GOLDEN = 0x9E3779B97F4A7C15
@@ -90,24 +89,15 @@ def _normal(keys: Words, dim: int, deviation: float) -> Numbers:
     return numbers[:, :dim]
 
 
+_SCALE = number("a number above 0", lambda scale: scale > 0, "0.1")
+_SYNTAX = {
+    "zeros": Syntax("zeros"),
+    "uniform": Syntax("uniform:0.1", _SCALE, argument_required=False),
+    "normal": Syntax("normal:0.01", _SCALE),
+}
+
+
 def _read(text: str, dim: int) -> tuple[str, float]:
-    """The name of a start and its scale."""
-    name, colon, number = text.partition(":")
-    if name not in NAMES:
-        raise UsageError(f"expected a start of {', '.join(NAMES)}, got {text!r}{nearest(name, NAMES)}")
-    if name == "zeros" and not colon:
-        return name, 0.0
-    if name == "uniform" and not colon:
-        return name, 1 / math.sqrt(max(dim, 1))
-    scale = _number(number) if name != "zeros" else math.nan
-    if not 0 < scale < math.inf:
-        forms = {"zeros": "'zeros'", "uniform": "'uniform' or 'uniform:0.1'", "normal": "'normal:0.01'"}
-        raise UsageError(f"expected start={forms[name]}, got {text!r}")
-    return name, scale
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    """The name of the initial values, and their scale: by default 1 / sqrt(dim) for uniform ones."""
+    choice = parse(text, "start", _SYNTAX)
+    return choice.name, 1 / math.sqrt(max(dim, 1)) if choice.argument is None else choice.argument

@@ -30,7 +30,7 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, world: World, ranks: Sequence[int]) -> None:
         super().__init__(world.rank, world.size)
         self._store, self._name, self._description = store, "", ""
-        self.world, self.group, self.ranks = world, world.everybody, ranks
+        self.world, self.group, self.ranks = world, world.all_ranks, ranks
         self._forget_exit = at_exit(world.close)
 
     # What torch asks.

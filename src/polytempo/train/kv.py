@@ -1,11 +1,11 @@
-"""`KV`: named arrays on the servers, for what is no neural network.
+"""`KV`: named arrays on the servers, for models that are not neural networks.
 
     kv = KV({"w": Array(1_000_000, rule="prox", lr=0.1, l1=0.01)}, sync="delay:8")
     w = kv["w"].pull(rows=ids).result()
     kv["w"].push(gradient, rows=ids)
 
 Each push is one step of this worker's clock, and the mode says when the next may start: under `delay:8` up to eight pushes
-are under way, under `bsp` the pushes of all workers are one update, under `ssp:3` nobody is more than three pushes ahead.
+are under way, under `bsp` the pushes of all workers are one update, under `ssp:3` no worker is over three pushes ahead.
 Nothing waits before it must: a push returns at once, and it is the next push or pull that waits for the mode's permission. A
 pull sees at least all that the mode promises to its step.
 """
@@ -33,7 +33,24 @@ ArrayUpdate = tuple[str, Any, Any]
 
 
 class KV:
-    """Arrays on the servers, under one clock. All workers must make the same."""
+    """A key-value store of arrays on the servers, under one clock. All workers must make the same one.
+
+    `kv["name"]` is the handle of an array, with `push`, `pull`, `clock` and `version`.
+
+    Args:
+        arrays: For each name the `Array` that describes it.
+        sync: The synchronisation mode of the pushes; the job's by default.
+
+    Raises:
+        UsageError: There is no array, the mode is for models only, or the job has no servers.
+
+    Example:
+        ```python
+        kv = pt.tables.KV({"w": pt.tables.Array(1_000_000, rule="prox", lr=0.1, l1=0.01)}, sync="delay:8")
+        w = kv["w"].pull(rows=ids).result()
+        kv["w"].push(gradient, rows=ids)
+        ```
+    """
 
     def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
         self._session = current()
@@ -81,7 +98,18 @@ class KV:
     # Steps.
 
     def push(self, *parts: ArrayUpdate, samples: float = 1.0) -> Future[int]:
-        """One step: parts for several arrays, each (name, values, rows). The result is a version that has it."""
+        """Push to several arrays as one step of this worker's clock.
+
+        Args:
+            *parts: For each array (name, values, rows): a list of ids, a start, or None for the whole array.
+            samples: The weight of this push in the mean of a round.
+
+        Returns:
+            A future of the version of the arrays that contains the push.
+
+        Raises:
+            UsageError: An array is unknown or comes twice, or the values do not fit.
+        """
         samples = weight_of(samples, zero=False)
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):
@@ -121,7 +149,7 @@ class KV:
         return exchange not in self._line.outstanding
 
     def wait(self) -> None:
-        """Until the mode lets this worker start its next step."""
+        """Wait until the mode lets this worker start its next step."""
         if self._client is None:
             return
         with self._session.lock:
@@ -132,23 +160,23 @@ class KV:
                 self.step = self._line.released
 
     def finish(self) -> None:
-        """Until every push of this worker is answered."""
+        """Wait until every push of this worker is answered."""
         if self._client is not None:
             with self._session.lock:
                 self._client.settle(self._name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What this worker's filters hold back, by array; the arrays themselves are in the job's checkpoints."""
+        """The compression residuals of this worker, by array; the arrays themselves are in the job's checkpoints."""
         return {name: table.residual for name, table in self._tables.items() if table.residual is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what was held back."""
+        """Restore the residuals of `state_dict`."""
         for name, residual in state.items():
             self[name].table.load_residual(residual)
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this worker so far."""
+        """Statistics of this worker so far: `step`, `waited_s`, `staleness`, `bytes_sent`, `bytes_received`."""
         sent = self._client.bytes_sent if self._client else 0
         received = self._client.bytes_received if self._client else 0
         line = self._line

@@ -23,30 +23,40 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """Something that was asked for. Waiting for it does the receiving: there is no thread."""
+    """The result of a push or a pull under way. `result()` receives it: there is no background thread."""
 
     def __init__(self, done: Callable[[], bool], result: Callable[[], T]) -> None:
         self._done, self._get = done, result
         self._result: list[T] = []
 
     def done(self) -> bool:
-        """Is it there?"""
+        """Whether the result has arrived."""
         return bool(self._result) or self._done()
 
     def result(self) -> T:
-        """Wait for it."""
+        """Wait for the result and return it."""
         if not self._result:
             self._result.append(self._get())
         return self._result[0]
 
 
 class Array:
-    """What an array is. `rows=None`: any id from 0 to 2**63 - 1; `dim=None`: a row is one number.
+    """The description of an array of a `KV`: its shape, and what a push does to it.
 
-    `rule` says what a push does: add, assign, min, max, or a rule that learns from gradients (sgd, adagrad, rowwise-adagrad,
-    adam, prox, ftrl), with its options. `compression`: what of a push is sent now
-    ("significant:1e-3", "topk:0.1+bf16"); the rest waits for the next.
-    `cache_keys`: lists of rows come again, and need not be sent each time.
+    Args:
+        rows: The number of rows; None for any id from 0 to 2**63 - 1.
+        dim: The length of a row; None where a row is one number.
+        rule: What a push does: `"add"`, `"assign"`, `"min"`, `"max"`, or a row optimizer for gradients (`"sgd"`,
+            `"adagrad"`, `"rowwise-adagrad"`, `"adam"`, `"prox"`, `"ftrl"`).
+        dtype: Of the rows.
+        start: Initial values: `"zeros"`, `"uniform:A"`, `"normal:S"`.
+        seed: Of the initial values.
+        compression: Which part of a push is sent now (`"significant:1e-3"`, `"topk:0.1+bf16"`); the rest goes later.
+        cache_keys: Lists of rows repeat, and need not be sent each time.
+        **options: Options of the rule, such as `lr` and `l1`.
+
+    Raises:
+        UsageError: An argument is out of range or unknown.
     """
 
     def __init__(

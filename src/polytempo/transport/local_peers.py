@@ -13,22 +13,18 @@ import os
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from polytempo.errors import PeerError
+from polytempo.transport.deadline import Deadline
 from polytempo.transport.shared_memory import Segment, open_segment
 from polytempo.transport.stream import peer_uid
 
 NOTE = struct.Struct("<HHIQ")  # kind, unused, board, round
 RANK = struct.Struct("<I")
 HANDED_OVER = 0  # the kind of note that comes with a segment
-#: Who waits longer than this says for whom; then after twice as long, and so on.
-SAY_AFTER = 10.0
-#: While nobody comes, it is looked after so often whether those who should are still there.
-LOOK_AFTER = 0.5
 
 #: Something else to watch while waiting: a descriptor, and what to do when it is ready.
 Also = tuple[int, Callable[[], object]]
@@ -55,22 +51,23 @@ class LocalPeers:
 
     # Finding each other.
 
-    def meet(self, ranks: Iterable[int], patience: float = 60.0) -> None:
+    def meet(self, ranks: Iterable[int], timeout: float = 60.0) -> None:
         """Be connected to all of these. They listen already, or will soon; one that is gone is noted as gone."""
         wanted = [rank for rank in ranks if rank != self.rank and rank not in self._sockets and rank not in self.gone]
-        deadline = time.monotonic() + patience
+        deadline = Deadline(self.rank, timeout)
         for rank in wanted:
             if rank < self.rank:
                 self._connect(rank, deadline)
         while missing := [r for r in wanted if r > self.rank and r not in self._sockets and r not in self.gone]:
-            if _ready([self._listener.fileno()], LOOK_AFTER):
+            if _ready([self._listener.fileno()], deadline.until_next_look):
                 self._accept()
-            elif time.monotonic() > deadline:
-                raise PeerError(f"worker {self.rank} has waited {patience:g} s for worker {missing[0]} to connect")
+            elif deadline.over:
+                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for rank {missing[0]} to connect")
             else:
                 self.gone.update(rank for rank in missing if self._is_gone(rank))
+                deadline.look([rank for rank in missing if rank not in self.gone], "to connect")
 
-    def _connect(self, rank: int, deadline: float) -> None:
+    def _connect(self, rank: int, deadline: Deadline) -> None:
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -83,8 +80,9 @@ class LocalPeers:
                 return None
             except FileNotFoundError:
                 sock.close()
-                if time.monotonic() > deadline:
-                    raise PeerError(f"worker {rank} does not listen at {self._path(rank)}") from None
+                deadline.look([rank], "to listen")
+                if deadline.over:
+                    raise PeerError(f"rank {rank} does not listen at {self._path(rank)}") from None
                 time.sleep(0.005)  # it is starting, and has no socket to wait on
 
     def _is_gone(self, rank: int) -> bool:
@@ -147,24 +145,17 @@ class LocalPeers:
 
     def wait(self, ranks: Iterable[int], kind: int, board: int, number: int, also: Iterable[Also] = ()) -> None:
         """Wait until all of these have noted this round, or are gone."""
-        began, say_after = time.monotonic(), SAY_AFTER
-        others = dict(also)
+        deadline, others = Deadline(self.rank), dict(also)
         while missing := [r for r in ranks if r in self._sockets and self.heard(r, kind, board) < number]:
             watched = {self._sockets[rank].fileno(): rank for rank in missing}
-            ready = _ready([*watched, *others], SAY_AFTER)
+            ready = _ready([*watched, *others], deadline.until_next_look)
             for descriptor in ready:
                 if descriptor in watched:
                     self._read(watched[descriptor])
                 else:
                     others[descriptor]()
-            if not ready and time.monotonic() - began >= say_after:
-                say_after *= 2
-                self._say(missing, time.monotonic() - began)
-
-    def _say(self, missing: list[int], seconds: float) -> None:
-        names = ", ".join(map(str, missing))
-        sys.stderr.write(f"polytempo: worker {self.rank} has waited {seconds:.0f} s for workers {names} to do their part\n")
-        sys.stderr.flush()
+            if not ready:
+                deadline.look(missing, "to do their part")
 
     def _read(self, rank: int) -> None:
         if rank not in self._sockets:

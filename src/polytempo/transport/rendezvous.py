@@ -81,10 +81,10 @@ class RankSocket(socket.socket):
         os.register_at_fork(after_in_child=let_go)
 
 
-def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, patience: Deadline) -> Met:
+def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, deadline: Deadline) -> Met:
     """All ranks are on this host and know this name."""
     met = Met((tuple(range(size)),))
-    met.links, met.seat = _meet_here(_digest(name), rank, range(size), size, receiver, patience)
+    met.links, met.seat = _meet_here(_digest(name), rank, range(size), size, receiver, deadline)
     return met
 
 
@@ -93,7 +93,7 @@ def meet_by_store(
     rank: int,
     size: int,
     receiver: Receiver,
-    patience: Deadline,
+    deadline: Deadline,
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
@@ -104,11 +104,11 @@ def meet_by_store(
     store.put(f"host-{rank}", _host())
     by_host: dict[str, list[int]] = {}
     for other in range(size):
-        by_host.setdefault(_found(store, f"host-{other}", other, patience), []).append(other)
+        by_host.setdefault(_found(store, f"host-{other}", other, deadline), []).append(other)
     met = Met(tuple(tuple(ranks) for ranks in by_host.values()))
     here = next(ranks for ranks in met.hosts if rank in ranks)
-    name = _digest(_found(store, "token", 0, patience))
-    met.links, met.seat = _meet_here(name, rank, here, size, receiver, patience)
+    name = _digest(_found(store, "token", 0, deadline))
+    met.links, met.seat = _meet_here(name, rank, here, size, receiver, deadline)
     away = [other for other in range(size) if other not in here]
     try:
         if away:
@@ -116,7 +116,7 @@ def meet_by_store(
             met.wires = ZmqWires(keys)
             links = [ZmqLink(other, receiver, met.wires, serves=rank < other) for other in away]
             met.links += links
-            _meet_away(store, rank, links, patience, route)
+            _meet_away(store, rank, links, deadline, route)
     except BaseException:
         for link in met.links:
             link.close()
@@ -125,13 +125,13 @@ def meet_by_store(
     return met
 
 
-def _found(store: KeyValueStore, key: str, other: int, patience: Deadline) -> str:
+def _found(store: KeyValueStore, key: str, other: int, deadline: Deadline) -> str:
     """What this rank has put there, or will."""
-    patience.afresh()
-    while (value := store.find(key, patience.until_next_look)) is None:
-        patience.look([other])
-        if patience.over:
-            raise PeerError(f"rank {patience.rank} has waited {patience.seconds:g} s for rank {other}; was it started?")
+    deadline.restart()
+    while (value := store.find(key, deadline.until_next_look)) is None:
+        deadline.look([other])
+        if deadline.over:
+            raise PeerError(f"rank {deadline.rank} has waited {deadline.seconds:g} s for rank {other}; was it started?")
     return value
 
 
@@ -143,9 +143,9 @@ def _digest(name: str) -> str:
 
 
 def _meet_here(
-    name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, patience: Deadline
+    name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, deadline: Deadline
 ) -> tuple[list[PeerLink], RankSocket]:
-    patience.afresh()
+    deadline.restart()
     others = [other for other in ranks if other != rank]
     found: dict[int, socket.socket] = {}
     seat = RankSocket()
@@ -154,9 +154,9 @@ def _meet_here(
             _bind(seat, f"\0polytempo-{name}-{rank}", rank)
         for other in others:
             if other < rank:
-                found[other] = _connect(name, rank, other, size, patience)
+                found[other] = _connect(name, rank, other, size, deadline)
         while missing := [other for other in others if other not in found]:
-            _accept(seat, found, size, patience, missing)
+            _accept(seat, found, size, deadline, missing)
     except BaseException:  # who has come must learn that nothing comes of it
         for sock in (*found.values(), seat):
             sock.close()
@@ -185,7 +185,7 @@ def _listener_at(address: str) -> int:
             return 0
 
 
-def _connect(name: str, rank: int, other: int, size: int, patience: Deadline) -> socket.socket:
+def _connect(name: str, rank: int, other: int, size: int, deadline: Deadline) -> socket.socket:
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -197,20 +197,20 @@ def _connect(name: str, rank: int, other: int, size: int, patience: Deadline) ->
             return sock
         except OSError as error:  # it is starting, and there is nothing to wait on
             sock.close()
-            patience.look([other])
-            if patience.over:
+            deadline.look([other])
+            if deadline.over:
                 raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
         time.sleep(TRY_EVERY)
 
 
 def _accept(
-    listener: socket.socket, found: dict[int, socket.socket], size: int, patience: Deadline, missing: list[int]
+    listener: socket.socket, found: dict[int, socket.socket], size: int, deadline: Deadline, missing: list[int]
 ) -> None:
     poller = select.poll()
     poller.register(listener, select.POLLIN)
-    while not poller.poll(patience.until_next_look * 1000):
-        patience.look(missing)
-        if patience.over:
+    while not poller.poll(deadline.until_next_look * 1000):
+        deadline.look(missing)
+        if deadline.over:
             raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
     sock, _ = listener.accept()
     sock.settimeout(5.0)
@@ -261,7 +261,7 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
         )
 
 
-def _meet_away(store: KeyValueStore, rank: int, links: list[ZmqLink], patience: Deadline, route: str) -> None:
+def _meet_away(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str) -> None:
     """The lower rank of a pair listens, and says where. Both then wait until the other has proved who it is."""
     host, known = _own_host(route)
     for link in links:
@@ -270,14 +270,14 @@ def _meet_away(store: KeyValueStore, rank: int, links: list[ZmqLink], patience: 
             store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{UNKNOWN}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
-            address = _found(store, f"link-{link.rank}-{rank}", link.rank, patience)
+            address = _found(store, f"link-{link.rank}-{rank}", link.rank, deadline)
             link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
-    patience.afresh()
+    deadline.restart()
     while missing := [link for link in links if not link.established]:
-        patience.look([link.rank for link in missing])
+        deadline.look([link.rank for link in missing])
         for link in missing:
             link.hear()
-            if link.problem or patience.over:
+            if link.problem or deadline.over:
                 why = link.problem or "it has not come, or not with the same key file"
                 raise PeerError(f"rank {rank} cannot talk to rank {link.rank}: {why}; give all ranks the same one")
         time.sleep(TRY_EVERY)

@@ -50,8 +50,8 @@ def test_one_who_is_gone_is_not_waited_for(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(deadline, "SAY_AFTER", 0.0)  # at the first look
-    monkeypatch.setattr(deadline, "LOOK_AFTER", 0.01)
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.0)  # at the first look
+    monkeypatch.setattr(deadline, "LOOK_EVERY", 0.01)
     rank, words = PLACES[place]
     store = one_who_has_said(*words)
     (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.1)))
@@ -60,7 +60,7 @@ def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, c
     assert re.search(ends, str(outcome))
     lines = capsys.readouterr().err.splitlines()
     assert lines
-    assert all(re.fullmatch(rf"polytempo: rank {rank} has waited \d+ s for rank {1 - rank} to come", line) for line in lines)
+    assert all(re.fullmatch(rf"polytempo: rank {rank} has waited \d+ s for rank {1 - rank} to join", line) for line in lines)
 
 
 def test_it_is_said_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +72,10 @@ def test_it_is_said_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch, c
         assert not waiting.over
         waiting.look([1, 2])
         if line := capsys.readouterr().err:
-            assert line == f"polytempo: rank 0 has waited {second} s for ranks 1, 2 to come\n"
+            assert line == f"polytempo: rank 0 has waited {second} s for ranks 1, 2 to join\n"
             said_at.append(second)
     assert said_at == [10, 20, 40, 80]
     now[0] = 200.0
     assert waiting.over
-    waiting.afresh()
+    waiting.restart()
     assert not waiting.over
