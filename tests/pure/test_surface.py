@@ -88,8 +88,9 @@ def test_commands_and_options() -> None:
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
-    assert options("worker") == ["--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
+    assert options("worker") == ["--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
+        "--fork",
         "--hiccup",
         "--json",
         "--metric",
@@ -111,6 +112,7 @@ def test_commands_and_options() -> None:
         "--checkpoint-errors",
         "--checkpoint-every",
         "--expect",
+        "--fork",
         "--grace",
         "--hiccup",
         "--host-timeout",
