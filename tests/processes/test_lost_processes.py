@@ -52,7 +52,7 @@ def die():
 
 
 def arm(engine):
-    original, left = engine.send, [sends]
+    original, left = engine.messages.send, [sends]
 
     def send(*about):
         if not left[0]:
@@ -60,7 +60,7 @@ def arm(engine):
         left[0] -= 1
         original(*about)
 
-    engine.send = send
+    engine.messages.send = send
 
 
 def total(group):
@@ -142,13 +142,7 @@ class Job:
         script.write_text(SCRIPT)
         name = f"{os.getpid()}-{self._bench.folder.name}"
         about = [name, self._bench.folder, how, extras, who, sends, length, size]
-        self._process = subprocess.Popen(
-            [sys.executable, script, *map(str, about)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self._bench.folder,
-            env=self._bench.environment,
-        )
+        self._process = self._bench.popen([sys.executable, str(script), *map(str, about)])
 
     def said(self, name: str) -> Any:
         """What a rank has written down."""

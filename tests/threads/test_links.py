@@ -509,7 +509,7 @@ def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
         worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
-    assert sorted(worlds[0].engine.links) == [1]
+    assert sorted(worlds[0].engine.messages.links) == [1]
     everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     close_all(worlds)
 

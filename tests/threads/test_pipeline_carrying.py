@@ -113,7 +113,9 @@ def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
         if session.rank == 1:
             return 0, 0
         slots = carrier._blocks[1]._blocks
-        return sum(map(len, slots.values())), sum(link.payload_sent for link in session.world().engine.links.values())
+        return sum(map(len, slots.values())), sum(
+            link.payload_sent for link in session.world().engine.messages.links.values()
+        )
 
     slots, sent = everywhere(2, work)[0]
     assert 3 <= slots <= 4

@@ -15,6 +15,7 @@ from math import sqrt
 
 import torch
 
+from polytempo.collectives.call_queues import Recovery
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
@@ -22,7 +23,6 @@ from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, 
 from polytempo.collectives.measure import measure
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.recovery import Recovery
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
 from polytempo.collectives.shared_buffer import SlotBuffers
 from polytempo.collectives.steps import Place, Step
@@ -57,14 +57,14 @@ class RankGroup:
         local = [tuple(self.ranks.index(rank) for rank in host if rank in self.ranks) for host in hosts]
         self.place = Place(self.rank, tuple(host for host in local if host))
         self.context = 2 * context  #: of collectives; the next number is that of single messages
-        self.lane = engine.open_lane(self.context, self.ranks)
-        self.buffers = SlotBuffers(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
+        self.queue = engine.queues.open(self.context, self.ranks)
+        self.buffers = SlotBuffers(engine.messages, self.queue, [self.ranks[member] for member in self.place.neighbours])
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
         self._lock = threading.Lock()
-        self._recovery = Recovery(engine, self.lane, self._start_over)
-        self.lane.when_failed = _weakly(self._recover)  # the engine knows the lane for ever, but not the group
+        self._recovery = Recovery(engine.messages, engine.queues, self.queue, self._start_over)
+        self.queue.when_failed = _weakly(self._recover)  # the engine keeps the queue for ever, but not the group
 
     # The collectives.
 
@@ -255,28 +255,28 @@ class RankGroup:
             self._calls += 1
             number = self._calls
             run = self._run(number, call, op, steps)
-            return self.engine.start(self.lane, call, run, background, self.timeout, number)
+            return self.engine.start(self.queue, call, run, background, self.timeout, number)
 
     def before_next(self, name: str, steps: Steps) -> Task:
         """Start something that this rank has to do before its next call begins."""
         with self._lock:
             self._recovery.open_again(self._calls)
-            return self.engine.start(self.lane, name, steps, True)
+            return self.engine.start(self.queue, name, steps, True)
 
     def _run(self, number: int, call: str, op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
         yield from self._recovery.clear(number)
-        self.engine.declare(self.lane, number, call)
+        self.engine.queues.declare(self.queue, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
-            self.speeds = yield from measure(self.engine, self.context, number, self.ranks, self.place.hosts)
+            self.speeds = yield from measure(self.engine.messages, self.context, number, self.ranks, self.place.hosts)
         meta = f"{number} {call}".encode()
-        meetings = self._recovery.meetings
-        return (yield from steps(ExecutionStage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
+        messages, barriers = self.engine.messages, self._recovery.barriers
+        return (yield from steps(ExecutionStage(messages, self.context, number, self.ranks, meta, op, barriers=barriers)))
 
     def _recover(self) -> None:
         with self._lock:  # so a call is counted and handed over, or neither
-            self.lane.told |= self.engine.has_submitted(self.lane)
+            self.queue.told |= self.engine.has_submitted(self.queue)
             self._recovery.open_again(self._calls)
-            self.engine.start(self.lane, "going on after a failure", self._recovery.agree(), True)
+            self.engine.start(self.queue, "going on after a failure", self._recovery.agree(), True)
 
     def _start_over(self) -> None:
         self.speeds = None  # some ranks may have measured them, and others not
@@ -344,8 +344,8 @@ class RankGroup:
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
-        if self._next() in self.engine.links:  # who has done its part and left need not know
-            self.engine.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
+        if self._next() in self.engine.messages.links:  # who has done its part and left need not know
+            self.engine.messages.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
         pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1

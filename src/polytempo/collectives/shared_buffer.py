@@ -23,10 +23,11 @@ from collections.abc import Iterable, Sequence
 import numpy
 import torch
 
+from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.chunking import cuts
-from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.reduce_ops import weighted_mean
-from polytempo.collectives.tasks import CallQueue, Steps, Wait
+from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.local_peers import HANDED_OVER, Also, LocalPeers
@@ -95,8 +96,8 @@ class SharedBuffer:
 class SlotBuffer:
     """A buffer of one size, of one group, on one rank."""
 
-    def __init__(self, engine: ProgressEngine, lane: CallQueue, members: Sequence[int], capacity: int) -> None:
-        self._engine, self._lane, self._memory = engine, lane, SharedBuffer(members, capacity, turns=2)
+    def __init__(self, messages: Messaging, queue: CallQueue, members: Sequence[int], capacity: int) -> None:
+        self._messages, self._queue, self._memory = messages, queue, SharedBuffer(members, capacity, turns=2)
         self.capacity = capacity
         self.turn = 0  #: which slot of each rank is used
 
@@ -107,14 +108,14 @@ class SlotBuffer:
         if memory.segment is not None:
             return
         first, *others = memory.members
-        if self._engine.rank == first:
+        if self._messages.rank == first:
             segment = memory.make("algorithm='ring'")
             for rank in others:
-                self._engine.send(rank, LinkMessage(SEGMENT, self._lane.context, self.capacity, segment=segment))
+                self._messages.send(rank, LinkMessage(SEGMENT, self._queue.context, self.capacity, segment=segment))
         else:
-            key = first, self._lane.context, self.capacity
-            yield Wait(lambda: key in self._engine.segments, lambda: [first])
-            memory.segment = self._engine.segments.pop(key)
+            key = first, self._queue.context, self.capacity
+            yield Wait(lambda: key in self._messages.segments, lambda: [first])
+            memory.segment = self._messages.segments.pop(key)
 
     def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
         """As many elements of a rank's slot as a tensor has, from this byte on."""
@@ -124,15 +125,15 @@ class SlotBuffer:
 class SlotBuffers:
     """The buffers of a group on this host, one of each size that was needed."""
 
-    def __init__(self, engine: ProgressEngine, lane: CallQueue, members: Sequence[int]) -> None:
-        self._engine, self._lane, self._members = engine, lane, members
+    def __init__(self, messages: Messaging, queue: CallQueue, members: Sequence[int]) -> None:
+        self._messages, self._queue, self._members = messages, queue, members
         self._buffers: dict[int, SlotBuffer] = {}
 
     def of(self, nbytes: int) -> SlotBuffer:
         """The smallest buffer with room for these bytes in a slot, or the largest there is."""
         capacity = next((size for size in SIZES if size >= nbytes), SIZES[-1])
         if capacity not in self._buffers:
-            self._buffers[capacity] = SlotBuffer(self._engine, self._lane, self._members, capacity)
+            self._buffers[capacity] = SlotBuffer(self._messages, self._queue, self._members, capacity)
         return self._buffers[capacity]
 
     def start_over(self) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.failures import failure
+from polytempo.collectives.call_queues import CallQueue, failure
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
-from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
 from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, outline, pack, unpacked
 from polytempo.transport.buffer_pool import Pool
@@ -132,11 +132,11 @@ class PointToPoint:
         if announcement:
             note = self._pool.take(ANNOUNCEMENT)
             note[:] = memoryview(announcement)
-            self._engine.send(to, LinkMessage(DATA, self._context, kind), note)
+            self._engine.messages.send(to, LinkMessage(DATA, self._context, kind), note)
         if segment is not None:
-            self._engine.send(to, LinkMessage(SEGMENT, self._context, segment[0], segment=segment[1]))
+            self._engine.messages.send(to, LinkMessage(SEGMENT, self._context, segment[0], segment=segment[1]))
         left = [1]
-        self._engine.send(to, LinkMessage(DATA, self._context, count * KINDS + kind), data, left.clear)
+        self._engine.messages.send(to, LinkMessage(DATA, self._context, count * KINDS + kind), data, left.clear)
         if left:
             yield Wait(lambda: not left, lambda: [to])
         self._pool.give(data)
@@ -165,16 +165,16 @@ class PointToPoint:
         """The next message; announcements that come before it are read."""
         while True:
             if incoming.announced is None:
-                incoming.announced = self._engine.expect(self._context, kind, source, ANNOUNCEMENT)
+                incoming.announced = self._engine.messages.expect(self._context, kind, source, ANNOUNCEMENT)
             form, note = incoming.form, incoming.announced
             tag = incoming.count * KINDS + kind
             size = REFERENCE.size if incoming.shared else form.size if form else 0
-            data = self._engine.expect(self._context, tag, source, size) if form else note
+            data = self._engine.messages.expect(self._context, tag, source, size) if form else note
             try:
                 yield from self._until(source, data, note)
             finally:
                 if data is not note:
-                    self._engine.post.withdraw(data, self._context, tag)
+                    self._engine.messages.mailbox.withdraw(data, self._context, tag)
             if form is not None and data.done:  # what was sent first is there first: it is not of the newer form
                 return unpacked(self._held(source, _bytes(data), incoming.shared, form.size), form, self.device)
             how, _, text = _bytes(note).tobytes().decode().rstrip().partition(" ")
@@ -185,12 +185,12 @@ class PointToPoint:
         """The bytes of a parcel; where they lie is free for others when nobody holds them any more."""
         if not shared:
             view = data[:]
-            weakref.finalize(view, self._engine.pool.give, data).atexit = False
+            weakref.finalize(view, self._engine.messages.pool.give, data).atexit = False
             return view
         number, offset = REFERENCE.unpack(data.tobytes())
         try:
             if (key := (source, number)) not in self._segments:
-                self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
+                self._segments[key] = self._engine.messages.segments.pop((source, self._context, number))  # it came before
             return read_block(self._segments[key], offset, size)
         except (KeyError, ValueError):
             raise PeerError(
@@ -198,24 +198,24 @@ class PointToPoint:
             ) from None
 
     def _until(self, source: int, *receipts: Receipt) -> Steps:
-        lane = self._group.lane
+        queue = self._group.queue
 
         def ready() -> bool:
-            return lane.failed is not None or any(receipt.done for receipt in receipts)
+            return queue.failed is not None or any(receipt.done for receipt in receipts)
 
         if not ready():
             yield Wait(ready, lambda: [source])
-        if lane.failed is not None and not any(receipt.done for receipt in receipts):
-            self._engine.hear_all()  # what was sent before counts, and may be in a socket that was not looked at since
+        if queue.failed is not None and not any(receipt.done for receipt in receipts):
+            self._engine.read_all()  # what was sent before counts, and may be in a socket that was not looked at since
             if not any(receipt.done for receipt in receipts):
-                raise lane.failed
+                raise queue.failed
 
     # Failing.
 
     @property
     def failed(self) -> Exception | None:
         """Why others cannot go on, as they have said."""
-        return self._group.lane.failed
+        return self._group.queue.failed
 
     def fail(self, error: Exception, groups: Sequence[RankGroup]) -> None:
         """Tell all others in these groups that nothing goes on, and why: also what others have told. So everybody
@@ -223,8 +223,8 @@ class PointToPoint:
 
         def steps() -> Steps:
             for group in groups:
-                self._engine.spread(group.lane, failure(group.lane, error, final=True, number=0))
-                self._engine.fail(group.lane, error, tell=False, final=True)
+                self._engine.queues.spread(group.queue, failure(group.queue, error, final=True, number=0))
+                self._engine.queues.fail(group.queue, error, tell=False, final=True)
             return
             yield  # a generator
 
@@ -233,7 +233,7 @@ class PointToPoint:
 
     def loss_of(self, rank: int) -> str:
         """What is known of a rank that is gone."""
-        return self._engine.left.get(rank, "is gone")
+        return self._engine.messages.left.get(rank, "is gone")
 
     def _start(self, name: str, steps: Steps) -> Task:
         return self._engine.start(CallQueue(-1, self._group.ranks), name, steps, False, self._group.timeout)
