@@ -133,7 +133,6 @@ PURE = (
     "pipeline/deferred_gradients.py",
     "pipeline/plan_report.py",
     "pipeline/planner.py",
-    "pipeline/planner_cost.py",
     "pipeline/schedules.py",
     "pipeline/timeline.py",
     "pipeline/topology.py",
@@ -145,7 +144,7 @@ PURE = (
     "launch/terminal_output.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
-VIRTUAL = ("simulate/datasets.py", "simulate/sharded_data.py", "simulate/virtual_")
+VIRTUAL = ("simulate/datasets.py", "simulate/virtual_training.py")
 IMPURE = {
     "time",
     "datetime",

@@ -23,8 +23,8 @@ from polytempo.report.picture import check_picture, draw_comparison, draw_scalin
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome, meta_of
+from polytempo.simulate.run import scaling as measure_scaling
 from polytempo.simulate.run import simulate_job
-from polytempo.simulate.scaling import scaling as measure_scaling
 
 Option = typer.Option
 ReportProgress = Callable[[float], None]

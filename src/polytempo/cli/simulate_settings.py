@@ -13,9 +13,8 @@ import yaml
 from polytempo.errors import ClusterError, UsageError
 from polytempo.records.files import read_events, read_meta
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
-from polytempo.simulate.description import Experiment, experiment_from
+from polytempo.simulate.description import Experiment, cluster_from_record, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal, as_duration
-from polytempo.simulate.from_record import cluster_from_record
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.run import resolve_via
 from polytempo.summation import in_order
