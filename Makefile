@@ -8,9 +8,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests wait a good part of their time: one process more than there are cores, and four are enough.
 TESTERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
-.PHONY: demo test check bench proof figures clean
+.PHONY: demo test check bench proof figures docs clean
 
-DEMO := compare --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp
+DEMO := compare --fork --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp
 
 demo: $(INSTALLED)
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture out/demo/accuracy.png --json out/demo/results.json examples/digits.py
@@ -37,6 +37,10 @@ figures: $(INSTALLED)
 	$(BIN)/python docs/figures/pipelines.py
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture docs/figures/demo.png examples/digits.py
 	$(BIN)/polytempo simulate --scaling --bandwidth 1Gb/s --model 100MB --step-time 250ms --picture docs/figures/scaling.png
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv: a minute or two, once"

@@ -33,7 +33,7 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import digits
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.virtual_training import TrainingRun, accuracy, train_virtually
-from polytempo.train.evaluation_statistics import statistics as recalibrated
+from polytempo.train.evaluation_statistics import evaluation_statistics as recalibrated
 
 OUT = Path("out/proof")
 CLUSTER = Cluster(step_time=Lognormal(1.0, 0.1), slow={3: 3.0})

@@ -26,8 +26,8 @@ def rows_worker(pipe: Connection, rank: int, job_file: str) -> None:
 
     def array_of(rows: int) -> Any:
         if rows not in arrays:
-            array = pt.Array(rows, DIM, rule="rowwise-adagrad", lr=LR, eps=EPS, start="uniform:0.5")
-            arrays[rows] = pt.KV({"rows": array})["rows"]
+            array = pt.tables.Array(rows, DIM, rule="rowwise-adagrad", lr=LR, eps=EPS, start="uniform:0.5")
+            arrays[rows] = pt.tables.KV({"rows": array})["rows"]
         return arrays[rows]
 
     def make(text: str, variant: str) -> Round:

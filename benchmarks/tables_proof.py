@@ -47,7 +47,7 @@ def work(rows: int, folder: Path, resumed: bool) -> None:
     torch.manual_seed(0)
     pt.init()
     dice = torch.Generator().manual_seed(pt.rank())
-    model = torch.nn.Sequential(pt.ServerEmbedding(rows, DIM, lr=0.05), torch.nn.Linear(DIM, 1))
+    model = torch.nn.Sequential(pt.tables.ServerEmbedding(rows, DIM, lr=0.05), torch.nn.Linear(DIM, 1))
     optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
     looked_at = torch.arange(LOOKED_AT) * (rows // LOOKED_AT)
 

@@ -61,7 +61,7 @@ class ClickModel(nn.Module):
         super().__init__()
         # rows=None: any id from 0 to 2**63 - 1, and memory only for those that come. With a number of rows it is faster.
         tables = {
-            name: pt.ServerEmbedding(None if name == "person" else rows, dim, lr=options.lr, start="normal:0.01")
+            name: pt.tables.ServerEmbedding(None if name == "person" else rows, dim, lr=options.lr, start="normal:0.01")
             for name, (rows, _) in FIELDS.items()
         }
         self.tables = nn.ModuleDict(tables)

@@ -44,7 +44,7 @@ def main() -> None:
         print(f"{size} ranks, the same sum on all; what rank 0 did:")
         _, steps = plan_for("all_reduce", "ring", Place(0, (tuple(range(size)),)), pieces=1)
         print(text_of(steps))
-        print("for 25 MB, auto takes", pt.explain("all_reduce", 25_000_000).reason)
+        print("for 25 MB, auto takes", pt.explain_algorithm("all_reduce", 25_000_000).reason)
     pt.shutdown()
 
 

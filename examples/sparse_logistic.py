@@ -107,8 +107,11 @@ class Worker:
 
 def learn(filters: bool) -> None:
     """From zero to the end, and what came of it."""
-    worker, array = Worker(), pt.Array(options.features, rule="prox", lr=options.lr, l1=options.l1, cache_keys=filters)
-    kv = pt.KV({"weights": array})
+    worker, array = (
+        Worker(),
+        pt.tables.Array(options.features, rule="prox", lr=options.lr, l1=options.l1, cache_keys=filters),
+    )
+    kv = pt.tables.KV({"weights": array})
     asked = sent = 0
     before = kv.stats["bytes_sent"] + kv.stats["bytes_received"]
     for _ in range(options.passes):

@@ -1,7 +1,12 @@
-"""Polytempo: distributed training in which synchronisation is a dial, not a fate.
+"""Polytempo: distributed PyTorch training with a choice of synchronisation modes.
 
-This is the one door: names below are loaded on first use, so that `import polytempo` costs nothing and a simulation never
-loads torch. One thing happens on import: torch, if and when it is loaded, is told the name of our back end.
+    import polytempo as pt
+    pt.init()
+    optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+All public names are here, in `polytempo.tables` (parameter tables on servers), `polytempo.simulate` (jobs in virtual time)
+and `polytempo.horovod` (Horovod's names). They are loaded on first use: `import polytempo` imports neither torch nor ZeroMQ.
+The import has one side effect: it registers the back end "polytempo" with `torch.distributed`, as soon as torch is loaded.
 """
 
 from __future__ import annotations
@@ -9,38 +14,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from polytempo.lazy_imports import lazy_names
 from polytempo.torch_backend.register import register
 from polytempo.version import VERSION
 
 if TYPE_CHECKING:
+    from polytempo import simulate as simulate
+    from polytempo import tables as tables
+    from polytempo.collectives.tasks import Task as Task
     from polytempo.errors import JobEnded as JobEnded
+    from polytempo.errors import PeerError as PeerError
     from polytempo.errors import PolytempoError as PolytempoError
+    from polytempo.errors import RankLost as RankLost
     from polytempo.errors import UsageError as UsageError
     from polytempo.optim.asup import AsuP as AsuP
+    from polytempo.pipeline.actions import Schedule as Schedule
     from polytempo.pipeline.pipeline import Pipeline as Pipeline
+    from polytempo.session.session import describe_model as describe_model
     from polytempo.session.session import init as init
     from polytempo.session.session import is_initialized as is_initialized
     from polytempo.session.session import local_rank as local_rank
     from polytempo.session.session import local_size as local_size
     from polytempo.session.session import log as log
-    from polytempo.session.session import manifest as manifest
     from polytempo.session.session import rank as rank
     from polytempo.session.session import should_stop as should_stop
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
-    from polytempo.simulate.cluster import Cluster as Cluster
-    from polytempo.simulate.description import cluster_from as cluster_from
-    from polytempo.simulate.run import simulate_job as simulate_job
-    from polytempo.simulate.virtual_training import train_virtually as train_virtually
-    from polytempo.sync.spec import parse_spec as parse_spec
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
+    from polytempo.train.communication import Group as Group
     from polytempo.train.communication import all_gather as all_gather
     from polytempo.train.communication import all_reduce as all_reduce
     from polytempo.train.communication import all_to_all as all_to_all
     from polytempo.train.communication import barrier as barrier
     from polytempo.train.communication import broadcast as broadcast
-    from polytempo.train.communication import explain as explain
+    from polytempo.train.communication import explain_algorithm as explain_algorithm
     from polytempo.train.communication import gather as gather
     from polytempo.train.communication import irecv as irecv
     from polytempo.train.communication import isend as isend
@@ -51,75 +59,48 @@ if TYPE_CHECKING:
     from polytempo.train.communication import reform as reform
     from polytempo.train.communication import scatter as scatter
     from polytempo.train.communication import send as send
-    from polytempo.train.evaluation_statistics import statistics as statistics
-    from polytempo.train.kv import KV as KV
-    from polytempo.train.kv_arrays import Array as Array
+    from polytempo.train.evaluation_statistics import evaluation_statistics as evaluation_statistics
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.prepare import prepare as prepare
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
-    from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
 
 __version__ = VERSION
 register()
 
-_WHERE = {
-    "PolytempoError": "polytempo.errors",
-    "UsageError": "polytempo.errors",
-    "Cluster": "polytempo.simulate.cluster",
-    "cluster_from": "polytempo.simulate.description",
-    "simulate_job": "polytempo.simulate.run",
-    "parse_spec": "polytempo.sync.spec",
-    "train_virtually": "polytempo.simulate.virtual_training",
-    "broadcast_optimizer_state": "polytempo.train.broadcast_state",
-    "broadcast_parameters": "polytempo.train.broadcast_state",
-    "DistributedOptimizer": "polytempo.train.optimizer",
-    "DistributedSampler": "polytempo.train.sampler",
-    "JobEnded": "polytempo.errors",
-    "Array": "polytempo.train.kv_arrays",
-    "AsuP": "polytempo.optim.asup",
-    "KV": "polytempo.train.kv",
-    "Pipeline": "polytempo.pipeline.pipeline",
-    "ServerEmbedding": "polytempo.train.server_embedding",
-    "prepare": "polytempo.train.prepare",
-    "statistics": "polytempo.train.evaluation_statistics",
-    **dict.fromkeys(
-        ("init", "is_initialized", "local_rank", "local_size", "log", "manifest", "rank", "should_stop", "shutdown", "size"),
-        "polytempo.session.session",
+#: Module, below `polytempo`: the public names that it defines.
+_MODULES = {
+    "collectives.tasks": ("Task",),
+    "errors": ("JobEnded", "PeerError", "PolytempoError", "RankLost", "UsageError"),
+    "optim.asup": ("AsuP",),
+    "pipeline.actions": ("Schedule",),
+    "pipeline.pipeline": ("Pipeline",),
+    "session.session": (
+        *("describe_model", "init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop"),
+        *("shutdown", "size"),
     ),
-    **dict.fromkeys(
-        (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "barrier",
-            "broadcast",
-            "explain",
-            "gather",
-            "irecv",
-            "isend",
-            "new_group",
-            "recv",
-            "reduce",
-            "reduce_scatter",
-            "reform",
-            "scatter",
-            "send",
-        ),
-        "polytempo.train.communication",
+    "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
+    "train.communication": (
+        *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
+        *("irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "reform", "scatter", "send"),
     ),
+    "train.evaluation_statistics": ("evaluation_statistics",),
+    "train.optimizer": ("DistributedOptimizer",),
+    "train.prepare": ("prepare",),
+    "train.sampler": ("DistributedSampler",),
 }
 
 __all__ = [
-    "KV",
-    "Array",
     "AsuP",
-    "Cluster",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Group",
     "JobEnded",
+    "PeerError",
     "Pipeline",
     "PolytempoError",
-    "ServerEmbedding",
+    "RankLost",
+    "Schedule",
+    "Task",
     "UsageError",
     "__version__",
     "all_gather",
@@ -129,8 +110,9 @@ __all__ = [
     "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "cluster_from",
-    "explain",
+    "describe_model",
+    "evaluation_statistics",
+    "explain_algorithm",
     "gather",
     "init",
     "irecv",
@@ -139,9 +121,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "log",
-    "manifest",
     "new_group",
-    "parse_spec",
     "prepare",
     "rank",
     "recv",
@@ -152,17 +132,17 @@ __all__ = [
     "send",
     "should_stop",
     "shutdown",
-    "simulate_job",
+    "simulate",
     "size",
-    "statistics",
-    "train_virtually",
+    "tables",
 ]
 
 
+_load, _ = lazy_names(__name__, _MODULES)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'polytempo' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_WHERE[name]), name)
+    return import_module(f"polytempo.{name}") if name in ("simulate", "tables") else _load(name)
 
 
 def __dir__() -> list[str]:

@@ -1,24 +1,25 @@
-"""Every error Polytempo raises, as one tree. Each is also the built-in error that Python, PyTorch and Horovod raise there.
+"""Every error that Polytempo raises, as one tree. Each is also the built-in error that Python, PyTorch or Horovod would
+raise.
 
 PolytempoError
-├── UsageError (ValueError)          the caller's mistake: said in one line, with the fix, before anything starts
+├── UsageError (ValueError)          a mistake of the caller: one line with the fix, before anything starts
 │   ├── WrongType (TypeError too)    an argument of another type than the call can take
 │   ├── SpecError                    a synchronisation spec that cannot be read, or does not fit the job
 │   └── ClusterError                 a cluster or experiment description that cannot be read
 ├── OrderError (RuntimeError)        a policy was fed an event that cannot happen (a push of a step that was not released)
-├── StuckError (RuntimeError)        nothing can happen any more and a rank still waits; says which waits for which
-├── PeerError (RuntimeError)         another process sent what cannot be right, or cannot be reached
-│   └── RankLost                     a rank that others need has ended; says which
+├── StuckError (RuntimeError)        deadlock: no event is left and a rank still waits; names both
+├── PeerError (RuntimeError)         another process broke the protocol, timed out or cannot be reached
+│   └── RankLost                     a rank that others need has ended; `ranks` names it
 ├── JobEnded (RuntimeError)          the job has ended early; the text is the first cause
 ├── RecordError (ValueError)         a record that cannot be read: file and line are named
 └── BrokenInvariant (ValueError)     a record that can be read and breaks a promise: line and promise are named
 
-Two rooms add what their users know by name: `horovod/errors.py` and `torch_backend/errors.py`.
+`polytempo.horovod` and `polytempo.torch_backend` add the errors that their users know by name.
 
-An `except ValueError` or `except RuntimeError` around our own calls catches these too: where that is not meant, an
-`except PolytempoError: raise` stands before it.
+`except ValueError` or `except RuntimeError` around calls of this library catches these too; where that is not meant, put
+`except PolytempoError: raise` before it.
 
-The text of an error says what was expected, what came, and what to do.
+The text of an error says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from collections.abc import Iterable
 
 
 class PolytempoError(Exception):
-    """The root: `except PolytempoError` catches all that this library raises on purpose."""
+    """The base class: `except PolytempoError` catches every error that this library raises on purpose."""
 
 
 class UsageError(PolytempoError, ValueError):
-    """The caller's mistake."""
+    """A mistake of the caller: an argument, a mode or an order of calls that cannot work. The text says the fix."""
 
 
 class WrongType(UsageError, TypeError):
@@ -52,15 +53,19 @@ class OrderError(PolytempoError, RuntimeError):
 
 
 class StuckError(PolytempoError, RuntimeError):
-    """Nothing is left that could happen, and somebody still waits."""
+    """A deadlock: no event is left that could happen, and a rank still waits."""
 
 
 class PeerError(PolytempoError, RuntimeError):
-    """Another process of the job broke the protocol, is not allowed in, or does not answer."""
+    """Another process of the job broke the protocol, made a different call, was refused, or did not answer in time."""
 
 
 class RankLost(PeerError):
-    """Ranks that somebody needs have ended, in whatever way."""
+    """Ranks that this call needs have ended, by an exit or by a crash. `reform()` makes a group of the ranks that are left.
+
+    Attributes:
+        ranks: The ranks of the job that are lost.
+    """
 
     def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
         super().__init__(text)
@@ -68,7 +73,7 @@ class RankLost(PeerError):
 
 
 class JobEnded(PolytempoError, RuntimeError):
-    """The job has ended early, for a cause that need not lie in this process."""
+    """The job was ended early; the text is the first cause, which need not lie in this process."""
 
 
 class RecordError(PolytempoError, ValueError):

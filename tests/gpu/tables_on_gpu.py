@@ -21,7 +21,7 @@ Y = torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.served = pt.ServerEmbedding(50, 4, rule="adagrad", lr=0.1)
+        self.served = pt.tables.ServerEmbedding(50, 4, rule="adagrad", lr=0.1)
         self.mirrored = nn.Embedding(50, 4, sparse=True)
         self.top = nn.Linear(8, 1)
 

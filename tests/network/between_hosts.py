@@ -62,6 +62,6 @@ y = x.clone()
 pt.all_reduce(y, algorithm="hierarchical")
 said["hierarchical away"] = sent(away=True) - before
 said["bits"] = hashlib.sha256(y.numpy().tobytes()).hexdigest()
-said["choice"] = pt.explain("all_reduce", 25_000_000).algorithm
+said["choice"] = pt.explain_algorithm("all_reduce", 25_000_000).algorithm
 pt.barrier()
 print(json.dumps(said))

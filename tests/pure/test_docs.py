@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
 
+import polytempo
+import polytempo.simulate
+import polytempo.tables
 from polytempo.simulate.description import experiment_from
 from polytempo.sync.spec import parse_spec
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+#: Horovod's names are read from the source, which loads torch.
+HOROVOD = ast.parse((ROOT / "src/polytempo/horovod/__init__.py").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,27 @@ def test_idle_falls_from_50_to_2_percent(bounds: ModuleType) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def public_names() -> Iterator[str]:
+    for module in (polytempo, polytempo.simulate, polytempo.tables):
+        for name in module.__all__:
+            if name not in ("__version__", "simulate", "tables"):
+                yield f"{module.__name__}.{name}"
+    assigned = {ast.unparse(node.targets[0]): node.value for node in HOROVOD.body if isinstance(node, ast.Assign)}
+    yield from (f"polytempo.horovod.{name}" for name in ast.literal_eval(assigned["__all__"]))
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md")]
+    shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    assert sorted(shown) == sorted(public_names())
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == pages
 
 
 def test_readme_shows_the_two_commands_first() -> None:

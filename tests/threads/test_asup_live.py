@@ -212,13 +212,13 @@ def test_running_statistics_stay_where_they_were_made() -> None:
         done.wait(20)
         optimizer.consolidate()
         assert_equal([buffer.clone() for buffer in own.buffers()], means[-1])
-        assert isinstance(optimizer._exchange, ServerReducer)
-        return weights(own), means[-1], [info.name for info in optimizer._exchange.proposal.tensors]
+        assert isinstance(optimizer._reducer, ServerReducer)
+        return weights(own), means[-1], [info.name for info in optimizer._reducer.spec.tensors]
 
     done = threading.Barrier(2)
     with ThreadJob(2, 2, "asup") as job:
         (first, here, names), (second, there, _) = job.run(work)
-        held = [server.keeper.stores["0"].proposal.tensors for server in job.servers]
+        held = [server.executor.stores["0"].proposal.tensors for server in job.servers]
     assert names == [name for name, _ in model.named_parameters()]
     assert all([info.name for info in tensors] == names for tensors in held)
     assert_equal(first, second)

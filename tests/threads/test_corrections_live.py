@@ -209,7 +209,7 @@ def test_under_delay_each_push_is_compensated_for_the_weights_it_was_made_on(ser
         params = copied(START)
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR))
         for gradients in GRADIENTS[0]:
-            read_at.append(optimizer._exchange.line.version)  # type: ignore[union-attr]
+            read_at.append(optimizer._reducer.client_state.version)  # type: ignore[union-attr]
             set_gradients(params, gradients)
             optimizer.step()
         optimizer.consolidate()
@@ -232,7 +232,7 @@ def test_a_worker_that_leaves_is_forgotten() -> None:
 
     with ThreadJob(2, 2, "asp,dc=0.4") as job:
         job.run(work)
-        until(lambda: all(not s.keeper.stores["0"].corrected._given for s in job.servers), "nothing is kept")
+        until(lambda: all(not s.executor.stores["0"].corrected._given for s in job.servers), "nothing is kept")
 
 
 def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None:
@@ -240,7 +240,7 @@ def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None
     turn, back = threading.Event(), threading.Event()
 
     def held() -> torch.Tensor:
-        return job.servers[0].keeper.stores["0"].values["float64"].clone()
+        return job.servers[0].executor.stores["0"].values["float64"].clone()
 
     def flat(tensors: Flat) -> torch.Tensor:
         return torch.cat([one.reshape(-1) for one in tensors])

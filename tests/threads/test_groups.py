@@ -808,10 +808,10 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
 
 def test_in_scripts_ranks_are_those_of_the_job_also_within_a_group(scripts: Callable[..., list[Any]]) -> None:
     def script(rank: int) -> None:
-        pair, everybody = communication.new_group([1, 3]), communication.new_group()
+        pair, every = communication.new_group([1, 3]), communication.new_group()
         assert pair.size == 2
         assert pair.rank == {1: 0, 3: 1}.get(rank, -1)
-        assert everybody.ranks == (0, 1, 2, 3)
+        assert every.ranks == (0, 1, 2, 3)
         mine = torch.tensor([float(rank)])
         communication.broadcast(mine, 3, group=pair)
         assert mine.item() == (3.0 if rank in (1, 3) else rank)
@@ -844,7 +844,7 @@ def test_in_scripts_single_messages_name_ranks_of_the_job(scripts: Callable[...,
         handle = communication.irecv(mine, 3, group=pair)
         return float(mine), (found, handle and handle.wait())
 
-    assert scripts(script) == [(0.0, (-1, None)), (3.0, (3, 1)), (2.0, (-1, None)), (3.0, None)]
+    assert scripts(script) == [(0.0, (-1, None)), (3.0, (3, 3)), (2.0, (-1, None)), (3.0, None)]
 
 
 def test_in_scripts_outside_a_group_nothing_happens(scripts: Callable[..., list[Any]]) -> None:
@@ -855,11 +855,11 @@ def test_in_scripts_outside_a_group_nothing_happens(scripts: Callable[..., list[
             assert communication.all_reduce(mine, group=one) is None
             assert communication.all_gather([mine], mine, group=one, async_op=True) is None
             assert communication.isend(mine, 0, group=one) is None
-            with pytest.raises(UsageError, match="this worker is not in the group"):
-                communication.explain("all_reduce", 100, one)
+            with pytest.raises(UsageError, match="this rank is not in the group of ranks 0"):
+                communication.explain_algorithm("all_reduce", 100, one)
         else:
             communication.all_reduce(mine, group=one)
-            assert communication.explain("all_reduce", 100).algorithm == "shared-memory"
+            assert communication.explain_algorithm("all_reduce", 100).algorithm == "shared-memory"
 
     scripts(script)
 

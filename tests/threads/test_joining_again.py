@@ -59,7 +59,7 @@ def test_with_servers_an_optimizer_of_a_second_life_is_refused_in_one_line(via: 
         pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
     def _arrays(worker: Session) -> None:
-        pt.KV({"x": pt.Array(4)})
+        pt.tables.KV({"x": pt.tables.Array(4)})
 
     before = weights(model)
     with ThreadJob(2, via=via) as job:

@@ -17,7 +17,7 @@ from polytempo.launch.job_facts import JobFacts
 from polytempo.optim.norm_statistics import norm_layers
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.evaluation_statistics import statistics
+from polytempo.train.evaluation_statistics import evaluation_statistics
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,7 +92,7 @@ def test_those_of_one_worker_for_all(run: Run, worker: int) -> None:
     def work(session: Session) -> tuple[list[torch.Tensor], ...]:
         model = trained(session)
         own = kept(model)
-        with statistics(model, "worker", worker=worker):
+        with evaluation_statistics(model, "worker", worker=worker):
             inside = kept(model)
         return own, inside, kept(model)
 
@@ -106,7 +106,7 @@ def test_merged_is_the_formula(run: Run) -> None:
     def work(session: Session) -> tuple[list[torch.Tensor], ...]:
         model = trained(session)
         own = kept(model)
-        with statistics(model, "merged"):
+        with evaluation_statistics(model, "merged"):
             inside = kept(model)
         return own, inside, kept(model)
 
@@ -127,7 +127,7 @@ def test_merged_is_the_formula(run: Run) -> None:
 def test_a_worker_that_has_seen_no_batch_is_left_out_of_the_merged() -> None:
     def work(session: Session) -> list[torch.Tensor]:
         model = seen_one_batch() if session.rank == 1 else made_model()
-        with statistics(model, "merged"):
+        with evaluation_statistics(model, "merged"):
             return kept(model)
 
     with GroupJob(2) as job:
@@ -145,7 +145,7 @@ def test_recalibrated_over_one_batch_of_all_data_is_a_forward_over_it() -> None:
         layer.momentum = 1.0
         layer.train()
     reference(data)
-    with statistics(model, "recalibrated", batches=[(data, torch.zeros(64))]):
+    with evaluation_statistics(model, "recalibrated", batches=[(data, torch.zeros(64))]):
         found = kept(model)
     for place in (0, 1, 3, 4):
         torch.testing.assert_close(found[place], kept(reference)[place])
@@ -157,7 +157,7 @@ def test_recalibrated_over_batches_counts_them_alike(layer: nn.Module) -> None:
     batches = [torch.randn(6, 3, 5, generator=torch.Generator().manual_seed(seed)) + seed for seed in range(4)]
     instances = isinstance(layer, nn.InstanceNorm1d)
     spread = [batch.var(2).mean(0) if instances else batch.transpose(0, 1).reshape(3, -1).var(1) for batch in batches]
-    with statistics(nn.Sequential(layer), "recalibrated", batches=iter(batches)):
+    with evaluation_statistics(nn.Sequential(layer), "recalibrated", batches=iter(batches)):
         torch.testing.assert_close(layer.running_mean, torch.stack([batch.mean((0, 2)) for batch in batches]).mean(0))
         torch.testing.assert_close(layer.running_var, torch.stack(spread).mean(0))
 
@@ -168,7 +168,7 @@ def test_modes_momenta_gradients_and_chance_are_as_before(training: bool) -> Non
     model[0][3].eval()
     own, modes = kept(model), [module.training for module in model.modules()]
     chance, places = torch.get_rng_state(), [buffer.data_ptr() for buffer in model.buffers()]
-    with statistics(model, "recalibrated", batches=[batch_of(0, 0)]):
+    with evaluation_statistics(model, "recalibrated", batches=[batch_of(0, 0)]):
         assert torch.equal(torch.get_rng_state(), chance)
         assert [module.training for module in model.modules()] == modes
         assert [layer.momentum for layer in norm_layers(model)] == [0.1, 0.3]
@@ -195,7 +195,7 @@ def test_after_an_error_everything_is_as_before(where: str) -> None:
     batches: Any = {"inside": [batch_of(0, 0)], "batches": broken(), "no batches": []}[where]
     with (
         pytest.raises(UsageError if where == "no batches" else Broken),
-        statistics(model, "recalibrated", batches=batches),
+        evaluation_statistics(model, "recalibrated", batches=batches),
     ):
         raise Broken
     assert same(kept(model), own)
@@ -212,7 +212,7 @@ def test_alone_they_are_the_own(how: str) -> None:
     model = made_model()
     model(batch_of(0, 0))
     own = kept(model)
-    with under(alone(), statistics, model, how):
+    with under(alone(), evaluation_statistics, model, how):
         assert same(kept(model), own)
 
 
@@ -220,7 +220,7 @@ def test_a_model_without_such_layers_is_left_alone(run: Run) -> None:
     def work(session: Session) -> None:
         model = nn.Linear(2, 2)
         for how in ("worker", "merged", "recalibrated"):
-            with statistics(model, how, batches=[torch.ones(1, 2)]):
+            with evaluation_statistics(model, how, batches=[torch.ones(1, 2)]):
                 pass
 
     run(work)
@@ -229,9 +229,9 @@ def test_a_model_without_such_layers_is_left_alone(run: Run) -> None:
 def test_mistakes_are_refused_at_the_call() -> None:
     model = made_model()
     with pytest.raises(UsageError, match="unknown statistics 'merge'; known: worker, merged, recalibrated; nearest: merged"):
-        under(alone(), statistics, model, "merge")
+        under(alone(), evaluation_statistics, model, "merge")
     with pytest.raises(UsageError, match="needs batches="):
-        statistics(model, "recalibrated")
+        evaluation_statistics(model, "recalibrated")
     for worker in (1, -1):
         with pytest.raises(UsageError, match=f"one of the ranks 0 to 0, not {worker}"):
-            under(alone(), statistics, model, "worker", worker=worker)
+            under(alone(), evaluation_statistics, model, "worker", worker=worker)

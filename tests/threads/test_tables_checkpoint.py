@@ -17,8 +17,7 @@ from torch import nn
 from polytempo.errors import PolytempoError
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 
@@ -55,7 +54,7 @@ def run_job(
 
     with ThreadJob(2, servers, **options) as job:
         results = job.run(work)
-        tables = [server.keeper.stores["0"].rows.tables[0] for server in job.servers]
+        tables = [server.executor.stores["0"].rows.tables[0] for server in job.servers]
     assert_equal(results[1], results[0])
     return results[0], tables
 

@@ -23,8 +23,7 @@ from polytempo.protocol.messages import Answer, AnyMessage, Push
 from polytempo.protocol.values import Pull, PulledRows, UnknownKeys
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 
@@ -103,7 +102,7 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert torch.equal(array, wanted)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
     for track in ("0", "1"):
-        assert [server.keeper.stores[track].version for server in job.servers] == [updates] * job.plan.shards
+        assert [server.executor.stores[track].version for server in job.servers] == [updates] * job.plan.shards
 
 
 def as_it_is(session: Session) -> None:

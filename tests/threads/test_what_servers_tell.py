@@ -11,7 +11,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.launch.job_facts import JobFacts
-from polytempo.session.session import Session, manifest
+from polytempo.session.session import Session, describe_model
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
@@ -31,7 +31,7 @@ def test_a_worker_learns_what_the_model_is_before_it_has_built_one() -> None:
 
     def work(session: Session) -> None:
         if session.rank == 1:  # it comes later, and knows nothing
-            told = manifest()
+            told = describe_model()
             assert [tensor["name"] for tensor in told["tensors"]] == ["top.weight", "top.bias"]
             assert told["tensors"][0] == {"name": "top.weight", "shape": [2, 4], "dtype": "float32", "group": 0}
             assert (told["optimizer"], told["sync"], told["groups"][0]["lr"]) == ("AsuP", "asup", 0.25)
@@ -50,7 +50,7 @@ def test_a_worker_learns_what_the_model_is_before_it_has_built_one() -> None:
 
 def test_alone_there_is_no_manifest() -> None:
     with pytest.raises(UsageError, match="polytempo run"):
-        under(Session(None, JobFacts(1, ()), 0), manifest)
+        under(Session(None, JobFacts(1, ()), 0), describe_model)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])

@@ -31,7 +31,7 @@ def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, backgrou
 
 
 def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int = 0, background: bool = False) -> Task:
-    """Receive into a tensor, from one rank or from any; the result is the rank it came from."""
+    """Receive into a tensor, from one member of the group or from any; the result is the rank of the world that sent it."""
     _check_tag(tag)
     if source is not None:
         _check_peer(group, source)
@@ -50,7 +50,7 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
             raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
         if back is not None:
             back()
-        return group.ranks.index(receipt.source)
+        return receipt.source
 
     whom = f"from {source}" if source is not None else "from any"
     return _start(group, f"recv({shape_of(tensor)}, {whom}, tag {tag})", steps(), background)

@@ -65,7 +65,7 @@ class CallQueue:
 
 
 class Task:
-    """The handle of something under way; what torch calls a work."""
+    """The handle of a call with `async_op=True`, as torch's `Work`."""
 
     def __init__(
         self, engine: ProgressEngine, lane: CallQueue, name: str, steps: Steps, timeout: float | None = None
@@ -86,7 +86,18 @@ class Task:
     # What users call.
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end; the result. The error, if it failed. `timeout` in seconds gives up waiting, not the task."""
+        """Wait until the call has ended.
+
+        Args:
+            timeout: Seconds, after which waiting is given up; the call itself goes on.
+
+        Returns:
+            The result: of `irecv` the rank that sent the message, of collectives None.
+
+        Raises:
+            RankLost: A rank that takes part has ended.
+            PeerError: The call failed on another rank, or the time is over.
+        """
         if not self._done.is_set():
             self._engine.wait_for(self, timeout)
         if self.error is not None:
@@ -94,13 +105,17 @@ class Task:
         return self.result
 
     def is_completed(self) -> bool:
-        """Has it ended, well or not?"""
+        """Whether the call has ended, with a result or an error."""
         if not self._done.is_set():
             self._engine.look()
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[Task], object]) -> None:
-        """Call this at the end, in the thread that ends it; now, if it has ended."""
+        """Call `callback` with this task when it ends, in the thread that ends it; at once if it has ended.
+
+        Args:
+            callback: Must neither block nor raise.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.server.job_plan import JobPlan, Limits
-from polytempo.server.manifest import find_checkpoint, written_later
 from polytempo.sync.spec import parse_spec
 
 
@@ -41,6 +41,7 @@ class RunRequest:
     insecure: bool = False
     checkpoint_errors: str = "stop"
     grace: float = 20.0
+    fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property
     def size(self) -> int:

@@ -133,7 +133,7 @@ class PipelineState:
     def _write(self, directory: Path, step: int, base: int, state: dict[str, torch.Tensor]) -> None:
         optimizer = self._stage.optimizer.state_dict() if self._stage.optimizer is not None else None
         part = {"step": step, "numbers": base, "version": self._stage.version, "model": state, "optimizer": optimizer}
-        write_part(directory, step, self._stage.number, self._stages, self._built.rank, part)
+        write_part(directory, step, self._stage.number, self._stages, part)
 
     def _read(self, directory: Path, step: int) -> dict[str, Any]:
         part = read_part(directory, step, self._stage.number, self._stages)

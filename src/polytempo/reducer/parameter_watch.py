@@ -1,18 +1,18 @@
-"""What a worker's parameters were when this library wrote them last: has something else written to them since, or given them
-other memory?
+"""Finds parameters that the script has written to, or given other memory, since this library wrote them last.
 
-Torch counts writes to a tensor (its version), but not those through `.data` or NumPy. Of these a part of the values is
-compared, in each step another: what a script does in every step is found soon. Both are a matter of microseconds.
+Torch counts writes to a tensor (its version), but not those through `.data` or NumPy. For these a sample of the values is
+compared, another one in each step, so that writes in every step are found soon. Both cost microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
+from polytempo.server.in_place_changes import ADVICE
 from polytempo.server.optimizer_state import as_bytes, digest_of_bytes, dtype_name, is_same
 from polytempo.transport.channel import Bytes
 
@@ -22,7 +22,7 @@ AT_MOST = 16
 
 
 class ParameterWatch:
-    """Looks at the parameters of one optimizer. `compares`: also for writes that torch does not count."""
+    """The parameters of one optimizer. `compares`: also find writes that torch does not count."""
 
     def __init__(self, params: Sequence[torch.Tensor], infos: Sequence[TensorInfo], compares: bool = False) -> None:
         self._params, self._infos = list(params), infos
@@ -35,12 +35,12 @@ class ParameterWatch:
         self.record()
 
     def is_clean(self) -> bool:
-        """Has nothing else written to them, as far as can be seen?"""
+        """Has only this library written to them, as far as can be seen?"""
         self.see_writes()
         return not self.touched and not self._has_moved()
 
     def _find_places(self) -> None:
-        """Where the values lie. Memory that is held is not used again: another place is another memory."""
+        """Note where the values lie. Holding the memory keeps its address from being reused."""
         self._held = [param.detach() for param in self._params]
         self._places = [param.data_ptr() for param in self._params]
         self._plain = [param.is_contiguous() for param in self._params]
@@ -54,7 +54,7 @@ class ParameterWatch:
         self._compared = []
 
     def record(self) -> None:
-        """This library has written: so they are now."""
+        """This library has written: remember versions and a sample of the values."""
         self._versions = [param._version for param in self._params]
         self._compared = []
         room = COMPARED
@@ -130,6 +130,20 @@ class ParameterWatch:
     def digests(self) -> bytes:
         """Eight bytes for the values of each parameter."""
         return b"".join(digest_of_bytes([as_bytes(p.detach().cpu())]) for p in self._params)
+
+    def check_alike(self, digests: Mapping[int, bytes], name: str = "") -> None:
+        """Refuse values that are not the same on all workers.
+
+        Args:
+            digests: For each worker eight bytes for each parameter, or for all together.
+            name: A parameter to name where there is one digest for all.
+        """
+        first = min(digests)
+        for worker, theirs in digests.items():
+            if theirs != digests[first]:
+                unlike = (i for i in range(0, len(theirs), 8) if theirs[i : i + 8] != digests[first][i : i + 8])
+                which = name or self.name_of(next(unlike) // 8)
+                raise UsageError(f"workers {first} and {worker} hold different {which} after a change in place; {ADVICE}")
 
     def name_of(self, index: int) -> str:
         """What a parameter is called."""

@@ -257,12 +257,30 @@ def init(
     key_file: str | None = None,
     min_workers: int | None = None,
 ) -> None:
-    """Join the job of the launcher (polytempo run, torchrun, mpirun, srun); without one, be a job of one.
+    """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
 
-    `job` (the launcher's job file) and `rank` are for those who start processes themselves. `sync` is the mode where no
-    launcher of ours says it. `address` (host:port, on the host of rank 0) and `key_file` are for ranks that another launcher
-    started on several hosts; the key file may be "insecure" on a network that nobody else can reach. `min_workers`: with so
-    many left, they go on without those who are lost (all are needed by default); `polytempo run` has an option for it.
+    Call it once, before anything else of this library. It never touches torch's default process group.
+
+    Args:
+        job: The launcher's job file, for processes that were started by hand; by default the environment names it.
+        rank: This worker's rank, with `job`.
+        sync: The synchronisation mode where another launcher than `polytempo run` started the job; `bsp` by default.
+        address: HOST:PORT on the host of rank 0, where ranks on several hosts meet; torchrun says it by itself.
+        key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
+        min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
+            are needed by default. Under `polytempo run` use its option.
+
+    Raises:
+        UsageError: `init` was called twice, or the mode or the address does not fit the launcher.
+        PeerError: A server or a rank could not be reached in time.
+
+    Example:
+        ```python
+        import polytempo as pt
+
+        pt.init()
+        print(pt.rank(), "of", pt.size())
+        ```
     """
     global _session
     if _session is not None and not _session.parent:
@@ -374,10 +392,14 @@ def _leave() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: done.
+    """Leave the job: this worker is finished. The end of the process does the same; a second call does nothing.
 
-    `init` may follow: alone it makes another job of one, under torchrun and the like a new world, once all ranks have called
-    it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is refused.
+    `init` may follow: alone it makes another job of one; under torchrun, mpirun and srun a new world, once all ranks have
+    called it. Under `polytempo run` the servers have gone on without this rank: collectives work, another optimizer is
+    refused.
+
+    Raises:
+        PeerError: Another process failed while this one was waiting to leave.
     """
     global _session, _lives
     if _session is not None:
@@ -409,59 +431,106 @@ def as_current(session: Session) -> Iterator[Session]:
 
 
 def is_initialized() -> bool:
-    """Has `init` been called?"""
+    """True between `init` and `shutdown`."""
     return _of_thread.get() is not None or _session is not None
 
 
 def rank() -> int:
-    """This worker's number in the job."""
+    """The rank of this worker: 0 to `size() - 1`.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
     return current().rank
 
 
 def size() -> int:
-    """How many workers the job started with."""
+    """The number of workers that the job started with.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
     return current().size
 
 
 def local_rank() -> int:
-    """This worker's number on its host: which GPU to take."""
+    """The rank of this worker among those of its host, as one chooses a GPU by.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
     return current().rank - current().job.first_rank
 
 
 def local_size() -> int:
-    """How many workers of the job run on this host."""
+    """The number of workers of the job on this host.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
     return current().job.local_size
 
 
 def should_stop() -> bool:
-    """True once the job's budget is used up: as of this worker's last exchange, so that rounds end together."""
+    """True on every worker once the budget of the job (`--steps`, `--samples`, `--seconds`) is used up.
+
+    The coordinator decides it, and each worker learns it with the answer to its last push, so that all leave after the same
+    round. Without a budget it is always False.
+
+    Raises:
+        UsageError: `init` was not called.
+
+    Example:
+        ```python
+        while not pt.should_stop():
+            train_one_batch()
+        ```
+    """
     return current().should_stop()
 
 
-def manifest(optimizer: int = 0) -> dict[str, Any]:
-    """What the servers hold of an optimizer's model, once a worker has made it: names, shapes and dtypes of its parameters,
-    its tables, its hyper-parameters and mode. For a worker that joins, before it has built anything."""
+def describe_model(optimizer: int = 0) -> dict[str, Any]:
+    """Describe the model that the servers hold, for a worker that joins before it has built one.
+
+    Waits until some worker has wrapped that optimizer.
+
+    Args:
+        optimizer: Which `DistributedOptimizer` of the script, counted from 0 in the order in which they are made.
+
+    Returns:
+        A dict with `tensors` (name, shape, dtype and group of each parameter), `tables`, `groups` (hyper-parameters),
+        `optimizer` and `sync`.
+
+    Raises:
+        UsageError: The job has no servers.
+        PeerError: No worker has made that optimizer within 60 s.
+    """
     session = current()
     session.check_part()
     if session.client is None:
-        raise UsageError("there are no servers, and so no manifest; start the job with polytempo run")
+        raise UsageError("describe_model() asks the servers, and this job has none; start it with polytempo run")
     with session.lock:
         found = session.client.find(f"manifest/{optimizer}", PATIENCE)
     if found is None:
-        raise PeerError(f"no worker has made optimizer {optimizer} within {PATIENCE:g} s; does any make so many?")
+        raise PeerError(f"timed out after {PATIENCE:g} s waiting for a worker to register optimizer {optimizer}")
     described: dict[str, Any] = json.loads(found)
     return described
 
 
 def log(**values: Any) -> None:
-    """Record figures of this worker, such as `log(accuracy=0.93)`.
+    """Record metrics of this worker in the job's record (`--record DIR`), with the time.
 
     Args:
-        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. What is not finite stands in the
-            record as the text "NaN", "Infinity" or "-Infinity".
+        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. A value that is not finite is
+            written as the text "NaN", "Infinity" or "-Infinity".
 
     Raises:
-        UsageError: If a value is neither a number nor a text, or a name is one that every line of the record has.
+        UsageError: A value is neither a number nor a text, or its name is one that every line of the record has.
+
+    Example:
+        ```python
+        pt.log(accuracy=0.93, epoch=4)
+        ```
     """
     session = current()
     session.check_part()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from polytempo.checkpoints import find_checkpoint
 from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.errors import PeerError, PolytempoError, RankLost
@@ -27,7 +28,6 @@ from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
-from polytempo.server.manifest import find_checkpoint
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.session.session import Session, as_current
@@ -92,16 +92,16 @@ class ThreadJob:
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
-        first = Coordinator(
+        coordinator = Coordinator(
             self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            keeper = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
-            to_first = self.connect(0, Pool()) if index else None
+            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
+            to_coordinator = self.connect(0, Pool()) if index else None
             doors = [endpoint, *self._more_doors(index, pools[index])]
-            own = None if index else first
-            self.servers.append(IoLoop(keeper, doors, workers, own, to_first, credentials=self.credentials))
+            own = None if index else coordinator
+            self.servers.append(IoLoop(executor, doors, workers, own, to_coordinator, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""Models and optimizers from one worker to all, in place. Nothing is pickled (`plain.py`)."""
+"""Broadcasts of models and optimizers from one rank to all, in place. Nothing is pickled (`safe_serialization.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from polytempo.train.safe_serialization import decode_from, encode_for_all
 
 
 def broadcast_parameters(state: Any, root: int = 0) -> None:
-    """Make a `state_dict`, or named parameters, those of rank `root`."""
+    """Make the tensors of a model those of rank `root`, in place. Collective.
+
+    `DistributedOptimizer` does this for its parameters by itself; this is for buffers and other models.
+
+    Args:
+        state: A `state_dict()` or `named_parameters()`, with the same names on all ranks.
+        root: The rank whose values all get.
+
+    Raises:
+        UsageError: A tensor cannot be sent.
+        PeerError: Ranks gave tensors of different shapes, or one is lost (`RankLost`).
+    """
     items = dict(state)
     tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
     if tensors:
@@ -43,7 +54,16 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-    """Make an optimizer's options and state those of rank `root`, whatever this one's has or lacks."""
+    """Make the options and the state of an optimizer those of rank `root`, whatever state this rank's has. Collective.
+
+    Args:
+        optimizer: A torch optimizer, made over the same parameters on all ranks.
+        root: The rank whose options and state all get.
+
+    Raises:
+        UsageError: The state holds an object that is neither a tensor nor plain data; nothing is pickled.
+        PeerError: A rank does not take part, or is lost (`RankLost`).
+    """
     current().check_part()
     if current().size == 1:
         return

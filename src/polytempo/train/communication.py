@@ -1,19 +1,21 @@
-"""What a script calls to move tensors between workers: torch's names and meanings, over our own links and plans.
+"""Point-to-point messages and collectives: the names and meanings of `torch.distributed`, over Polytempo's links and plans.
 
-Tensors are changed in place; ranks are those of the job, also within a group; `async_op=True` returns a handle at once.
+Tensors are changed in place. Ranks are ranks of the job, also within a group. A call with `async_op=True` returns a `Task`
+at once; without it, the call returns None when the result is there. On a rank that is not in `group` a call does nothing and
+returns None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from polytempo.collectives import point_to_point
 from polytempo.collectives.cost import Choice
-from polytempo.collectives.group import RankGroup as Inner
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
 from polytempo.collectives.nested import Then
 from polytempo.collectives.nested import exchange as exchange_records
@@ -24,23 +26,32 @@ from polytempo.session.session import current
 
 @dataclass(frozen=True)
 class Group:
-    """What `new_group` returns: some ranks. `inner` is None on ranks that are not among them; their calls do nothing."""
+    """Some ranks of the job, as `new_group` and `reform` return them; pass it as `group=` to any collective.
+
+    Attributes:
+        ranks: The ranks of the job that are members, ascending.
+        inner: The group that carries out the calls; None on ranks that are not members, whose calls do nothing.
+    """
 
     ranks: tuple[int, ...]
-    inner: Inner | None
+    inner: RankGroup | None
 
     @property
     def rank(self) -> int:
-        """This worker's number in the group; -1 outside."""
+        """The index of this worker within the group; -1 on ranks outside."""
         return self.inner.rank if self.inner is not None else -1
 
     @property
     def size(self) -> int:
-        """How many workers are in it."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     def index(self, rank: int) -> int:
-        """The number in the group of a rank of the job."""
+        """The index within the group of a rank of the job.
+
+        Raises:
+            UsageError: The rank is not a member.
+        """
         if rank not in self.ranks:
             raise UsageError(f"rank {rank} is not in the group of ranks {', '.join(map(str, self.ranks))}")
         return self.ranks.index(rank)
@@ -51,75 +62,172 @@ Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 def new_group(ranks: Sequence[int] | None = None) -> Group:
-    """A group of some ranks. All workers call this for all groups, in the same order, whether they are in it or not."""
+    """Make a group of some ranks of the job. Collective: all ranks call it, in the same order, members or not.
+
+    Args:
+        ranks: The members, each once; all ranks by default.
+
+    Returns:
+        The group, for `group=` of the calls below.
+
+    Raises:
+        UsageError: A rank is given twice or is not a rank of the job.
+
+    Example:
+        ```python
+        pair = pt.new_group([0, 1])
+        pt.all_reduce(tensor, group=pair)  # does nothing on ranks 2, 3, ...
+        ```
+    """
     world = current().world()
     chosen = tuple(sorted(ranks)) if ranks is not None else tuple(range(world.size))
     return Group(chosen, world.new_group(chosen))
 
 
 def reform() -> Group:
-    """After a worker was lost: a group of all that are left. All of them must call this."""
+    """Make a group of the ranks that are left after a call raised `RankLost`. Collective among these.
+
+    Returns:
+        A group of all ranks that are still connected. Its ranks keep their numbers in the job.
+
+    Raises:
+        PeerError: The remaining ranks did not all call it in time.
+
+    Example:
+        ```python
+        group = None
+        try:
+            pt.all_reduce(tensor, group=group)
+        except pt.RankLost as lost:
+            print("lost", lost.ranks)
+            group = pt.reform()
+        ```
+    """
     group = current().world().reform()
     return Group(group.ranks, group)
 
 
-def explain(collective: str, size: int, group: AnyGroup = None) -> Choice:
-    """What `algorithm="auto"` takes for a tensor of so many bytes, and why."""
-    found = _members(group)
-    if found.inner is None:
-        raise UsageError("this worker is not in the group")
-    return found.inner.choice(collective, size)
+def explain_algorithm(collective: str, size: int, group: AnyGroup = None) -> Choice:
+    """Which algorithm `algorithm="auto"` chooses for a tensor of a given size, and why.
+
+    Args:
+        collective: The name of the call, such as `"all_reduce"`.
+        size: Bytes of the tensor.
+        group: The group; all ranks by default.
+
+    Returns:
+        A `Choice`: the `algorithm`, the `reason` in words, and the `predicted` seconds of each candidate.
+
+    Raises:
+        UsageError: This rank is not in the group, or the collective is unknown.
+    """
+    return _inner(_resolve(group)).choice(collective, size)
 
 
-def _members(group: AnyGroup) -> Group:
+def _resolve(group: AnyGroup) -> Group:
+    """The group of a call: by default all ranks."""
     if group is not None:
         return group
     all_ranks = current().world().all_ranks
     return Group(all_ranks.ranks, all_ranks)
 
 
+def _inner(group: Group) -> RankGroup:
+    if group.inner is None:
+        raise UsageError(f"this rank is not in the group of ranks {', '.join(map(str, group.ranks))}")
+    return group.inner
+
+
 def _list(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _by(inner: Inner, algorithm: str) -> Inner | Native:
-    """Who carries it out."""
+def _backend(inner: RankGroup, algorithm: str) -> RankGroup | Native:
+    """What carries out a call: Polytempo's plans, or torch's own back end."""
     return current().native(inner) if algorithm == "native" else inner
 
 
-def _end(task: Task, async_op: bool) -> Any:
-    return task if async_op else task.wait()
+def _finish(task: Task, async_op: bool) -> Task | None:
+    if async_op:
+        return task
+    task.wait()
+    return None
 
 
-# Single messages.
+# Point to point.
 
 
 def send(tensor: torch.Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> None:
-    """Send a tensor to a rank; when it returns, the tensor may be changed."""
-    members = _members(group)
+    """Send a tensor to a rank; on return the tensor may be changed. The receiver need not have called `recv` yet.
+
+    Args:
+        tensor: What to send.
+        dst: The receiving rank of the job.
+        group: The group in which the message is matched; all ranks by default.
+        tag: The message is received by a `recv` with the same tag.
+
+    Raises:
+        UsageError: `dst` is this rank or not in the group.
+        RankLost: The receiver has ended.
+    """
+    members = _resolve(group)
     if members.inner is not None:
         point_to_point.send(members.inner, tensor, members.index(dst), tag).wait()
 
 
 def recv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> int:
-    """Receive a tensor from a rank, or from any; the rank it came from."""
-    members = _members(group)
+    """Receive into a tensor.
+
+    Args:
+        tensor: Filled in place; its size must be that of the tensor sent.
+        src: The sending rank of the job; None receives from any rank.
+        group: The group in which the message is matched; all ranks by default.
+        tag: Only messages with this tag are received.
+
+    Returns:
+        The rank of the job that sent it; -1 on ranks outside the group.
+
+    Raises:
+        PeerError: The sizes differ.
+        RankLost: The sender has ended.
+    """
+    members = _resolve(group)
     if members.inner is None:
         return -1
     source = None if src is None else members.index(src)
-    came_from: int = point_to_point.receive(members.inner, tensor, source, tag).wait()
-    return members.ranks[came_from]
+    sender: int = point_to_point.receive(members.inner, tensor, source, tag).wait()
+    return sender
 
 
 def isend(tensor: torch.Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Task | None:
-    """Start sending."""
-    members = _members(group)
+    """Start a `send`; the tensor may be changed once the task has ended.
+
+    Args:
+        tensor: What to send.
+        dst: The receiving rank of the job.
+        group: The group in which the message is matched; all ranks by default.
+        tag: The message is received by a `recv` with the same tag.
+
+    Returns:
+        The task; None on ranks outside the group.
+    """
+    members = _resolve(group)
     return point_to_point.send(members.inner, tensor, members.index(dst), tag, True) if members.inner is not None else None
 
 
 def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Task | None:
-    """Start receiving; what `wait()` returns is the number of the sender in the group."""
-    members = _members(group)
+    """Start a `recv`.
+
+    Args:
+        tensor: Filled in place by the end of the task.
+        src: The sending rank of the job; None receives from any rank.
+        group: The group in which the message is matched; all ranks by default.
+        tag: Only messages with this tag are received.
+
+    Returns:
+        The task, whose `wait()` returns the rank of the job that sent it, as `recv` does; None on ranks outside the group.
+    """
+    members = _resolve(group)
     if members.inner is None:
         return None
     return point_to_point.receive(members.inner, tensor, None if src is None else members.index(src), tag, True)
@@ -130,10 +238,33 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, 
 
 def all_reduce(
     tensor: Tensors, op: object = "sum", group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
-) -> Any:
-    """Make a tensor, or each of a list (fused), the sum over all ranks."""
-    inner = _members(group).inner
-    return inner and _end(_by(inner, algorithm).all_reduce(_list(tensor), op, algorithm, async_op), async_op)
+) -> Task | None:
+    """Make a tensor, or each of a list (fused into few messages), the combination of that tensor over all ranks.
+
+    Args:
+        tensor: Changed in place on every rank.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, or a `torch.distributed.ReduceOp`.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: `"auto"`, `"ring"`, `"halving-doubling"`, `"tree"`, `"hierarchical"`, `"shared-memory"` or `"native"`.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The operation, algorithm or tensor cannot be used.
+        RankLost: A rank of the group has ended; see `reform`.
+        PeerError: Ranks made different calls, or one did not come in time.
+
+    Example:
+        ```python
+        pt.all_reduce(loss, op="mean")
+        ```
+    """
+    inner = _resolve(group).inner
+    if inner is None:
+        return None
+    return _finish(_backend(inner, algorithm).all_reduce(_list(tensor), op, algorithm, async_op), async_op)
 
 
 def reduce(
@@ -143,18 +274,57 @@ def reduce(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make the tensor of rank `dst` the sum over all ranks."""
-    members = _members(group)
-    inner = members.inner
-    return inner and _end(_by(inner, algorithm).reduce(tensor, members.index(dst), op, algorithm, async_op), async_op)
+) -> Task | None:
+    """Make the tensor of one rank the combination over all ranks; those of the others stay as they are.
+
+    Args:
+        tensor: Read on every rank, changed on `dst`.
+        dst: The rank of the job that gets the result.
+        op: As in `all_reduce`.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The operation, algorithm or tensor cannot be used, or `dst` is not in the group.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    members = _resolve(group)
+    if members.inner is None:
+        return None
+    root = members.index(dst)
+    return _finish(_backend(members.inner, algorithm).reduce(tensor, root, op, algorithm, async_op), async_op)
 
 
-def broadcast(tensor: Tensors, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto") -> Any:
-    """Make a tensor, or each of a list (fused), that of rank `src`."""
-    members = _members(group)
-    inner = members.inner
-    return inner and _end(_by(inner, algorithm).broadcast(_list(tensor), members.index(src), algorithm, async_op), async_op)
+def broadcast(
+    tensor: Tensors, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
+) -> Task | None:
+    """Make a tensor, or each of a list (fused into few messages), that of rank `src`.
+
+    Args:
+        tensor: Read on `src`, filled elsewhere.
+        src: The rank of the job whose values all get.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The algorithm or tensor cannot be used, or `src` is not in the group.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    members = _resolve(group)
+    if members.inner is None:
+        return None
+    root = members.index(src)
+    return _finish(_backend(members.inner, algorithm).broadcast(_list(tensor), root, algorithm, async_op), async_op)
 
 
 def all_gather(
@@ -163,10 +333,28 @@ def all_gather(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make `tensor_list[q]` the tensor of the group's rank q."""
-    inner = _members(group).inner
-    return inner and _end(_by(inner, algorithm).all_gather(tensor_list, tensor, algorithm, async_op), async_op)
+) -> Task | None:
+    """Collect a tensor of every rank on every rank.
+
+    Args:
+        tensor_list: Filled: `tensor_list[q]` gets the tensor of the group's rank q.
+        tensor: This rank's.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The algorithm or a tensor cannot be used.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    inner = _resolve(group).inner
+    if inner is None:
+        return None
+    return _finish(_backend(inner, algorithm).all_gather(tensor_list, tensor, algorithm, async_op), async_op)
 
 
 def gather(
@@ -176,13 +364,30 @@ def gather(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make `gather_list[q]`, on rank `dst` alone, the tensor of the group's rank q."""
-    members = _members(group)
-    inner = members.inner
-    return inner and _end(
-        _by(inner, algorithm).gather(gather_list, tensor, members.index(dst), algorithm, async_op), async_op
-    )
+) -> Task | None:
+    """Collect a tensor of every rank on one rank.
+
+    Args:
+        tensor: This rank's.
+        gather_list: On `dst`, filled: `gather_list[q]` gets the tensor of the group's rank q. None elsewhere.
+        dst: The rank of the job that gets them.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The algorithm or a tensor cannot be used, or `dst` is not in the group.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    members = _resolve(group)
+    if members.inner is None:
+        return None
+    root = members.index(dst)
+    return _finish(_backend(members.inner, algorithm).gather(gather_list, tensor, root, algorithm, async_op), async_op)
 
 
 def scatter(
@@ -192,13 +397,30 @@ def scatter(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make the tensor what rank `src` has for this rank in its list."""
-    members = _members(group)
-    inner = members.inner
-    return inner and _end(
-        _by(inner, algorithm).scatter(tensor, scatter_list, members.index(src), algorithm, async_op), async_op
-    )
+) -> Task | None:
+    """Hand each rank its tensor of a list that one rank has.
+
+    Args:
+        tensor: Filled with this rank's entry.
+        scatter_list: On `src`, one tensor for each rank of the group. None elsewhere.
+        src: The rank of the job that has the list.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The algorithm or a tensor cannot be used, or `src` is not in the group.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    members = _resolve(group)
+    if members.inner is None:
+        return None
+    root = members.index(src)
+    return _finish(_backend(members.inner, algorithm).scatter(tensor, scatter_list, root, algorithm, async_op), async_op)
 
 
 def reduce_scatter(
@@ -208,10 +430,29 @@ def reduce_scatter(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make `output` the sum over all ranks of what they have for this rank in their lists."""
-    inner = _members(group).inner
-    return inner and _end(_by(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
+) -> Task | None:
+    """Combine lists of tensors over all ranks, and keep this rank's entry of the result.
+
+    Args:
+        output: Filled with the combination over all ranks of their entry for this rank.
+        input_list: One tensor for each rank of the group.
+        op: As in `all_reduce`.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The operation, algorithm or a tensor cannot be used.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    inner = _resolve(group).inner
+    if inner is None:
+        return None
+    return _finish(_backend(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
 
 
 def all_to_all(
@@ -220,20 +461,48 @@ def all_to_all(
     group: AnyGroup = None,
     async_op: bool = False,
     algorithm: str = "auto",
-) -> Any:
-    """Make `output_list[q]` what rank q has for this rank in its list. Sizes may differ, if both sides agree."""
-    inner = _members(group).inner
-    return inner and _end(_by(inner, algorithm).all_to_all(output_list, input_list, algorithm, async_op), async_op)
+) -> Task | None:
+    """Send a tensor to each rank, and receive one from each. Sizes may differ, where both sides agree.
+
+    Args:
+        output_list: Filled: `output_list[q]` gets what rank q of the group has for this rank.
+        input_list: `input_list[q]` is for rank q of the group.
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+        algorithm: As in `all_reduce`, where the collective has it.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        UsageError: The algorithm or a tensor cannot be used.
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    inner = _resolve(group).inner
+    if inner is None:
+        return None
+    return _finish(_backend(inner, algorithm).all_to_all(output_list, input_list, algorithm, async_op), async_op)
 
 
-def barrier(group: AnyGroup = None, async_op: bool = False) -> Any:
-    """Wait until all ranks are here."""
-    inner = _members(group).inner
-    return inner and _end(inner.barrier(async_op), async_op)
+def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
+    """Wait until all ranks of the group have made this call.
+
+    Args:
+        group: The ranks that take part; all ranks by default.
+        async_op: Return a task at once.
+
+    Returns:
+        With `async_op` the task; otherwise None.
+
+    Raises:
+        RankLost: A rank of the group has ended.
+        PeerError: Ranks made different calls, or one did not come in time.
+    """
+    inner = _resolve(group).inner
+    return None if inner is None else _finish(inner.barrier(async_op), async_op)
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
-    """A call of several parts (`collectives/executor.py`): everybody's record, and what follows from it."""
-    if group.inner is None:
-        raise UsageError("this worker is not in the group")
-    return exchange_records(group.inner, record, then, background)
+    """A call of several parts (`collectives/nested.py`): gather a record of each rank, and go on with `then`."""
+    return exchange_records(_inner(group), record, then, background)

@@ -1,8 +1,8 @@
-"""With which running statistics a model is evaluated, where every worker has its own.
+"""Running statistics of batch norm for evaluation, where every worker has its own.
 
 Weights belong to the job; the running mean and variance of batch norm belong to each worker, which saw its own share of the
-data at weights of its own age. There are three ways to evaluate: with the statistics of one worker, with those of all merged
-(`optim/norm_statistics.py`), or with new ones, estimated at the weights of now.
+data at weights of its own staleness. There are three ways to evaluate: with the statistics of one worker, with those of all
+merged (`optim/norm_statistics.py`), or with new ones, recalibrated at the current weights.
 """
 
 from __future__ import annotations
@@ -22,25 +22,41 @@ from polytempo.session.session import Session, current
 WAYS = ("worker", "merged", "recalibrated")
 
 
-def statistics(
+def evaluation_statistics(
     model: torch.nn.Module,
     how: str,
     *,
     batches: Iterable[Any] | None = None,
     worker: int = 0,
 ) -> AbstractContextManager[None]:
-    """`with statistics(model, how):` the model has other running statistics; afterwards this worker's own, to the bit.
+    """A context in which the model has running statistics for evaluation; on exit this worker's own are restored exactly.
 
-    "worker": those of rank `worker`. "merged": the mean of all workers' means and the variance of all their samples
-    together; a worker that has seen no batch is left out. Both are collective: every worker must make the call.
-    "recalibrated": the averages over `batches`, inputs or (input, target) pairs, in a forward pass each with only the
-    normalising layers in training mode; every worker may do that by itself.
+    Args:
+        model: The model. Only its normalisation layers are touched.
+        how: `"worker"` takes the statistics of rank `worker`. `"merged"` takes the mean of all workers' means and the
+            variance of all their samples together, without workers that have seen no batch. Both are collective: every
+            worker must make the call. `"recalibrated"` averages over `batches`, one forward pass each with only the
+            normalisation layers in training mode, and needs no other worker.
+        batches: For `"recalibrated"`: inputs, or (input, target) pairs.
+        worker: For `"worker"`: the rank.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        UsageError: `how` is unknown, `worker` is not a rank, or batches are missing.
+
+    Example:
+        ```python
+        with pt.evaluation_statistics(model, "merged"):
+            accuracy = evaluate(model)
+        ```
     """
     if how not in WAYS:
         raise UsageError(f"unknown statistics {how!r}; known: {', '.join(WAYS)}{nearest(str(how), WAYS)}")
     if how == "recalibrated":
         if batches is None:
-            raise UsageError('statistics(model, "recalibrated") needs batches=..., an iterable of inputs')
+            raise UsageError('evaluation_statistics(model, "recalibrated") needs batches=..., an iterable of inputs')
         return _replaced(model, how, batches, None, worker)
     here = current()
     if worker not in range(here.size):
@@ -79,9 +95,9 @@ def _collect(layers: list[torch.nn.Module], group: RankGroup, worker: int | None
     if worker is not None:
         group.broadcast(_tensors(layers), worker).wait()
         return
-    everybody = [_gathered(group, [getattr(layer, name) for layer in layers]) for name in ("running_mean", "running_var")]
+    moments = [_gathered(group, [getattr(layer, name) for layer in layers]) for name in ("running_mean", "running_var")]
     counts = _gathered(group, [getattr(layer, "num_batches_tracked", None) for layer in layers])
-    for layer, means, variances, seen in zip(layers, *everybody, counts, strict=True):
+    for layer, means, variances, seen in zip(layers, *moments, counts, strict=True):
         some = any(bool(count) for count in seen)
         mean, variance = merged(means, variances, [float(count > 0) for count in seen] if some else None)
         layer.running_mean.copy_(mean)
@@ -128,4 +144,4 @@ def _forward(model: torch.nn.Module, layers: list[torch.nn.Module], batches: Ite
             layer.momentum = None if isinstance(layer, _BatchNorm) else 1 / seen
         model(batch[0] if isinstance(batch, (tuple, list)) else batch)
     if not seen:
-        raise UsageError('statistics(model, "recalibrated") got no batches; a generator can be used only once')
+        raise UsageError('evaluation_statistics(model, "recalibrated") got no batches; a generator can be used only once')

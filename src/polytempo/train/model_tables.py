@@ -1,26 +1,31 @@
-"""The tables of a model: which there are, and where their rows are.
+"""The tables of a model: which there are, where their rows are, and how state converts between servers and torch.
 
-Rows of a `ServerEmbedding` are on the servers, or, in a job of one without a launcher, in this process.
+Rows of a `ServerEmbedding` are on the servers or, in a job of one without a launcher, in this process. Servers keep an
+optimizer's state in flat segments; torch's `state_dict` has it by the number of a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from polytempo.client.row_traffic import WorkerTable
 from polytempo.errors import UsageError
+from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.server.optimizer_state import OF_TABLES, SegmentState
+from polytempo.reducer.reducer import Reducer
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState, of_tensor
 from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, sparse_embedding_tables, torch_rows
-from polytempo.train.state_dict import runs_of, torch_state
 
 Params = Sequence[torch.nn.Parameter]
+
+#: State that is one element for the whole parameter, in torch's own optimizers. A parameter may have one element, too.
+SINGLE = ("step", "mu_product", "eta", "mu")
 
 
 def embedding_tables(model: torch.nn.Module | None) -> list[EmbeddingTable]:
@@ -61,13 +66,17 @@ class ModelTables:
         rows = {id(table.weight) for table in self.mirrored}
         self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
 
-    def attach(self, exchange: object, rate: Callable[[], float]) -> None:
-        """Say where rows are: on the servers of an exchange, or here; `rate` is for those without a rate of their own."""
+    def attach(self, reducer: Reducer | None, rate: Callable[[], float]) -> None:
+        """Set where rows are read: from a reducer's servers, or from this process.
+
+        Args:
+            reducer: The optimizer's reducer; None in a job of one.
+            rate: The learning rate of tables without one of their own.
+        """
         for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
             table.rate = rate
-            if isinstance(exchange, ServerReducer):
-                table.source = _source(exchange, number)
-            else:
+            table.source = reducer.row_source(number) if reducer is not None else None
+            if table.source is None:
                 here = TableShard(table.info, 0, 1)
                 self._here.append((table, here))
                 table.source = here.pull
@@ -83,21 +92,21 @@ class ModelTables:
 
     # State, as torch numbers it.
 
-    def torch_state(self, runs: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
+    def torch_state(self, segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
         """The servers' state by parameter number."""
-        dense = torch_state([run for run in runs if run.dtype != OF_TABLES], tensors, self.dense)
-        shards = [run.state for run in runs if run.dtype == OF_TABLES]
+        dense = dense_state([one for one in segments if one.dtype != OF_TABLES], tensors, self.dense)
+        shards = [one.state for one in segments if one.dtype == OF_TABLES]
         places = {id(param): index for index, param in enumerate(params)}
         rows = {places[id(t.weight)]: torch_rows(number, t, shards) for number, t in enumerate(self.mirrored)}
         return dict(sorted({**dense, **{index: state for index, state in rows.items() if state}}.items()))
 
-    def runs_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[SegmentState]:
+    def segments_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[SegmentState]:
         """The same the other way."""
         places = {id(param): index for index, param in enumerate(params)}
         given: dict[str, Any] = {}
         for number, table in enumerate(self.mirrored):
             given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
-        return [*runs_of(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
+        return [*dense_segments(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
 
     def check_unchanged(self) -> None:
         """Refuse tables that the script has written to: only rows with gradients travel."""
@@ -126,9 +135,52 @@ class ModelTables:
             table.drop()
 
 
-def _source(exchange: ServerReducer, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def pull(ids: torch.Tensor) -> torch.Tensor:
-        with exchange.session.lock, exchange.client.together():
-            return exchange.rows.pulled(number, *exchange.rows.ask(number, ids))
+# State of dense parameters.
 
-    return pull
+
+def dense_state(
+    segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors.
+
+    Servers have no state of a parameter without elements. It gets what a neighbour in its group has: Adagrad makes state
+    only when it is built, and could not go on from a dictionary that lacks some.
+    """
+    result, of_group = {}, {}
+    places = lay_out(tensors, 1).places
+    for place in places:
+        state = of_tensor(segments, place.info.dtype, place.start, place.stop, place.info.shape)
+        if state:
+            result[numbers[place.index]] = state
+            of_group[place.info.group] = state, place.info
+    for place in places:
+        if place.start == place.stop and place.info.group in of_group:
+            state, info = of_group[place.info.group]
+            result[numbers[place.index]] = {name: _emptied(name, value, info, place.info) for name, value in state.items()}
+    return dict(sorted(result.items()))
+
+
+def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
+    """A neighbour's state, for a parameter that has no elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    each = value.numel() == prod(info.shape) and name not in SINGLE
+    return torch.empty(tuple(empty.shape), dtype=getattr(torch, empty.dtype)) if each else value.clone()
+
+
+def dense_segments(
+    state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> list[SegmentState]:
+    """The same the other way: one segment for each parameter that has state."""
+    segments = []
+    for place in lay_out(tensors, 1).places:
+        own = {name: _on_cpu(name, value, place.info) for name, value in state.get(numbers[place.index], {}).items()}
+        segments.append(SegmentState(place.info.dtype, place.start, place.stop, own))
+    return segments
+
+
+def _on_cpu(name: str, value: Any, info: TensorInfo) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.reshape(-1) if value.numel() == prod(info.shape) and name not in SINGLE else value

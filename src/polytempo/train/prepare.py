@@ -47,11 +47,11 @@ def prepare(
     loader: DataLoader[Any],
     **options: Any,
 ) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
-    """Join the job, wrap the optimizer, and share the loader's data out among the workers.
+    """Join the job, wrap the optimizer, and shard the loader's data over the workers, in one call.
 
-    It stands for `init()` if that was not called, `DistributedOptimizer(optimizer, model, ...)`, and a loader as the given
-    one but with a `DistributedSampler`, whose `set_epoch` is called each time it is gone through. That loader ends when
-    `should_stop()` is true, and gives nothing from then on.
+    It stands for `init()` if that was not called, for `DistributedOptimizer(optimizer, model, ...)`, and for a loader like
+    the given one with a `DistributedSampler`, whose `set_epoch` is called at each pass. That loader ends when
+    `should_stop()` is true, and is empty from then on.
 
     Args:
         model: The model, built and on its device.
@@ -63,7 +63,12 @@ def prepare(
         The model, the wrapped optimizer and the loader of this worker's share.
 
     Raises:
-        UsageError: If the loader cannot be made again for a share of its data.
+        UsageError: The loader cannot be made again for a share of its data.
+
+    Example:
+        ```python
+        model, optimizer, loader = pt.prepare(model, optimizer, loader)
+        ```
     """
     shuffle = _check(loader)
     if not is_initialized():

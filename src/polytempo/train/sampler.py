@@ -21,17 +21,29 @@ from polytempo.session.session import current
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
-    """Hand it to a `DataLoader`; call `set_epoch` before each epoch.
+    """Shards a data set over the workers, as torch's does, and resumes exactly. Give it to a `DataLoader` as `sampler=`.
+
+    Call `set_epoch` before each epoch. After a resume, `epoch` is the epoch to go on with.
 
     Args:
-        dataset: What is shared out; only its length is looked at.
-        shuffle: Another order in each epoch, the same on all workers.
-        seed: Of the order; the job's `--seed` by default.
-        drop_last: Leave out the last few samples instead of using some twice, where it does not divide.
-        training: Does its position belong into checkpoints? By default it does once steps follow its draws; False for data
-            that is only looked at, though between steps; True for data that is drawn while gradients are disabled.
-        name: What a checkpoint calls it. By default the length, `shuffle` and the order in which data sets came tell
-            samplers apart; name those that are not made in the same order by all workers, or when the job goes on.
+        dataset: The data set; only its length is read.
+        shuffle: A new order in each epoch, the same on all workers.
+        seed: The seed of the order; the job's `--seed` by default.
+        drop_last: Leave out the last few samples instead of repeating some, where the length is not a multiple of the
+            workers.
+        training: Whether its position is saved in checkpoints. By default it is once steps follow its draws; False for data
+            that is only evaluated between steps; True for data that is drawn while gradients are disabled.
+        name: Its name in checkpoints. By default samplers are told apart by length, `shuffle` and the order in which data
+            sets came; name those that workers do not all make in the same order.
+
+    Raises:
+        UsageError: `init` was not called.
+
+    Example:
+        ```python
+        sampler = pt.DistributedSampler(data)
+        loader = DataLoader(data, batch_size=32, sampler=sampler)
+        ```
     """
 
     def __init__(
@@ -56,7 +68,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         self.epoch = max((part["epoch"] for part in earlier), default=0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: another order."""
+        """Choose the order of the next pass; call it before each epoch.
+
+        Args:
+            epoch: The number of the epoch.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -93,7 +109,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
 
 def remaining(order: Sequence[int], parts: Sequence[dict[str, Any]]) -> list[int]:
-    """What is left of an epoch after jobs of given sizes in which each worker took so many."""
+    """The rest of an epoch after earlier jobs: each part has the `size` of a job and how many samples each worker took."""
     rest = list(order)
     for part in parts:
         size, taken = part["size"], part["taken"]

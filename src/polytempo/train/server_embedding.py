@@ -108,11 +108,32 @@ class EmbeddingTable(WorkerTable):
 
 
 class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
-    """Like `nn.Embedding`, or with `mode` like `nn.EmbeddingBag`, for tables that no worker could hold.
+    """Like `nn.Embedding`, or with `mode` like `nn.EmbeddingBag`, for tables too large for a worker: rows live on the
+    servers.
 
-    `rows=None`: any id from 0 to 2**63 - 1. `rule` and its options say how rows learn; without `lr` they follow the learning
-    rate of the wrapped optimizer's first group. `start`: "uniform" (within 1/sqrt(dim)), "uniform:A", "normal:S", "zeros".
-    `cache_keys`: batches come again, so their lists of ids need not be sent each time.
+    Make it part of a model and give the model to `DistributedOptimizer`: forward pulls the rows of a batch, `step()` pushes
+    their gradients.
+
+    Args:
+        rows: The number of rows; None for any id from 0 to 2**63 - 1.
+        dim: The length of a row.
+        rule: The row optimizer: `"sgd"`, `"adagrad"`, `"rowwise-adagrad"` or `"adam"`.
+        lr: The learning rate of the rows; by default that of the wrapped optimizer's first group.
+        start: Initial values: `"uniform"` (within 1/sqrt(dim)), `"uniform:A"`, `"normal:S"` or `"zeros"`.
+        seed: Of the initial values.
+        dtype: Of the rows.
+        padding_idx: The id whose row is zero and is not trained.
+        mode: None, `"sum"` or `"mean"`: one row for each bag, as `nn.EmbeddingBag`.
+        cache_keys: Batches repeat, so that their lists of ids need not be sent each time.
+        **options: Further options of the row optimizer, such as `eps`.
+
+    Raises:
+        UsageError: An argument is out of range or unknown.
+
+    Example:
+        ```python
+        self.user = pt.tables.ServerEmbedding(100_000_000, 16)
+        ```
     """
 
     def __init__(
@@ -150,11 +171,26 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
         return self.table
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """The next batch has these ids: their rows shall come with the answer to the next `step()`."""
+        """Name the ids of the next batch, before `step()`: their rows come with the answer to the push.
+
+        Args:
+            ids: A tensor of ids of any shape.
+        """
         self.table.want(self._ids(ids)[0])
 
     def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows for ids of any shape; with `mode`, one row for each bag, as `nn.EmbeddingBag` has them."""
+        """Look up rows.
+
+        Args:
+            ids: A tensor of ids of any shape.
+            offsets: With `mode` and one-dimensional ids, where each bag starts.
+
+        Returns:
+            A row for each id; with `mode`, one row for each bag.
+
+        Raises:
+            UsageError: The model was not given to a `DistributedOptimizer`, or an id is out of range.
+        """
         if self.table.source is None:
             raise UsageError(
                 "this ServerEmbedding belongs to no optimizer yet; give the model: DistributedOptimizer(optimizer, model)"
@@ -166,7 +202,7 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
             rows.requires_grad_()
             self.table.use(unique, rows)
         table = rows
-        if padding is not None:  # one row more, of zeros, that nobody learns
+        if padding is not None:  # one row more, of zeros, that is not trained
             table = torch.cat([rows, rows.new_zeros(1, self.dim)])
             places = torch.full(padding.shape, unique.numel()).masked_scatter_(~padding, places)
         places = places.view(ids.shape).to(self._device.device)
@@ -186,7 +222,14 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows as the servers have them now, to be looked at; one for each id, in their order."""
+        """The current rows of the servers, without gradients.
+
+        Args:
+            ids: A tensor of ids.
+
+        Returns:
+            A row for each id, in their order.
+        """
         if self.table.source is None:
             raise UsageError("this ServerEmbedding belongs to no optimizer yet, so there are no rows to pull")
         unique, places = torch.unique(checked_ids(ids, self.table.info), return_inverse=True)

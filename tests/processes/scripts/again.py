@@ -42,7 +42,7 @@ def train(life: int, rank: int) -> str:
 
 def refusal_of_arrays() -> str:
     try:
-        pt.KV({"x": pt.Array(4)})
+        pt.tables.KV({"x": pt.tables.Array(4)})
     except pt.UsageError as error:
         return f"arrays refused: {error}"
     return "arrays"

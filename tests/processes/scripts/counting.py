@@ -26,7 +26,7 @@ pt.init()
 rank = pt.rank()
 die_rank, _, die_at = options.get("die", "-1:-1").partition(":")
 
-table = pt.ServerEmbedding(None, 2, rule="sgd", lr=1.0, start="zeros", dtype=torch.float64)
+table = pt.tables.ServerEmbedding(None, 2, rule="sgd", lr=1.0, start="zeros", dtype=torch.float64)
 model = torch.nn.ModuleDict({"table": table, "out": torch.nn.Linear(1, 1)})
 optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 ids = torch.tensor([0, 10**12 + rank])
