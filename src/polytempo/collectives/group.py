@@ -30,7 +30,7 @@ from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
 from polytempo.transport.peer_link import CALL, LinkMessage
 
-#: Messages of a pipelined plan are not smaller than this, and a part is cut into so many at most.
+#: Messages of a pipelined plan are not smaller than this, and a part is cut into at most `PIECES`.
 MESSAGE = 32 << 10
 PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
@@ -234,7 +234,7 @@ class RankGroup:
         return self._start("barrier", "", "auto", steps, background)
 
     def choice(self, collective: str, size: int) -> Choice:
-        """What `auto` takes for so many bytes, and why."""
+        """The algorithm that `auto` takes for a size in bytes, and why."""
         return choose(collective, size, self.place.hosts, self.speeds or Speeds())
 
     # From a call to a task.
@@ -344,7 +344,7 @@ class RankGroup:
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
-        if self._next() in self.engine.messages.links:  # who has done its part and left need not know
+        if self._next() in self.engine.messages.links:  # a rank that has done its part and left need not know
             self.engine.messages.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)

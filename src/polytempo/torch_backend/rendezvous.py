@@ -42,7 +42,7 @@ def _open_world(options: Any, ranks: Sequence[int]) -> World:
         way.address or _route(options.store),
         way.keys,
         way.insecure,
-        patience=seconds,
+        join_timeout=seconds,
         timeout=seconds,
         gone=lambda: _gone(ranks),
     )

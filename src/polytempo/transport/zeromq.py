@@ -1,11 +1,10 @@
-"""`tcp://`: ZeroMQ between hosts, with CURVE keys; without them only where `--insecure` was said.
+"""`tcp://`: ZeroMQ between hosts, with CURVE keys; without them only with `--insecure`.
 
 Frames of a message: header | buffer lengths | pieces of at most 1 MB. Pieces, because a frame of many megabytes is allocated
 anew each time, and its page faults cost more than its bytes.
 
-Whether the other end is there is the kernel's to say: it asks where nothing is under way (keep-alive), and where something
-is it waits for acknowledgements, so that a connection that is slow is never taken for one that is broken. ZeroMQ's own
-heartbeats would queue behind the data.
+The kernel says whether the other end is there: it probes an idle connection (keep-alive), and waits for acknowledgements on
+a busy one, so that a slow connection is never taken for a broken one. ZeroMQ's own heartbeats would queue behind the data.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LAST_WORDS_S = 2
 
 
 class OnlyWorkers:
-    """Lets in those who have the workers' key."""
+    """Accepts peers that have the workers' key."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -166,7 +165,7 @@ class ZmqChannel(Channel):
         return self._socket
 
     def close(self) -> None:
-        self._meter.close(patience=LAST_WORDS_S)
+        self._meter.close(idle_timeout=LAST_WORDS_S)
         self._socket.close(linger=1000 * LAST_WORDS_S)
         self._context.term()
 

@@ -37,7 +37,7 @@ WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class ZmqWires:
-    """What the links of one process share: a context, and the guard at its door."""
+    """What the ZeroMQ links of one process share: a context, and the authenticator."""
 
     def __init__(self, keys: WorkerKeys | None) -> None:
         self.context = zmq.Context()
@@ -76,14 +76,14 @@ class ZmqLink(PeerLink):
         self._socket = wires.socket(serves)
         self._serves = serves
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(int(WATCHED))
-        self.established = False  #: both ends have proved who they are
+        self.established = False  #: both ends have proved that they have the key
         self.problem = ""  #: why it cannot be
         self._poller: Poller | None = None
         self._outbox: deque[tuple[list[bytes | memoryview], OnLinkSent | None]] = deque()
         self._writing = False
         self._ended = False
-        self._polite = False  # it has said its last
-        self._descriptors: set[int] = set()  # of its connection, and of strangers that knock
+        self._polite = False  # its goodbye is sent
+        self._descriptors: set[int] = set()  # of its connection, and of strangers that try
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
@@ -145,7 +145,7 @@ class ZmqLink(PeerLink):
             self._lost(str(error))
 
     def hear(self) -> None:
-        """What the monitor says. Who listens is also knocked at by strangers, who fail: that means nothing."""
+        """Read the monitor. A listening end also sees strangers that fail to connect: those events mean nothing."""
         while self._monitor.poll(0):
             said = parse_monitor_message(self._monitor.recv_multipart())
             event = said["event"]
@@ -161,8 +161,8 @@ class ZmqLink(PeerLink):
                 self.problem = "it does not have the same key file"
 
     def _is_alone(self) -> bool:
-        """Is it the other end that has gone? Who listens may have been left by a stranger: then there is still somebody
-        to send to. (Closing the door would not do: with it ZeroMQ drops who has come in.)"""
+        """Whether it is the other end that has gone. A listening end may have lost a stranger only: then ZeroMQ still takes
+        messages. (Unbinding would not do: with the listener ZeroMQ drops the connection it has accepted.)"""
         deadline = time.monotonic() + DOUBT
         while self._serves and self._socket.poll(0, zmq.POLLOUT):
             if time.monotonic() > deadline:
