@@ -77,7 +77,7 @@ class PointToPoint:
         self._pool = Pool()
         here = next(host for host in group.place.hosts if group.rank in host)
         self._blocks = {group.ranks[index]: LeasedBlocks() for index in here}  # for the ranks of this host
-        self._seat = CoreSlot(len(here))
+        self._core = CoreSlot(len(here))
         self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
 
     # Sending.
@@ -156,7 +156,7 @@ class PointToPoint:
             task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
             while not task.is_completed() and meanwhile():
                 pass
-            with self._seat if not task.done else nullcontext():
+            with self._core if not task.done else nullcontext():
                 message = task.wait()
             incoming.messages[message.number] = message
         return incoming.messages.pop(number)

@@ -43,6 +43,24 @@ class OnlyWorkers:
         return key == self._public
 
 
+class ZmqContext:
+    """A ZeroMQ context. With a key, its listening sockets accept only peers that prove to have the workers' secret."""
+
+    def __init__(self, worker_public: str | None) -> None:
+        self.context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        if worker_public is not None:
+            self._authenticator = ThreadAuthenticator(self.context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(worker_public))
+
+    def close(self) -> None:
+        """After all its sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.context.term()
+
+
 class ZmqPeer(Peer):
     """The endpoint's side of a connection."""
 
@@ -75,16 +93,12 @@ class ZmqEndpoint(Endpoint):
     def __init__(self, address: str, keys: JobKeys | None, pool: Pool, stranger_limit: int) -> None:
         self._pool = pool
         self._limit = stranger_limit
-        self._context = zmq.Context()
-        self._guard: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._context = ZmqContext(keys.workers.worker_public if keys is not None else None)
+        self._socket = self._context.context.socket(zmq.ROUTER)
         set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
-            self._guard = ThreadAuthenticator(self._context)
-            self._guard.start()
-            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.workers.worker_public))
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.server_secret.encode()
             self._socket.curve_publickey = keys.workers.server_public.encode()
@@ -117,9 +131,7 @@ class ZmqEndpoint(Endpoint):
 
     def close(self) -> None:
         self._socket.close(linger=1000)
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
+        self._context.close()
 
 
 class ZmqChannel(Channel):

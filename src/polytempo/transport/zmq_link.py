@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
@@ -22,7 +21,7 @@ from polytempo.transport.meter import drain
 from polytempo.transport.peer_link import BYE, HEAD, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.zeromq import OnlyWorkers, set_options
+from polytempo.transport.zeromq import ZmqContext, set_options
 
 #: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
 SILENCE_S = 5
@@ -36,17 +35,12 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CON
 WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-class ZmqWires:
-    """What the ZeroMQ links of one process share: a context, and the authenticator."""
+class ZmqWires(ZmqContext):
+    """What the ZeroMQ links of one process share."""
 
     def __init__(self, keys: WorkerKeys | None) -> None:
-        self.context = zmq.Context()
+        super().__init__(keys.worker_public if keys is not None else None)
         self.keys = keys
-        self._guard: ThreadAuthenticator | None = None
-        if keys is not None:
-            self._guard = ThreadAuthenticator(self.context)
-            self._guard.start()
-            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.worker_public))
 
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
@@ -60,12 +54,6 @@ class ZmqWires:
             socket.curve_publickey = self.keys.worker_public.encode()
             socket.curve_secretkey = self.keys.worker_secret.encode()
         return socket
-
-    def close(self) -> None:
-        """After all links."""
-        if self._guard is not None:
-            self._guard.stop()
-        self.context.term()
 
 
 class ZmqLink(PeerLink):
