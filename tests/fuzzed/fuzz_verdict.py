@@ -62,7 +62,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Script], bool]]] = {
     ),
     "written through .data": (r"was written to through \.data or NumPy", lambda s: _changes_values(s, pushed=False)),
     "push_parameters() with local steps": (
-        r"push_parameters\(\) cannot be in this job",
+        r"push_parameters\(\) is not possible in this job",
         lambda s: s.setting.sync.startswith("downpour") and _changes_values(s),
     ),
     "states of the optimizer differ": (

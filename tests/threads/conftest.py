@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.reducer import bucket_overlap, collective_reducer
+from polytempo.reducer import collective_reducer, partial_push
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.transport import shared_memory
 
@@ -52,7 +52,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(ThreadJob, "wire", request.param)
         patch.setattr(GroupJob, "wire", request.param)
         patch.setattr(shared_memory, "SHARE_FROM", 1)
-        patch.setattr(bucket_overlap, "LIMIT", 100)  # small models, too, have several buckets
+        patch.setattr(partial_push, "LIMIT", 100)  # small models, too, have several buckets
         patch.setattr(collective_reducer, "BUCKET", 100)
         yield
 

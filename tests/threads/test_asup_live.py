@@ -212,8 +212,8 @@ def test_running_statistics_stay_where_they_were_made() -> None:
         done.wait(20)
         optimizer.consolidate()
         assert_equal([buffer.clone() for buffer in own.buffers()], means[-1])
-        assert isinstance(optimizer._exchange, ServerReducer)
-        return weights(own), means[-1], [info.name for info in optimizer._exchange.proposal.tensors]
+        assert isinstance(optimizer._reducer, ServerReducer)
+        return weights(own), means[-1], [info.name for info in optimizer._reducer.spec.tensors]
 
     done = threading.Barrier(2)
     with ThreadJob(2, 2, "asup") as job:

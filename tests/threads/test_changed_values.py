@@ -438,7 +438,7 @@ def test_a_parameter_that_stands_twice_is_refused(way: str) -> None:
         param = nn.Parameter(torch.zeros(2))
         DistributedOptimizer(torch.optim.SGD([param, param], lr=0.1))
 
-    with pytest.raises(UsageError, match=r"parameter [01] stands twice in the optimizer"), WAYS[way]() as job:
+    with pytest.raises(UsageError, match=r"parameter [01] is in the optimizer twice"), WAYS[way]() as job:
         job.run(work)
 
 

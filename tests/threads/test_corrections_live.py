@@ -209,7 +209,7 @@ def test_under_delay_each_push_is_compensated_for_the_weights_it_was_made_on(ser
         params = copied(START)
         optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=LR))
         for gradients in GRADIENTS[0]:
-            read_at.append(optimizer._exchange.line.version)  # type: ignore[union-attr]
+            read_at.append(optimizer._reducer.client_state.version)  # type: ignore[union-attr]
             set_gradients(params, gradients)
             optimizer.step()
         optimizer.consolidate()

@@ -19,6 +19,7 @@ from polytempo.records.files import read_meta
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
+from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
@@ -115,7 +116,7 @@ def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None
             set_gradients(params, gradients)
             optimizer.step()
             path.append(values(params))
-        installed.append(optimizer._exchange.line.version)  # type: ignore[union-attr]
+        installed.append(optimizer._reducer.client_state.version)  # type: ignore[union-attr]
         return path
 
     installed: list[int] = []
@@ -251,11 +252,11 @@ def test_values_are_installed_at_step_boundaries_and_local_progress_goes_on_betw
             if step == 5:
                 assert other_done.wait(20)
             before = values(params)
-            optimizer._exchange.client.poll()  # type: ignore[union-attr]  # whatever has come
+            optimizer._reducer.client.poll()  # type: ignore[union-attr]  # whatever has come
             assert all(torch.equal(one, other) for one, other in zip(before, values(params), strict=True))
             optimizer.step()
             path.append(values(params))
-        fetch = optimizer._downpour._fetch  # type: ignore[union-attr]  # None: it came at once
+        fetch = optimizer._update._fetch  # type: ignore[attr-defined]  # None: it came at once
         until(lambda: session.client.poll() or fetch is None or len(fetch.reading.answers) == 2, "it is there")  # type: ignore
         set_gradients(params, GRADIENTS[0][10])
         optimizer.step()
@@ -277,8 +278,8 @@ def test_what_is_kept_of_pushes_does_not_grow_between_fetches() -> None:
         for gradients in GRADIENTS[0] * 4:
             set_gradients(params, gradients)
             optimizer.step()
-            assert optimizer._downpour is not None
-            kept = max(kept, len(optimizer._downpour._sent))
+            assert isinstance(optimizer._update, DownpourUpdate)
+            kept = max(kept, len(optimizer._update._sent))
         return kept
 
     with ThreadJob(1, 1, "downpour:push=1,fetch=1000") as job:

@@ -35,9 +35,9 @@ def made(session: Session, compression: Any, lr: float = 1.0, **options: Any) ->
     return param, DistributedOptimizer(sgd, compression=compression, **options)
 
 
-def exchange_of(optimizer: DistributedOptimizer) -> ServerReducer:
-    assert isinstance(optimizer._exchange, ServerReducer)
-    return optimizer._exchange
+def reducer_of(optimizer: DistributedOptimizer) -> ServerReducer:
+    assert isinstance(optimizer._reducer, ServerReducer)
+    return optimizer._reducer
 
 
 def sometimes(copies: int, seed: int) -> Fate:
@@ -51,7 +51,7 @@ def believed(job: ThreadJob, rank: int) -> torch.Tensor:
 
 
 def told(optimizer: DistributedOptimizer) -> torch.Tensor:
-    parts = exchange_of(optimizer)._shadow._parts
+    parts = reducer_of(optimizer)._shadow._parts
     return torch.cat([torch.from_numpy(parts[shard][0].view("float64").copy()) for shard in sorted(parts)])
 
 
@@ -65,37 +65,37 @@ def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[t
 
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         param, optimizer = made(session, compression)
-        exchange = exchange_of(optimizer)
-        sent = watched(exchange)
+        reducer = reducer_of(optimizer)
+        sent = watched(reducer)
         if fate is not None:
             disturb(session, lambda shard: fate(session.rank, shard))
         for gradient in GRADIENTS[session.rank]:
             set_gradients([param], [gradient])
             optimizer.step()
-        exchange.settle()
+        reducer.settle()
         if "backup" not in job.plan.sync:  # where who has done is missed by those who have not
             done.wait(20)  # else who leaves changes the others' rate
-        if exchange.proposal.pull_filter not in ("", "none"):
+        if reducer.spec.pull_filter not in ("", "none"):
             assert torch.equal(told(optimizer), believed(job, session.rank))
             assert torch.equal(param.detach(), told(optimizer))
-        return sent, exchange.filters.state().get("float64", torch.zeros(SIZE, dtype=torch.float64))
+        return sent, reducer.filters.state().get("float64", torch.zeros(SIZE, dtype=torch.float64))
 
     return job.run(work)
 
 
-def watched(exchange: ServerReducer) -> torch.Tensor:
+def watched(reducer: ServerReducer) -> torch.Tensor:
     """The sum of all that goes out from now on, as the other side reads it."""
-    total, filter_of, chain = torch.zeros(SIZE, dtype=torch.float64), exchange.filters.of, exchange.filters._chains
+    total, filter_of, chain = torch.zeros(SIZE, dtype=torch.float64), reducer.filters.of, reducer.filters._chains
 
     def of(parts: Any) -> Any:
         result = filter_of(parts)
-        for shard, stretches in enumerate(exchange.layout.shards):
+        for shard, stretches in enumerate(reducer.layout.shards):
             (stretch,) = stretches
             spec = chain[shard][0].spec if chain else parse_chain("none")
             total[stretch.start : stretch.stop] += spec.decode(result[shard], stretch.size, torch.float64)
         return result
 
-    exchange.filters.of = of  # type: ignore[method-assign]
+    reducer.filters.of = of  # type: ignore[method-assign]
     return total
 
 
@@ -176,7 +176,7 @@ def test_bytes_on_the_wire_are_those_that_the_filter_states(chain: str, directio
         for _ in range(steps):
             set_gradients([param], [torch.linspace(-1, 1, size)])
             optimizer.step()
-        return int(optimizer.stats[which] - before), len(exchange_of(optimizer).layout.shards)
+        return int(optimizer.stats[which] - before), len(reducer_of(optimizer).layout.shards)
 
     with ThreadJob(1, servers, "asp") as job:
         counted, shards = job.run(work)[0]
@@ -218,7 +218,7 @@ def test_a_skipped_step_sends_nothing_and_keeps_what_waits() -> None:
             set_gradients([param], [gradient])
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(step % 3 == 1))
             optimizer.step()
-        return START.detach() - held(job), exchange_of(optimizer).filters.state()["float64"]
+        return START.detach() - held(job), reducer_of(optimizer).filters.state()["float64"]
 
     with ThreadJob(1, 2, "bsp") as job:
         got, waits = job.run(work)[0]
@@ -244,7 +244,7 @@ def test_where_the_way_is_open_compression_takes_servers(compression: str | None
         for gradient in GRADIENTS[session.rank][:4]:
             param.grad = gradient.clone()
             optimizer.step()
-        return isinstance(optimizer._exchange, ServerReducer), param.detach().clone()
+        return isinstance(optimizer._reducer, ServerReducer), param.detach().clone()
 
     found: dict[str, list[tuple[bool, torch.Tensor]]] = {}
     for way in ("auto", "ps"):

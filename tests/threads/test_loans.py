@@ -41,7 +41,7 @@ class Taker:
         self.optimizer = DistributedOptimizer(SGD(self.params))
         self.held: list[tuple[list[Bytes], list[bytes]]] = []  # what was received, and what was in it
         self.keeping = 0
-        line = self.optimizer._exchange.line
+        line = self.optimizer._reducer.client_state
         self._take, line.take = line.take, self.take
 
     def take(self, parts: dict[int, list[Bytes]], absent: tuple[int, ...]) -> None:
@@ -284,7 +284,7 @@ def test_under_delay_a_later_backward_does_not_change_a_push_under_way(wire: str
         for number, (gradient,) in enumerate(gradients):
             optimizer.zero_grad()
             (params[0] * gradient).sum().backward()
-            assert all(params[0].grad.data_ptr() != flat.views[0].data_ptr() for flat in optimizer._exchange.copier._flats)
+            assert all(params[0].grad.data_ptr() != flat.views[0].data_ptr() for flat in optimizer._reducer.copier._buffers)
             if number == 2:
                 made.set()
             optimizer.step()

@@ -191,11 +191,11 @@ def die_in(session: Session, point: str) -> None:
         world.close(politely=False)
         raise Died
 
-    exchange = session.joining[0].__self__._exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, CollectiveReducer)
-    made = exchange._rounds
+    reducer = session.joining[0].__self__._reducer  # type: ignore[attr-defined]
+    assert isinstance(reducer, CollectiveReducer)
+    made = reducer._rounds
     if point == "before it reduced":
-        made._launch = die  # type: ignore[method-assign]
+        made._reduce = die  # type: ignore[method-assign]
     elif point == "before it voted":
         made._vote = die  # type: ignore[method-assign]
     elif point == "after it voted":

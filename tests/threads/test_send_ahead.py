@@ -13,7 +13,7 @@ from torch import nn
 
 from polytempo.client.client import Client
 from polytempo.protocol.messages import AnyMessage, PartialPush, Push
-from polytempo.reducer import bucket_overlap
+from polytempo.reducer import partial_push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -26,7 +26,7 @@ Change = Callable[[list[nn.Parameter]], Any]
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_overlap, "LIMIT", 100)
+    monkeypatch.setattr(partial_push, "LIMIT", 100)
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ def test_sparse_is_dense_on_the_joint_batch(kind: type[nn.Module], name: str, wo
 
     def work(session: Session) -> list[torch.Tensor]:
         got, optimizer = trained(session, model, make, batches)
-        assert isinstance(optimizer._exchange, ServerReducer)
-        assert [table.info.name for table in optimizer._exchange.rows.tables] == ["embedding.weight"]
+        assert isinstance(optimizer._reducer, ServerReducer)
+        assert [table.info.name for table in optimizer._reducer.rows.tables] == ["embedding.weight"]
         return got
 
     with ThreadJob(workers, servers) as job:

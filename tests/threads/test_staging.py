@@ -257,8 +257,8 @@ def test_a_compiled_model_makes_its_gradients_in_the_bucket_too(backend: str) ->
 
 
 def bucket_of(optimizer: DistributedOptimizer) -> Any:
-    assert optimizer._exchange is not None
-    return optimizer._exchange.copier.next_flat()
+    assert optimizer._reducer is not None
+    return optimizer._reducer.copier.next_buffer()
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -29,7 +29,7 @@ from helpers import (
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from polytempo.reducer.mean_reducer import READERS, MeanReducer
+from polytempo.reducer.gradient_mean import READERS
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -128,7 +128,8 @@ def one_worker(case: Case, model: nn.Module, data: list[list[Batch]], session: S
     model = copy.deepcopy(model)
     inner = OPTIMIZERS[case.optimizer](list(model.parameters()))
     optimizer = DistributedOptimizer(inner, clip_norm=None if case.synchronize else case.clip)
-    assert isinstance(optimizer._exchange, MeanReducer) or (session.size == 1 and not Way.sequencer)
+    on_workers = optimizer._reducer is not None and optimizer._reducer.mean is not None
+    assert on_workers or (session.size == 1 and not Way.sequencer)
     scheduler = SCHEDULERS[case.scheduler](optimizer)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)

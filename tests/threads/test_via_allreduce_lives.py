@@ -202,7 +202,7 @@ def test_an_optimizer_may_choose_another_way_than_its_job(job_via: str, own_via:
 
     def work(session: Session) -> list[torch.Tensor]:
         got, optimizer = trained(session, model, STATEFUL["adam"], data, via=own_via)
-        assert type(optimizer._exchange) is kind
+        assert type(optimizer._reducer) is kind
         return got
 
     with ThreadJob(2, servers, via=job_via) as job:

@@ -1,9 +1,14 @@
-"""Means over a group without anybody who decides: buckets go while backward runs, and a vote ends the step.
+"""BSP by all-reduce: workers average gradients among themselves, over whatever links and collective plans there are.
 
-Buckets are sent in the same order everywhere, multiplied by this rank's share; the gradients themselves stay as they are.
-A rank that votes has all sums of its step, for calls end in their order. So a vote that one rank has seen to its end is the
-end of the step for all, even if somebody dies before the others have: they learn the ballots from who has them. If nobody
-has, the step is made again from the gradients, without the dead.
+Buckets are reduced while backward runs, in the same order on all ranks, each multiplied by its rank's share; the gradients
+themselves stay as they are. A ballot ends the step. A rank that votes has all sums of its step, since collectives end in
+their order. So a vote that one rank has seen to its end is the end of the step for all, even if a rank dies before the
+others have: they learn the ballots from a rank that has them. If none has, the step is made again from the gradients,
+without the dead rank.
+
+A rank that has run out of data takes part with weight zero until all have (`join`), and makes the same updates, so that all
+replicas stay the same. Where there is a sequencer (`polytempo run` over several hosts) each step is reported to it for the
+record and the budget; the mean is made without it.
 """
 
 from __future__ import annotations
@@ -17,81 +22,90 @@ from typing import Any
 
 import torch
 
-from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import Layout, lay_out
-from polytempo.protocol.messages import Push
-from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, size_of, unpack
+from polytempo.reducer.bucket_scheduler import BucketScheduler
 from polytempo.reducer.buckets import Bucket, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.mean_reducer import MeanReducer
+from polytempo.reducer.gradient_mean import GradientMean
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 
 #: Bytes of a bucket.
 BUCKET = 8 << 20
-#: Of a text in which ranks differ, so much is compared.
+#: Bytes of a text that are compared where ranks differ.
 TEXT = 64 << 10
 
 
 class BucketRounds:
-    """The rounds of one optimizer. `number` is its own in the job; with fewer than `least` ranks left it gives up."""
+    """The rounds of one optimizer.
 
-    def __init__(self, world: World, number: int, layout: Layout, flat: FlatBuffer, mean: FlatBuffer, least: int) -> None:
+    Args:
+        world: All ranks of the job.
+        number: The optimizer's number in the job, the same on all ranks.
+        layout: Where parameters lie in the flat buffers.
+        gradients: This rank's gradients.
+        mean: Receives the mean.
+        least: With fewer ranks left, the death of a rank is raised.
+        compare: Refuses parameters that are not the same on all ranks of a group.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        layout: Layout,
+        gradients: FlatBuffer,
+        mean: FlatBuffer,
+        least: int,
+        compare: Callable[[RankGroup], None],
+    ) -> None:
         group = world.new_group(range(world.size))
         assert group is not None
-        self.world, self.group, self._number, self._least = world, group, number, least
-        self._flat, self._mean, self._count = flat, mean, len(layout.places)
+        self.world, self.group, self._number, self._least, self._compare = world, group, number, least, compare
+        self._count = len(layout.places)
         self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
-        self._buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.params}
-        self._parts = [self._slices(layout, bucket) for bucket in self._buckets]
-        self.compare: Callable[[RankGroup], None] = lambda group: None  #: refuses parameters that are not alike on all ranks
+        buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
+        self._parts = [_slices(layout, bucket, gradients, mean) for bucket in buckets]
+        params = [bucket.params for bucket in buckets]
+        self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
-        self._total = float(world.size)  # and those of all together
+        self._total = float(world.size)  # and those of all ranks together
         self._votes = 0
         self._ballots: list[bytes] = []  # of the last vote
-        self._begin()
+        self._start_over()
 
-    def _slices(self, layout: Layout, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where a bucket lies in the gradients and in the mean."""
-        stretches = layout.shards[0]
-        return [
-            (
-                as_tensor(self._flat.parts[0][piece.buffer][piece.start : piece.stop], stretches[piece.buffer].dtype),
-                as_tensor(self._mean.parts[0][piece.buffer][piece.start : piece.stop], stretches[piece.buffer].dtype),
-            )
-            for piece in bucket.pieces[0]
-        ]
-
-    def _begin(self) -> None:
-        self._tasks: list[Task] = []  # of buckets that are under way, from the first on
-        self._ready: set[int] = set()
-        self._stamps: dict[int, tuple[int, int]] = {}
+    def _start_over(self) -> None:
+        self._tasks: list[Task] = []  # of buckets that were launched
+        self._final_weight: float | None = None  # the step's own weight, once it is known
+        self._scheduler.start_over()
 
     # While backward runs.
 
     def complete(self, index: int) -> None:
-        """A gradient is in the bucket. The last bucket is left for `finish`: there is nothing behind it to hide."""
-        self._ready.add(index)
-        while len(self._tasks) < len(self._buckets) - 1 and self._ready.issuperset(self._buckets[len(self._tasks)].params):
-            self._launch(len(self._tasks), self.weight, background=True)
+        """A gradient is in the flat buffer."""
+        self._scheduler.complete(index)
 
-    def _launch(self, number: int, weight: float, background: bool) -> None:
-        self._fill(number, weight)
-        self._tasks.append(self._reduce(number, background))
+    def _launch(self, number: int) -> None:
+        if self._final_weight is None:
+            self._fill(number, self.weight)
+            self._tasks.append(self._reduce(number, background=True))
+        else:
+            self._fill(number, self._final_weight)
+            self._reduce(number, background=False).wait()
 
     def _fill(self, number: int, weight: float) -> None:
-        for index in self._buckets[number].params:
-            self._stamps[index] = self._flat.stamp(index)
         for source, target in self._parts[number]:
             if weight:
                 torch.mul(source, weight / self._total, out=target)
@@ -104,9 +118,9 @@ class BucketRounds:
     # At the end of a step.
 
     def finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
-        """The mean lies in its place, unless the step was skipped, or everybody has run out."""
+        """End the round. The mean lies in its buffer then, unless the step was skipped or all ranks have run out."""
         weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper))
-        changed = self._changed(weight)
+        changed = frozenset(self._scheduler.changed() if weight == self.weight else self._scheduler.launched)
         self.weight = weight or self.weight
         while True:
             try:
@@ -114,11 +128,11 @@ class BucketRounds:
                 break
             except RankLost as error:
                 if self._was_decided(error):
-                    found = self._result()
+                    found = self._outcome()
                     break
-                self._begin()
+                self._start_over()
                 changed = frozenset()
-        self._begin()
+        self._start_over()
         if found.total and not found.skipped:
             self._correct(found.total)
         return found
@@ -131,58 +145,52 @@ class BucketRounds:
                     target.mul_(self._total / total)
         self._total = total
 
-    def _changed(self, weight: float) -> frozenset[int]:
-        """Buckets under way that are not what they should be."""
-        sent = range(len(self._tasks))
-        if weight != self.weight:
-            return frozenset(sent)
-        moved = (index for index, stamp in self._stamps.items() if self._flat.stamp(index) != stamp)
-        return frozenset(self._bucket_of[index] for index in moved) & frozenset(sent)
-
     def _step(self, ballot: Ballot, changed: frozenset[int], hyper: str) -> BallotOutcome:
-        active = not (ballot.skips or ballot.ran_out)
-        weight = ballot.weight if active else 0.0
-        while len(self._tasks) < len(self._buckets):
-            self._launch(len(self._tasks), weight, background=False)
-            self._tasks[-1].wait()
+        weight = 0.0 if ballot.skips or ballot.ran_out else ballot.weight
+        self._final_weight = weight
+        self._scheduler.launch_rest()
         for task in self._tasks:
             task.wait()
         found = self._vote(ballot, changed)
         if found.unlike is not None:
-            say_where_they_differ(self.group, hyper)
-        again = self._to_make_again(found)
-        if again or found.touched:
+            raise_difference(self.group, hyper)
+        repeated = self._to_repeat(found)
+        if repeated or found.touched:
             self._expect(found)
-            for number in again:
+            for number in repeated:
                 self._fill(number, weight)
                 self._reduce(number, False).wait()
             if found.touched:
-                self.compare(self.group)
+                self._compare(self.group)
             return self._vote(replace(ballot, touched=False), frozenset())
         return found
 
-    def _to_make_again(self, found: BallotOutcome) -> Sequence[int]:
-        """Buckets that are not what they should be. Float16 made for another total may be beyond its largest number."""
+    def _to_repeat(self, found: BallotOutcome) -> Sequence[int]:
+        """Buckets to reduce again: changed on a rank, or float16 scaled for another total, which may have overflowed."""
         wrong = self._is_narrow and found.total and not found.skipped and found.total != self._total
-        return range(len(self._buckets)) if wrong else found.again
+        return range(len(self._parts)) if wrong else found.again
 
     def _expect(self, found: BallotOutcome) -> None:
         if self._is_narrow and found.total and not found.skipped:
             self._total = found.total
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
-        data = replace(ballot, changed=changed).pack(len(self._buckets), self._count)
+        data = replace(ballot, changed=changed).pack(len(self._parts), self._count)
         self._ballots = gather_bytes(self.group, data)
         self._votes += 1
-        return self._result()
+        return self._outcome()
 
-    def _result(self) -> BallotOutcome:
-        return outcome([unpack(data, len(self._buckets), self._count) for data in self._ballots])
+    def _outcome(self) -> BallotOutcome:
+        return outcome([unpack(data, len(self._parts), self._count) for data in self._ballots])
 
-    # When somebody is gone.
+    # When a rank has died.
 
     def _was_decided(self, error: RankLost) -> bool:
-        """Form the group again; was the vote that this rank did not see to its end seen by another?"""
+        """Form the group again without the dead ranks.
+
+        Returns:
+            Whether another rank has seen the vote to its end that this rank has not: the step is decided then.
+        """
         if self.world.size - len({*self.world.engine.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self._ballots
@@ -194,7 +202,7 @@ class BucketRounds:
         knows = counts.index(max(counts))
         size = torch.tensor([len(earlier)])
         self.group.broadcast([size], knows).wait()
-        each = size_of(len(self._buckets), self._count)
+        each = size_of(len(self._parts), self._count)
         data = torch.zeros(int(size) * each, dtype=torch.uint8)
         if before == max(counts):
             data.copy_(torch.frombuffer(bytearray(b"".join(earlier)), dtype=torch.uint8))
@@ -203,15 +211,29 @@ class BucketRounds:
             return False
         whole = data.numpy().tobytes()
         self._ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
-        found = self._result()
-        if self._to_make_again(found) or found.touched:
+        found = self._outcome()
+        if self._to_repeat(found) or found.touched:
             self._expect(found)
             return False
         return True
 
 
+def _slices(
+    layout: Layout, bucket: Bucket, gradients: FlatBuffer, mean: FlatBuffer
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where a bucket lies in the gradients and in the mean."""
+    found = []
+    for piece in bucket.pieces[0]:
+        dtype = layout.shards[0][piece.buffer].dtype
+        source, target = (
+            as_tensor(buffer.parts[0][piece.buffer][piece.start : piece.stop], dtype) for buffer in (gradients, mean)
+        )
+        found.append((source, target))
+    return found
+
+
 def gather_bytes(group: RankGroup, data: bytes) -> list[bytes]:
-    """What every rank has, which is as long everywhere."""
+    """All ranks' bytes, which must have the same length on each."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(group.size)]
     group.all_gather(outputs, mine).wait()
@@ -219,12 +241,12 @@ def gather_bytes(group: RankGroup, data: bytes) -> list[bytes]:
 
 
 def digest_of(text: str) -> int:
-    """A number that differs where texts do."""
+    """A 64-bit digest of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def say_where_they_differ(group: RankGroup, text: str) -> None:
-    """Ranks have different texts: raise, on all of them, with the first line that differs."""
+def raise_difference(group: RankGroup, text: str) -> None:
+    """Ranks have different texts: raise, on all of them, an error with the first line that differs."""
     padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
     texts = [data.rstrip(b"\0").decode(errors="replace").splitlines() for data in gather_bytes(group, padded)]
     for rank, lines in enumerate(texts):
@@ -233,122 +255,101 @@ def say_where_they_differ(group: RankGroup, text: str) -> None:
             if one != other:
                 ranks = group.ranks[0], group.ranks[rank]
                 raise UsageError(f"rank {ranks[0]} has {one} where rank {ranks[1]} has {other}; all ranks must be alike")
-    raise UsageError("ranks differ in what they optimize; all must be alike")
+    raise UsageError("ranks differ in what they optimize; all ranks must be alike")
 
 
-# BSP without servers: the workers average gradients among themselves, over whatever links and plans there are.
-#
-# Who has run out of data takes part with weight zero until everybody has (`join`), and makes the same updates, so that all
-# replicas stay the same. Where there is a sequencer (`polytempo run` over several hosts) it is told of every step, and keeps
-# the record and the budget; the mean is made without it.
+class CollectiveReducer(Reducer):
+    """Reduces the gradients of one optimizer by all-reduce."""
 
+    mean: GradientMean
+    needs_join = True
 
-class CollectiveReducer(MeanReducer):
-    """A track whose means are made by all-reduce."""
-
-    def __init__(self, session: Session, name: str, proposal: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.name, self.session, self.proposal = name, session, proposal
-        self.layout = lay_out(proposal.tensors, 1)
-        self.line = ClientState(name)
-        self.step = 0
-        self.absent = ()
-        self.waited = 0.0
-        self._said_alike = False
-        self.sending = True  #: not while gradients are accumulated
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        self._warned = False  # of equal gradients
         self.copier = Copier(params, self.layout, Pool())
-        self._mean = FlatBuffer(self.layout, Pool(), pinned=False)
-        flat = self.copier.next_flat()
-        self._rounds = BucketRounds(session.world(), int(name) + 1, self.layout, flat, self._mean, session.least)
-        self._rounds.compare = self._compare
+        self.mean = GradientMean(self.copier, FlatBuffer(self.layout, Pool(), pinned=False))
+        buffer = self.copier.next_buffer()
+        self._rounds = BucketRounds(
+            session.world(), int(name) + 1, self.layout, buffer, self.mean.buffer, session.least, self._compare
+        )
+        self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
+        self.step = self._clock.step if self._clock is not None else 0
         self._start(params)
-        self._staging = GradientHooks(params, flat, self._complete)
+        self.hooks = GradientHooks(params, buffer, self._complete)
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
-        """All must optimize the same, and begin with what the first rank has."""
-        client, group = self.session.client, self._rounds.group
-        if client is not None:
-            with self.session.lock:
-                client.register(self.name, self.proposal, lambda: ({}, [[] for _ in range(client.shards)]), self.line)
-            self.step = self.line.released
-        text = _described(self.proposal)
+        """Check that all ranks optimize the same, and start from the values of the first."""
+        group, text = self._rounds.group, _described(self.spec)
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:
-            say_where_they_differ(group, text)
+            raise_difference(group, text)
         with torch.no_grad():
             group.broadcast([param.detach() for param in params], 0).wait()
         self.copier.watch.record()
 
     def _compare(self, group: RankGroup) -> None:
         """A script has written to parameters on some rank: refuse them if they are not the same on all."""
-        self.check_alike(dict(zip(group.ranks, gather_bytes(group, self.copier.watch.digests()), strict=True)))
+        digests = gather_bytes(group, self.copier.watch.digests())
+        self.copier.watch.check_alike(dict(zip(group.ranks, digests, strict=True)))
 
     def _complete(self, index: int) -> None:
         if self.sending:
             self._rounds.complete(index)
 
-    def push(self, flat: FlatBuffer | None, hyper: tuple[dict[str, Any], ...], average: bool = True, **about: Any) -> None:
+    # A step.
+
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         began = time.perf_counter()
-        if self.session.client is not None:
-            self._tell(hyper, flat is None, about)
+        skip = buffer is None
+        if self._clock is not None:
+            # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
+            # mean and, should another have died in it, waits for this rank to form the group again.
+            self._clock.wait_for(self.step)
+            self._clock.push(hyper, self.traffic(), skip=skip, **about)
+            self._clock.step += 1
         if average:
-            self.agree(flat is None, hyper, about.get("samples", 1.0), about.get("absent", ()), about.get("likeness", 0))
+            ballot = Ballot(
+                about.get("samples", 1.0),
+                skips=skip,
+                absent=frozenset(about.get("absent", ())),
+                touched=bool(self.copier.watch.touched),
+                gradient=about.get("likeness", 0),
+            )
+            self._round(ballot, hyper)
         self.step += 1
         self.waited = time.perf_counter() - began
-        if self.session.client is None:
-            self.line.waited += self.waited
+        if self._clock is not None:
+            self._clock.waited = self.waited
+        else:
+            self.client_state.waited += self.waited
 
-    def agree(
-        self, skips: bool, hyper: tuple[dict[str, Any], ...], samples: float, absent: Sequence[int] = (), gradient: int = 0
-    ) -> None:
-        """One round."""
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        absent = () if skip else self.gradients()[1]
         touched = bool(self.copier.watch.touched)
-        ballot = Ballot(samples, skips=skips, absent=frozenset(absent), touched=touched, gradient=gradient)
-        found = self._rounds.finish(ballot, _lines(hyper))
-        self._note(found)
-        self.copier.watch.touched = ""
-        if found.alike is not None and self.session.client is None and not self._said_alike:  # else the sequencer says it
-            self._say_alike(*(self._rounds.group.ranks[index] for index in found.alike))
+        self._round(Ballot(samples, skips=skip, absent=frozenset(absent), touched=touched), hyper)
+        if not self.mean.skipped:
+            self.mean.assign()
+        return self.mean.skipped
 
-    def _say_alike(self, one: int, other: int) -> None:
-        self._said_alike = True
+    def join(self) -> bool:
+        return self._finish(Ballot(0.0, ran_out=True), "").over
+
+    def _round(self, ballot: Ballot, hyper: GroupValues) -> None:
+        found = self._finish(ballot, _lines(hyper))
+        self.copier.watch.touched = ""
+        if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
+            self._warn_alike(*(self._rounds.group.ranks[index] for index in found.alike))
+
+    def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
+        found = self._rounds.finish(ballot, hyper)
+        self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
+        return found
+
+    def _warn_alike(self, one: int, other: int) -> None:
+        self._warned = True
         if self.session.rank == min(one, other):
             sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
             sys.stderr.flush()
-
-    def join(self) -> bool:
-        """Take part in one round with nothing to give; has everybody run out?"""
-        found = self._rounds.finish(Ballot(0.0, ran_out=True), "")
-        self._note(found)
-        return found.over
-
-    def _note(self, found: BallotOutcome) -> None:
-        self.line.skipped, self.absent = found.skipped or found.total == 0, found.absent
-
-    def _tell(self, hyper: tuple[dict[str, Any], ...], skip: bool, about: dict[str, Any]) -> None:
-        """The sequencer's part: the record, the budget, and who is slow.
-
-        What is waited for is the answer to the step before. An answer to this one may need somebody who has yet to make its
-        mean, and who, should a rank have died in it, waits for us to form a group again.
-        """
-        client = self.session.client
-        assert client is not None
-        with self.session.lock:
-            client.wait_for_release(self.name, self.step)
-        sent, received = self.traffic()
-        identity = PushId(self.name, client.rank, client.incarnation, self.step)
-        push = Push(
-            id=identity,
-            kind="peers",
-            version=self.line.version,
-            hyper=hyper,
-            skip=skip,
-            sent=sent,
-            received=received,
-            exchanged=self.waited,
-            **about,
-        )
-        with self.session.lock:
-            client.push(Outstanding(push, [[] for _ in range(client.shards)]))
 
     def traffic(self) -> tuple[int, int]:
         sent = sum(link.payload_sent for link in self._rounds.world.engine.links.values())
@@ -359,8 +360,8 @@ def _lines(hyper: tuple[dict[str, Any], ...]) -> str:
     return "\n".join(f"{key}={value!r} in group {i}" for i, group in enumerate(hyper) for key, value in group.items())
 
 
-def _described(proposal: OptimizerSpec) -> str:
-    """What must be alike, a line each."""
-    head = [f"sync {proposal.sync}", f"optimizer {proposal.optimizer}", f"clip_norm {proposal.clip_norm}"]
-    tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in proposal.tensors]
+def _described(spec: OptimizerSpec) -> str:
+    """What must be the same on all ranks, a line each."""
+    head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
+    tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
     return "\n".join([*head, f"{len(tensors)} parameters", *tensors])

@@ -1,8 +1,8 @@
-"""A worker's bucket: gradients in, new values out.
+"""The flat buffer: gradients of all parameters in, new values out.
 
-One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one stretch of memory. On one
-host that memory is shared, and the servers read it where it is. A parameter's `.grad` becomes a view of the bucket once it
-was copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the bucket. New values go
+One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one segment of memory. On one
+host that memory is shared, and the servers read it in place. A parameter's `.grad` becomes a view of the buffer once it was
+copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
 from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, or
 lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
 """
@@ -57,13 +57,13 @@ class FlatBuffer:
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
         self._renewed = dict.fromkeys(self.views, 0)
         self._finite: dict[int, int] = {}  # views that were found finite, and their version then
-        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in stretches] for stretches in layout.shards]
+        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in segments] for segments in layout.shards]
 
     def _part(self, dtype: str, start: int, stop: int) -> Bytes:
         return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
 
     def _view(self, index: int) -> torch.Tensor:
-        """A tensor of its own, not a slice: it has its own version counter, and nothing else of the bucket."""
+        """A tensor of its own, not a slice: it has a version counter of its own."""
         place = self._layout_places[index]
         part = self._part(place.info.dtype, place.start, place.stop)
         return as_tensor(part, place.info.dtype).view(tuple(place.info.shape))
@@ -93,7 +93,7 @@ class FlatBuffer:
         )
 
     def find_finite(self, index: int) -> bool:
-        """Are all elements of one view numbers? What is no number survives a sum."""
+        """Are all elements of one view finite? NaN and Inf propagate through sum(), which is cheaper to look at."""
         view = self.views[index]
         finite = math.isfinite(view.sum().item()) or bool(torch.isfinite(view).all())
         if finite:
@@ -101,8 +101,8 @@ class FlatBuffer:
         return finite
 
     def is_finite(self, everything: bool) -> bool:
-        """Are all elements numbers? Views that torch has not changed since they were looked at are looked at only on demand:
-        what is written through `.data` or NumPy is not seen."""
+        """Are all elements finite? Views whose version is as when they were last checked are checked only with `everything`:
+        what is written through `.data` or NumPy does not change the version."""
         unknown = [i for i, view in self.views.items() if everything or self._finite.get(i) != view._version]
         return all(self.find_finite(index) for index in unknown)
 
@@ -112,7 +112,7 @@ class FlatBuffer:
 
 
 class Copier:
-    """Moves between parameters and flat tensors. `slots` flat copies are used in turn: one, unless pushes overlap."""
+    """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
 
     def __init__(
         self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1, compares: bool = False
@@ -123,64 +123,64 @@ class Copier:
         self.layout = layout
         self._on_gpu = any(param.is_cuda for param in params)
         pinned = self._on_gpu and memory.pins
-        self._flats = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
+        self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
         # Pushes under way must not change.
-        self._staging = self._flats[0] if slots == 1 else FlatBuffer(layout, memory, pinned)
+        self._landing = self._buffers[0] if slots == 1 else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
-        self._direct, self._staged = self._targets()
+        self._direct, self._indirect = self._targets()
 
     def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
         """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
-        flat = self._staging
-        staged = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
+        buffer = self._landing
+        indirect = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
         for index in self._order:
-            if not flat.is_in_place(index):  # as `.grad` it went along with its parameter
-                flat.renew(index)
+            if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
+                buffer.renew(index)
         direct: list[list[list[torch.Tensor]]] = []
-        for stretches in self.layout.shards:
+        for segments in self.layout.shards:
             of_shard: list[list[torch.Tensor]] = []
-            for stretch in stretches:
+            for segment in segments:
                 targets = []
                 for place in self.layout.places:
-                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
-                    if place.info.dtype == stretch.dtype and start < stop:
-                        source = flat.views[place.index] if place.index in staged else self.params[place.index].detach()
+                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
+                    if place.info.dtype == segment.dtype and start < stop:
+                        source = buffer.views[place.index] if place.index in indirect else self.params[place.index].detach()
                         targets.append(source.view(-1)[start - place.start : stop - place.start])
                 of_shard.append(targets)
             direct.append(of_shard)
-        return direct, staged
+        return direct, indirect
 
     def look(self, compare: bool = True) -> bool:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
         moved = self.watch.look(compare)
         if moved:
-            self._direct, self._staged = self._targets()
+            self._direct, self._indirect = self._targets()
         return moved
 
-    def next_flat(self) -> FlatBuffer:
-        """The flat copy whose turn it is."""
-        self._turn = (self._turn + 1) % len(self._flats)
-        return self._flats[self._turn]
+    def next_buffer(self) -> FlatBuffer:
+        """The flat buffer whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return self._buffers[self._turn]
 
-    def gather(self, flat: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
-        """Copy `of(param)` of every parameter into the flat copy; those for which it is None are zero, and returned."""
+    def gather(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
+        """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
         absent: list[int] = []
         targets, sources = [], []
         for index in self._order:
             tensor = of(self.params[index])
-            in_place = flat.is_in_place(index)
-            if tensor is flat.views[index] and in_place:
+            in_place = buffer.is_in_place(index)
+            if tensor is buffer.views[index] and in_place:
                 continue
             if not in_place:  # whatever `.grad` is now: once it was the view
-                flat.renew(index)
+                buffer.renew(index)
             if tensor is None:
                 absent.append(index)
                 continue
-            if tensor.layout != torch.strided:  # of an embedding that nobody told us of: all its rows travel
+            if tensor.layout != torch.strided:  # of an embedding that is no table of ours: all its rows travel
                 tensor = tensor.to_dense()
-            targets.append(flat.views[index])
-            sources.append(tensor.clone() if flat.holds(tensor) else tensor)  # another's view: it may be written first
+            targets.append(buffer.views[index])
+            sources.append(tensor.clone() if buffer.holds(tensor) else tensor)  # another's view: it may be written first
         if self._on_gpu:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -188,57 +188,57 @@ class Copier:
         elif targets:
             torch._foreach_copy_(targets, sources)
         for index in absent:
-            flat.views[index].zero_()
+            buffer.views[index].zero_()
         return tuple(absent)
 
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
         self.watch.see_writes()
-        flat = self._staging
-        if self._staged:
-            flat.changed_all()
+        buffer = self._landing
+        if self._indirect:
+            buffer.changed_all()
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             for shard, buffers in parts.items():
-                for stretch, buffer, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
+                for segment, data, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
                     if len(targets) == 1:
-                        targets[0].copy_(as_tensor(buffer, stretch.dtype))
+                        targets[0].copy_(as_tensor(data, segment.dtype))
                     elif targets:
-                        sources = torch.split(as_tensor(buffer, stretch.dtype), [t.numel() for t in targets])
+                        sources = torch.split(as_tensor(data, segment.dtype), [t.numel() for t in targets])
                         torch._foreach_copy_(targets, list(sources))
-            for index in self._staged:
-                self.params[index].detach().copy_(flat.views[index], non_blocking=True)
+            for index in self._indirect:
+                self.params[index].detach().copy_(buffer.views[index], non_blocking=True)
             self._synchronize()
         self.watch.record()
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
         for shard, buffers in parts.items():
-            for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
-                given = as_tensor(buffer, stretch.dtype)
+            for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
+                given = as_tensor(data, segment.dtype)
                 for place in self.layout.places:
-                    start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
-                    if place.info.dtype == stretch.dtype and start < stop:
+                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
+                    if place.info.dtype == segment.dtype and start < stop:
                         own = self.params[place.index].detach().reshape(-1)[start - place.start : stop - place.start]
-                        if not is_same(own.cpu(), given[start - stretch.start : stop - stretch.start]):
+                        if not is_same(own.cpu(), given[start - segment.start : stop - segment.start]):
                             return False
         return True
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        """The agreed gradients, into `.grad` of every parameter but those for which nobody had one."""
-        flat = self._staging
-        flat.changed_all()
+        """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
+        buffer = self._landing
+        buffer.changed_all()
         with torch.no_grad():
             for shard, buffers in parts.items():
-                for stretch, buffer in zip(self.layout.shards[shard], buffers, strict=True):
-                    flat.tensors[stretch.dtype][stretch.start : stretch.stop] = as_tensor(buffer, stretch.dtype)
+                for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
+                    buffer.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
             for index in self._order:
                 param = self.params[index]
                 if index in absent:
-                    param.grad = None  # this worker's own may be there, and weigh nothing
+                    param.grad = None  # this worker may have a gradient, of weight zero
                     continue
                 if param.grad is None or param.grad.layout != torch.strided:
                     param.grad = torch.empty_like(param)
-                param.grad.copy_(flat.views[index], non_blocking=True)
+                param.grad.copy_(buffer.views[index], non_blocking=True)
             self._synchronize()
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:

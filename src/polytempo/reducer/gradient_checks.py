@@ -1,4 +1,4 @@
-"""A number for a gradient, by which workers that read the same batches are found out."""
+"""Checks of gradients before they are pushed: equal batches on two workers, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -10,42 +10,39 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.reducer.flat_buffer import FlatBuffer
 
-#: Gradients of so many steps are looked at.
-LOOKS = 2
-#: So many elements of each parameter.
+#: Steps of which gradients are digested.
+DIGESTED_STEPS = 2
+#: Elements of each parameter that are digested.
 ELEMENTS = 1024
 
 
 def gradient_digest(params: Iterable[torch.Tensor]) -> int:
-    """Differs where gradients do, and is 0 where they say nothing: none, zero, or sparse."""
-    found, says = hashlib.blake2b(digest_size=8), False
+    """A digest by which workers that read the same batches are found; 0 where gradients are missing, zero or sparse."""
+    digest, nonzero = hashlib.blake2b(digest_size=8), False
     for param in params:
         grad = param.grad
         if grad is None or grad.layout != torch.strided:
             continue
         part = grad.detach().reshape(-1)[:ELEMENTS].cpu()
-        says = says or bool(part.any())
-        found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(found.digest(), "little") >> 1 if says else 0
-
-
-# Gradients that are not finite: counted, or refused with the name of the parameter.
+        nonzero = nonzero or bool(part.any())
+        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1 if nonzero else 0
 
 
 class FiniteWatch:
-    """Looks at what one optimizer pushes."""
+    """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
 
     def __init__(self, names: Sequence[str], rank: int, nonfinite: str) -> None:
         self._names, self._rank, self._nonfinite = names, rank, nonfinite
         self.seen = 0
 
-    def look_at(self, flat: FlatBuffer, step: int, rows: bool = True) -> bool:
-        """Is there something in it that is not finite, or among rows of tables?"""
-        if flat.is_finite(everything=self._nonfinite == "refuse") and rows:
+    def check(self, buffer: FlatBuffer, step: int, rows_finite: bool = True) -> bool:
+        """Is a value in it, or among the rows of tables, not finite?"""
+        if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
         self.seen += 1
         if self._nonfinite == "refuse":
-            wrong = (self._names[index] for index, view in flat.views.items() if not view.isfinite().all())
+            wrong = (self._names[index] for index, view in buffer.views.items() if not view.isfinite().all())
             name = next(wrong, "a table")
             raise UsageError(
                 f"worker {self._rank}, step {step}: {name} has a gradient that is not finite; "

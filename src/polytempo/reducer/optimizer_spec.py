@@ -64,7 +64,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class SpecBuilder:
-    """One optimizer's proposals."""
+    """Builds the specs of one optimizer."""
 
     def __init__(
         self, spec: Spec, apply: str, inner: torch.optim.Optimizer, compression: PushPullCompression, clip_norm: float | None
@@ -113,10 +113,10 @@ class SpecBuilder:
         some = list(chosen)
         return describe([params[i] for i in some], [names[i] for i in some], [groups[i] for i in some])
 
-    def propose(
+    def build(
         self, special: str, tensors: tuple[TensorInfo, ...], hyper: tuple[dict[str, Any], ...], tables: tuple[TableInfo, ...]
     ) -> OptimizerSpec:
-        """The proposal of a track; `special`: "peers" or "mean", where it is not the servers that hold the values."""
+        """The spec; `special`: "peers" or "mean", where servers do not hold the values."""
         on_server = self._apply == "server" and not special
         name = ""
         if special == "peers":  # each worker keeps its own, and all must begin alike

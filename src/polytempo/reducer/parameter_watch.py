@@ -7,12 +7,13 @@ compared, in each step another: what a script does in every step is found soon. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
+from polytempo.server.in_place_changes import ADVICE
 from polytempo.server.optimizer_state import as_bytes, digest_of_bytes, dtype_name, is_same
 from polytempo.transport.channel import Bytes
 
@@ -130,6 +131,20 @@ class ParameterWatch:
     def digests(self) -> bytes:
         """Eight bytes for the values of each parameter."""
         return b"".join(digest_of_bytes([as_bytes(p.detach().cpu())]) for p in self._params)
+
+    def check_alike(self, digests: Mapping[int, bytes], name: str = "") -> None:
+        """Refuse values that are not the same on all workers.
+
+        Args:
+            digests: For each worker eight bytes for each parameter, or for all together.
+            name: A parameter to name where there is one digest for all.
+        """
+        first = min(digests)
+        for worker, theirs in digests.items():
+            if theirs != digests[first]:
+                unlike = (i for i in range(0, len(theirs), 8) if theirs[i : i + 8] != digests[first][i : i + 8])
+                which = name or self.name_of(next(unlike) // 8)
+                raise UsageError(f"workers {first} and {worker} hold different {which} after a change in place; {ADVICE}")
 
     def name_of(self, index: int) -> str:
         """What a parameter is called."""

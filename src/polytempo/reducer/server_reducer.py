@@ -1,4 +1,9 @@
-"""Dense pushes through a filter: a chain, with its residual, for each stretch of each shard."""
+"""Parameter servers: gradients (or changes of values) are pushed, and the servers' new values are pulled.
+
+The servers hold the values and, with apply="server", the optimizer's state. A push goes through the push compression, and
+may have been sent in part while backward ran (`partial_push.py`); its answer has the new values, maybe as compressed
+differences. `agree` needs a clock of its own, beside that of the steps: a second reducer that only averages gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,17 @@ from typing import Any
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
 from polytempo.compression.chain import ChainSpec, CompressionChain, parse_chain
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
-from polytempo.protocol.messages import Keep, Push
+from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.reducer.bucket_overlap import BucketOverlap
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.partial_push import PartialPushes
+from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.server.optimizer_state import SegmentState, as_tensor, digest_of_bytes, pack, unpack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
@@ -26,9 +32,12 @@ from polytempo.session.session import Session
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 
+#: Reads rows of a table.
+RowSource = Callable[[torch.Tensor], torch.Tensor]
+
 
 class PushFilters:
-    """The chains of one exchange."""
+    """Push compression: a chain, with its residual, for each segment of each shard."""
 
     def __init__(self, spec: ChainSpec, layout: Layout) -> None:
         self._layout = layout
@@ -66,103 +75,150 @@ class PushFilters:
                 chain.load({"residual": state[s.dtype][s.start : s.stop].to(chain.residual.dtype)})
 
 
-# One optimizer's exchange with the servers: the way from a worker's tensors to a push, and from an answer back.
+class ServerValues:
+    """Reads and replaces what the servers hold for one optimizer: values, its state, what compression has held back."""
 
-GroupValues = tuple[dict[str, Any], ...]
+    def __init__(self, session: Session, name: str, layout: Layout) -> None:
+        assert session.client is not None
+        self._client: Client = session.client
+        self._session, self._name, self._layout = session, name, layout
+        self._loads = -1  # numbers of pushes beside the steps
+        self._buffer: FlatBuffer | None = None  # values on their way to the servers, once there were some
+
+    def read(self, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """From all shards, at one place of the log: "params", "state" or "filters"."""
+        with self._session.lock:
+            self._client.settle(self._name)
+            return self._client.read(self._name, what)
+
+    def read_segments(self, what: str) -> list[SegmentState]:
+        """The optimizer's state, or residuals."""
+        return [segment for answer, buffers in self.read(what) for segment in unpack(answer.state, buffers)]
+
+    def load_state(self, segments: Sequence[SegmentState]) -> None:
+        """Replace the optimizer's state."""
+        state, buffers = pack(segments)
+        push = Push(id=self._next_id(), kind="state", state=state, digest=digest_of_bytes(buffers, state))
+        self._push(push, [buffers for _ in range(self._client.shards)])
+
+    def load_values(self, copier: Copier) -> None:
+        """Replace the values by this worker's."""
+        if self._buffer is None:
+            self._buffer = FlatBuffer(self._layout, self._client.pool, pinned=False)
+        copier.gather(self._buffer, lambda param: param.detach())
+        digest = digest_of_bytes(data for part in self._buffer.parts for data in part)
+        push = Push(id=self._next_id(), kind="values", touched=copier.watch.touched, digest=digest)
+        self._push(push, self._buffer.parts)
+
+    def _next_id(self) -> PushId:
+        self._loads -= 1
+        return PushId(self._name, self._client.rank, self._client.incarnation, self._loads)
+
+    def _push(self, push: Push, parts: list[list[Bytes]]) -> None:
+        with self._session.lock:
+            self._client.settle(self._name)
+            self._client.push(Outstanding(push, parts))
+            self._client.settle(self._name)
 
 
-class ServerReducer:
-    """A track as its worker sees it."""
+class ServerReducer(Reducer):
+    """Reduces the gradients of one optimizer on parameter servers.
+
+    Args:
+        session: The job.
+        name: The optimizer's name in the job.
+        spec: What the servers must know of it.
+        params: The parameters whose values travel densely.
+        state: The optimizer's state that the job starts from, if this worker is asked.
+        hooked: Copy gradients into the flat buffer by hooks, while backward runs.
+        tables: Tables whose rows travel with the pushes.
+        mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
+    """
 
     def __init__(
         self,
         session: Session,
         name: str,
-        proposal: OptimizerSpec,
+        spec: OptimizerSpec,
         params: Sequence[torch.Tensor],
         state: Sequence[SegmentState] = (),
-        staged: bool = False,
+        hooked: bool = False,
         tables: Sequence[WorkerTable] = (),
+        mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         assert session.client is not None
-        self.name = name
         self.client: Client = session.client
-        self.proposal = proposal
-        self.session = session
-        self.spec = parse_spec(proposal.sync)
-        self.layout = lay_out(proposal.tensors, self.client.shards, is_whole(proposal.optimizer))
-        delay = self.spec.ahead
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=proposal.apply != "mean")
+        self._mode = parse_spec(spec.sync)
+        delay = self._mode.ahead
+        super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
+        self.holds_state = spec.apply == "server"
+        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=spec.apply != "mean")
         if delay:
             self.client.overlap()
-        elif not staged:  # else gradients live there
-            self.client.lend(self.copier.next_flat().parts)
-        self._staging = GradientHooks(params, self.copier.next_flat()) if staged and not delay else None
-        self._ahead: BucketOverlap | None = None
-        self.before_read: Callable[[], None] = lambda: None  #: sends what the values read should contain
-        self.sending = True  #: not while gradients are accumulated
-        self.averages = proposal.apply == "mean"
-        self.line = ClientState(name, ahead=delay)
+        elif not hooked:  # else gradients live there
+            self.client.lend(self.copier.next_buffer().parts)
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
+        self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
-        self.line.take_rows = self.rows.take
-        self.line.take = self.copier.scatter_gradients if self.averages else self.copier.scatter
-        self.filters = PushFilters(parse_chain(proposal.push_filter), self.layout)
-        self._shadow = Shadow(parse_chain(proposal.pull_filter), self.layout.shards, overlap=bool(delay))
-        if proposal.pull_filter:
-            self.line.take = self._take_difference
-        self.step = 0
-        self.waited = 0.0
-        self._loads = -1  # numbers of what is given to the servers beside the steps
-        self._values: FlatBuffer | None = None  # parameters on their way to the servers, once there were some
+        self.filters = PushFilters(parse_chain(spec.push_filter), self.layout)
+        self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(delay))
+        self._values = ServerValues(session, name, self.layout)
+        self._mean_of = mean
+        self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        one_place = self.spec.mode.name == "bsp" or (session.size == 1 and not delay and self.spec.local is None)
-        self._carries = one_place and not proposal.pull_filter
-        self._first_state = state
-        with session.lock:
-            self.client.register(name, proposal, self._seed, self.line)
-        self.step = self.first_step = self.line.released - delay
-        if self.first_step and proposal.push_filter:  # the job may go on from a checkpoint
-            self.filters.load({run.dtype: run.state["residual"] for run in self._read_runs("filters")})
-        if self._staging is not None and self.client.pool.shelf is None:  # bytes must travel: let them go early
-            self._ahead = BucketOverlap(self.client, self.layout, self.copier.next_flat(), self._staging.indices())
-            self._staging.told = self._complete
+        one_place = self._mode.mode.name == "bsp" or (session.size == 1 and not delay and self._mode.local is None)
+        self._carries = one_place and not spec.pull_filter
+        self._initial_state = state
+        self._register()
+        self._partial = self._partial_pushes()
+
+    def _register(self) -> None:
+        answered = self.client_state
+        answered.take_rows = self.rows.take
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.copier.scatter
+        if self.spec.pull_filter:
+            answered.take = self._take_difference
+        with self.session.lock:
+            self.client.register(self.name, self.spec, self._seed, answered)
+        self.step = answered.released - self._mode.ahead
+        if self.step and self.spec.push_filter:  # the job may continue from a checkpoint
+            self.filters.load(
+                {segment.dtype: segment.state["residual"] for segment in self._values.read_segments("filters")}
+            )
+
+    def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
+        """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
+        buffer = self.copier.next_buffer()
+        self.copier.gather(buffer, lambda param: param.detach())
+        state, buffers = pack(self._initial_state) if self._initial_state else (b"", [])
+        rows, of_rows = self.rows.seed()
+        about = {"state": state, "rows": rows}
+        return about, [[*part, *buffers, *own] for part, own in zip(buffer.parts, of_rows, strict=True)]
+
+    def _partial_pushes(self) -> PartialPushes | None:
+        """Where bytes must travel, buckets are sent while backward runs."""
+        if self.hooks is None or self.client.pool.shelf is not None:
+            return None
+        self.hooks.on_complete = self._complete
+        buffer = self.copier.next_buffer()
+        return PartialPushes(self.client, self.layout, buffer, self.hooks.indices(), self._identity)
 
     def _complete(self, index: int) -> None:
-        if self.sending and self._ahead is not None:
+        if self.sending and self._partial is not None:
             with self.session.lock:
-                self._ahead.complete(index, self._identity())
+                self._partial.complete(index)
 
     def _identity(self) -> PushId:
         return PushId(self.name, self.client.rank, self.client.incarnation, self.step)
 
-    def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
-        """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
-        flat = self.copier.next_flat()
-        self.copier.gather(flat, lambda param: param.detach())
-        state, buffers = pack(self._first_state) if self._first_state else (b"", [])
-        rows, of_rows = self.rows.seed()
-        about = {"state": state, "rows": rows}
-        return about, [[*part, *buffers, *own] for part, own in zip(flat.parts, of_rows, strict=True)]
+    # A step.
 
-    def flat_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[FlatBuffer, tuple[int, ...]]:
-        """A flat copy of `of(param)` for each parameter, and those that have none."""
-        flat = self.copier.next_flat()
-        return flat, self.copier.gather(flat, of)
-
-    def gradients(self) -> tuple[FlatBuffer, tuple[int, ...]]:
-        """The bucket, with the gradients as they are now, and the parameters that have none."""
-        flat, absent = self.flat_of(lambda param: param.grad)
-        if self._staging is not None:
-            self._staging.adopt()
-        return flat, absent
-
-    def push(self, flat: FlatBuffer | None, hyper: GroupValues, **about: Any) -> None:
-        """Push a flat copy (or, without one, a step that changes nothing), and wait as the mode says."""
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         began = time.perf_counter()
-        skip = flat is None
+        skip = buffer is None
         push = Push(
             id=self._identity(),
-            version=self.line.version,
+            version=self.client_state.version,
             hyper=hyper,
             skip=skip,
             sent=self.client.bytes_sent,
@@ -170,28 +226,59 @@ class ServerReducer:
             exchanged=self.waited,
             **about,
         )
-        parts = flat.parts if flat is not None else [[] for _ in range(self.client.shards)]
-        waiting = self.rows.fill(Outstanding(push, parts if skip else self.filters.of(parts)))
+        parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]
+        waiting = self.rows.fill(Outstanding(push, parts))
         with self.session.lock, self.client.together():
-            if skip and self._ahead is not None:
-                self._ahead.drop()
-            self.client.push(waiting, self._ahead.commit() if self._ahead is not None and not skip else None)
+            if skip and self._partial is not None:
+                self._partial.start_over()
+            self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
             self.client.wait_for_release(self.name, self.step + 1)
-            if self.line.checkpoint:
+            if self.client_state.checkpoint:
                 self._keep_filters()
-        self.step = self.step + 1 if self.spec.ahead else self.line.released
+        self.step = self.step + 1 if self._mode.ahead else self.client_state.released
         self.waited = time.perf_counter() - began
+
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        if self._agreement is None:
+            assert self._mean_of is not None
+            spec, params = self._mean_of
+            hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
+            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked)
+            self._agreement.set_sending(self.sending)
+        mean = self._agreement
+        mean.renew()
+        buffer, absent = (None, ()) if skip else mean.gradients()
+        mean.push(buffer, (), samples=samples, absent=absent)
+        return mean.client_state.skipped
+
+    def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        answer = self.client_state.answer
+        self.copier.scatter(self._shadow.hear(parts, answer.filtered, answer.exchange))
+
+    def _keep_filters(self) -> None:
+        """A checkpoint is being made: what compression holds back belongs to it."""
+        name, self.client_state.checkpoint = self.client_state.checkpoint, ""
+        residuals = self.filters.state().items()
+        state, buffers = pack([SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in residuals])
+        self.client.stage(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
+
+    def set_sending(self, sending: bool) -> None:
+        super().set_sending(sending)
+        if self._agreement is not None:
+            self._agreement.set_sending(sending)
+
+    def settle(self) -> None:
+        with self.session.lock:
+            self.client.settle(self.name)
+
+    def traffic(self) -> tuple[int, int]:
+        return self.client.bytes_sent, self.client.bytes_received
 
     # Values that the script has changed.
 
-    def renew(self, compare: bool = True) -> None:
-        """Look at the parameters: they may lie elsewhere, or have been written to."""
-        if self.copier.look(compare) and self._staging is not None:
-            self._staging.renew()
-
     def carry_changes(self) -> None:
-        """What the script has written to parameters since the last step goes to the servers where all workers stand at one
-        place, and is refused where it cannot be told what it should mean."""
+        """Send to the servers what the script has written since the last step, where all workers stand at one place; refuse
+        it where its meaning is not defined."""
         watch = self.copier.watch
         if watch.touched and self._carries:
             self._send_values()
@@ -199,68 +286,47 @@ class ServerReducer:
             why, alone = self._why_not_sent(), "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
-                f"{watch.touched} was changed in place since the last step(), and in {self.spec.text} {why or alone}; {how}"
+                f"{watch.touched} was changed in place since the last step(), and in {self._mode.text} {why or alone}; {how}"
                 "call optimizer.consolidate() to take the job's values again"
             )
         watch.touched = ""
 
     def _are_the_jobs(self) -> bool:
-        """Was nothing changed in the end? Where pushes are under way, their answers may have hidden a change."""
-        if self.spec.ahead or self.spec.local is not None:
+        """Are the values the servers' after all? While pushes are unanswered, their answers may have hidden a change."""
+        if self._mode.ahead or self._mode.local is not None:
             return False
         with self.session.lock:
             return self.copier.holds(self._read_parts())
 
     def _why_not_sent(self) -> str:
-        if self.spec.local is not None:
+        if self._mode.local is not None:
             return "values are this worker's own between fetches"
-        return "answers are compressed: differences to what each worker was sent" if self.proposal.pull_filter else ""
+        return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
 
     def push_values(self) -> None:
-        """Make this worker's values the job's."""
         why = self._why_not_sent()
         if why:
-            raise UsageError(f"push_parameters() cannot be in this job: {why}; change values before DistributedOptimizer()")
+            raise UsageError(
+                f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
+            )
         self._send_values()
 
     def _send_values(self) -> None:
-        if self._values is None:
-            self._values = FlatBuffer(self.layout, self.client.pool, pinned=False)
-        self.copier.gather(self._values, lambda param: param.detach())
-        digest = digest_of_bytes(buffer for part in self._values.parts for buffer in part)
-        push = Push(id=self._next_load(), kind="values", touched=self.copier.watch.touched, digest=digest)
-        self._give(push, self._values.parts)
+        self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
-        if self.spec.mode.name != "bsp":  # the job's may be newer: answers have come meanwhile, or they were given before
+        if self._mode.mode.name != "bsp":  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
-    def _next_load(self) -> PushId:
-        self._loads -= 1
-        return PushId(self.name, self.client.rank, self.client.incarnation, self._loads)
-
-    def _give(self, push: Push, parts: list[list[Bytes]]) -> None:
-        with self.session.lock:
-            self.client.settle(self.name)
-            self.client.push(Outstanding(push, parts))
-            self.client.settle(self.name)
-
-    def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.copier.scatter(self._shadow.hear(parts, self.line.answer.filtered, self.line.answer.exchange))
-
-    def settle(self) -> None:
-        """Wait for the answers that are still under way (`delay`)."""
-        with self.session.lock:
-            self.client.settle(self.name)
+    # What the servers hold.
 
     def read_values(self) -> None:
-        """The servers' newest values into the parameters."""
         self.renew(compare=self._carries)
         if self._carries:
             self.carry_changes()
         self.before_read()
         if self.client.companion is not None:
-            self.client.companion.release()  # who reads is about to do something else for a while
+            self.client.companion.release()  # reading values means that this worker pauses its steps
         with self.session.lock:
             self.client.settle(self.name)
             if not self._carries:
@@ -271,57 +337,25 @@ class ServerReducer:
         self.copier.watch.touched = ""
 
     def _read_parts(self) -> dict[int, list[Bytes]]:
-        answers = self.client.read(self.name, "params")
-        self.line.version = answers[0][0].version
+        answers = self._values.read("params")
+        self.client_state.version = answers[0][0].version
         return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
 
     def read_state(self) -> list[SegmentState]:
-        """The optimizer's state on all servers, from one place of the log."""
-        with self.session.lock:
-            self.client.settle(self.name)
-            return self._read_runs("state")
+        return self._values.read_segments("state")
 
-    def _read_runs(self, what: str) -> list[SegmentState]:
-        with self.session.lock:
-            answers = self.client.read(self.name, what)
-        return [run for answer, buffers in answers for run in unpack(answer.state, buffers)]
+    def load_state(self, state: Sequence[SegmentState]) -> None:
+        self._values.load_state(state)
 
-    def _keep_filters(self) -> None:
-        """A checkpoint is being made: what the filters hold back belongs to it."""
-        name, self.line.checkpoint = self.line.checkpoint, ""
-        held = [SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in self.filters.state().items()]
-        state, buffers = pack(held)
-        self.client.stage(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
+    def residual(self) -> dict[str, torch.Tensor]:
+        return self.filters.state()
 
-    def load_state(self, runs: Sequence[SegmentState]) -> None:
-        """Give the servers an optimizer's state."""
-        state, buffers = pack(runs)
-        digest = digest_of_bytes(buffers, state)
-        push = Push(id=self._next_load(), kind="state", state=state, digest=digest)
-        self._give(push, [buffers for _ in range(self.client.shards)])
+    def load_residual(self, residual: dict[str, torch.Tensor]) -> None:
+        self.filters.load(residual)
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far, all exchanges of this worker together."""
-        return self.client.bytes_sent, self.client.bytes_received
+    def row_source(self, table: int) -> RowSource:
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            with self.session.lock, self.client.together():
+                return self.rows.pulled(table, *self.rows.ask(table, ids))
 
-    def check_same(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that were added or replaced after the start."""
-        self.copier.check_same(params)
-
-
-def change_of(
-    exchange: ServerReducer, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, kind: str
-) -> tuple[FlatBuffer, Any]:
-    """Run an optimizer on this worker: the new values, or as "delta" what it has changed; and what the closure said."""
-    if kind == "value":
-        optimizer.step()
-        exchange.copier.watch.record()
-        return exchange.flat_of(lambda param: param.detach())[0], None
-    flat, _ = exchange.flat_of(lambda param: param.detach())
-    with torch.enable_grad():
-        loss = optimizer.step(closure)
-    for index, param in enumerate(exchange.copier.params):
-        view = flat.views[index]
-        view.neg_().add_(param.detach().to(view.device))
-    exchange.copier.watch.record()
-    return flat, loss
+        return pull

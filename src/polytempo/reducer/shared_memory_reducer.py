@@ -1,8 +1,8 @@
-"""BSP without parameters on a server: workers of one host average their gradients in shared memory.
+"""BSP on one host: workers average their gradients in shared memory.
 
-Every worker's bucket lies in its slot of a shared buffer (`collectives/shared_mean.py`). A step is an empty push,
-which decides as always who is in the round; its answer means that all their gradients are there. Then everybody adds up its
-part, and each runs the wrapped optimizer on the result, where it lies. All make the same change, so all
+Each worker's flat buffer is its slot of a shared buffer (`collectives/shared_mean.py`). A step is a push without data, by
+which the sequencer decides as always which workers are in the round; its answer means that all their gradients are there.
+Then each worker adds up its part of the mean, and runs the wrapped optimizer on the whole. All make the same change, so all
 replicas stay the same.
 """
 
@@ -15,24 +15,24 @@ from typing import Any
 
 import torch
 
-from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
 from polytempo.collectives.shared_mean import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
-from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
-from polytempo.protocol.messages import Push
-from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.protocol.layout import ITEM_SIZES, lay_out
+from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.mean_reducer import MeanReducer
+from polytempo.reducer.gradient_mean import GradientMean
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
 
 #: Flat buffers of different dtypes start at multiples of this in a slot.
-ALIGNED = 64
+ALIGNMENT = 64
 
 
-class Area:
+class SlotAllocator:
     """Hands out parts of a slot, one after another."""
 
     pins = False
@@ -49,115 +49,96 @@ class Area:
 
 
 def aligned(size: int) -> int:
-    """The next place where a flat buffer may start."""
-    return -(-size // ALIGNED) * ALIGNED
+    """The next offset at which a flat buffer may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class SharedMemoryReducer(MeanReducer):
+class SharedMemoryReducer(Reducer):
     """The workers of one host, with a sequencer."""
 
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        proposal: OptimizerSpec,
-        params: Sequence[torch.Tensor],
-        main: SharedMemoryReducer | None = None,
-    ) -> None:
-        super().__init__()
-        assert session.client is not None
-        self.name, self.session, self.proposal = name, session, proposal
-        self.client: Client = session.client
-        self.layout: Layout = lay_out(proposal.tensors, 1)
-        self.line = ClientState(name)
-        self.waited = 0.0
-        session.mesh()  # it listens before anybody is told of this worker
-        with session.lock:
-            self.client.register(name, proposal, lambda: ({}, self._nothing()), self.line)
-        self.step = self.first_step = self.line.released
-        self.board: SharedMeanBuffer = main.board if main else self._open_board()
-        area = Area(self.board.slot_bytes(session.rank))
-        self.copier: Copier = main.copier if main else Copier(params, self.layout, area)
-        self._mean = FlatBuffer(self.layout, Area(self.board.result_bytes()), pinned=False)
-        if main is None:
-            self._start_from(self.line.answer.shares[0].worker)
-        self._staging = None if main else GradientHooks(params, self.copier.next_flat())
+    mean: GradientMean
 
-    def _nothing(self) -> list[list[Bytes]]:
-        """What the servers get of a push."""
-        return [[] for _ in range(self.client.shards)]
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        session.mesh()  # it listens before the sequencer tells other workers of this one
+        self._clock = SequencerClient(session, spec, self.client_state)
+        self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
+        self.step = self._clock.step
+        self._shared = self._open_shared_buffer()
+        self.copier = Copier(params, self.layout, SlotAllocator(self._shared.slot_bytes(session.rank)))
+        result = FlatBuffer(self.layout, SlotAllocator(self._shared.result_bytes()), pinned=False)
+        self.mean = GradientMean(self.copier, result)
+        self._start_from(self.client_state.answer.shares[0].worker)
+        self.hooks = GradientHooks(params, self.copier.next_buffer())
 
-    def _open_board(self) -> SharedMeanBuffer:
-        members, mesh = self.line.answer.members, self.session.mesh()
+    def _open_shared_buffer(self) -> SharedMeanBuffer:
+        members, mesh = self.client_state.answer.members, self.session.mesh()
         mesh.meet(members)
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(mesh, members, self.session.next_board(), max(size, 1), self.client.watched())
+        return SharedMeanBuffer(mesh, members, self.session.next_board(), max(size, 1), self._clock.client.watched())
 
-    def _start_from(self, seeder: int) -> None:
-        """Everybody takes the values of one worker."""
-        rank, members = self.board.mesh.rank, self.board.members
-        self.board.round += 1
-        if rank == seeder:
-            self.copier.gather(self.copier.next_flat(), lambda param: param.detach())
-        if seeder in self.board.meet("put", members):
-            raise PeerError(f"worker {seeder} ended before its parameters, from which all were to start, were there")
-        if rank != seeder:
-            self.copier.scatter({0: self._flat_bytes(seeder)})
-        self.board.meet("taken", members)
+    def _start_from(self, root: int) -> None:
+        """All workers take the values of one."""
+        rank, members = self.session.rank, self._shared.members
+        self._shared.round += 1
+        if rank == root:
+            self.copier.gather(self.copier.next_buffer(), lambda param: param.detach())
+        if root in self._shared.meet("put", members):
+            raise PeerError(f"worker {root} ended before the other workers had its initial parameters")
+        if rank != root:
+            self.copier.scatter({0: self._slot_of(root)})
+        self._shared.meet("taken", members)
 
-    def _flat_bytes(self, rank: int) -> list[Bytes]:
-        area = Area(self.board.slot_bytes(rank))
-        data = {dtype: area.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
-        return [data[stretch.dtype] for stretch in self.layout.shards[0]]
+    def _slot_of(self, rank: int) -> list[Bytes]:
+        slot = SlotAllocator(self._shared.slot_bytes(rank))
+        data = {dtype: slot.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
+        return [data[segment.dtype] for segment in self.layout.shards[0]]
 
     # A step.
 
-    def push(self, flat: FlatBuffer | None, hyper: tuple[dict[str, Any], ...], average: bool = True, **about: Any) -> None:
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        self._take_part(self._clock, hyper, buffer is None, average, about)
+        self.step, self.waited = self._clock.step, self._clock.waited
+
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        if self._agreement is None:
+            self._agreement = SequencerClient(self.session, self.spec, ClientState(f"{self.name}/mean"))
+        about: dict[str, Any] = {"samples": samples}
+        if not skip:
+            about["absent"] = self.gradients()[1]
+        self._take_part(self._agreement, (), skip, True, about)
+        if not self.mean.skipped:
+            self.mean.assign()
+        return self.mean.skipped
+
+    def _take_part(
+        self, clock: SequencerClient, hyper: GroupValues, skip: bool, average: bool, about: dict[str, Any]
+    ) -> None:
+        """One round of a clock."""
         began = time.perf_counter()
-        push = Push(
-            id=PushId(self.name, self.client.rank, self.client.incarnation, self.step),
-            kind="peers",
-            version=self.line.version,
-            hyper=hyper,
-            skip=flat is None,
-            sent=self.client.bytes_sent,
-            received=self.client.bytes_received,
-            exchanged=self.waited,
-            touched=self.copier.watch.touched,
-            **about,
-        )
         with self.session.lock:
-            self.client.push(Outstanding(push, self._nothing()))
-            self.client.wait_for_release(self.name, self.step + 1)
-            self._compare()
-            if average and not self.line.skipped:
-                self._average()
-        self.step = self.line.released
-        self.waited = time.perf_counter() - began
+            clock.push(hyper, self.traffic(), skip=skip, touched=self.copier.watch.touched, **about)
+            clock.wait_for(clock.step + 1)
+            answer, self.copier.watch.touched = clock.state.answer, ""
+            members = [share.worker for share in answer.shares]
+            if answer.touched:  # a script has written to parameters: the replicas must still be the same
+                digest = hashlib.blake2b(self.copier.watch.digests(), digest_size=8).digest()
+                self.copier.watch.check_alike(self._shared.compare(digest, members), answer.touched)
+            self.mean.skipped, self.mean.absent = clock.state.skipped, answer.absent
+            if average and not self.mean.skipped:
+                self._average(members, [share.weight for share in answer.shares])
+        clock.step = clock.state.released
+        clock.waited = time.perf_counter() - began
 
-    def _compare(self) -> None:
-        """A script has written to parameters on some worker: refuse them if they are not the same on all."""
-        answer, self.copier.watch.touched = self.line.answer, ""
-        if answer.touched:
-            digest = hashlib.blake2b(self.copier.watch.digests(), digest_size=8).digest()
-            self.check_alike(self.board.compare(digest, [share.worker for share in answer.shares]), answer.touched)
-
-    def _average(self) -> None:
-        shares = self.line.answer.shares
-        members, weights = [share.worker for share in shares], [share.weight for share in shares]
-        offset = 0
+    def _average(self, members: list[int], weights: list[float]) -> None:
+        offset, client = 0, self._clock.client
         for dtype, length in self.layout.sizes.items():
-            self.board.round += 1
-            mean_in_place(self.board, members, weights, getattr(torch, dtype), length, offset)
+            self._shared.round += 1
+            mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
             nbytes = length * ITEM_SIZES[dtype]
-            self.client.bytes_sent += nbytes
-            self.client.bytes_received += nbytes
+            client.bytes_sent += nbytes
+            client.bytes_received += nbytes
             offset += aligned(nbytes)
 
-    @property
-    def absent(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Parameters for which nobody had a gradient in the last round."""
-        return self.line.answer.absent
-
     def traffic(self) -> tuple[int, int]:
-        return self.client.bytes_sent, self.client.bytes_received
+        return self._clock.client.bytes_sent, self._clock.client.bytes_received

@@ -11,7 +11,7 @@ Which of this worker's pushes fetched values contain, the servers say: the read 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 
 from polytempo.client.client_state import Reading
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.optimizer_spec import HyperParameters
+from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.downpour import LocalSteps
-from polytempo.train.model_tables import ModelTables
+from polytempo.train.update import StepRequest, Update, Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
@@ -55,13 +55,13 @@ class Basis:
 class Accumulated:
     """What the next push will hold."""
 
-    flat: FlatBuffer
+    buffer: FlatBuffer
     absent: frozenset[int]
     basis: Basis  # of its first gradient
 
     def views(self) -> Gradients:
         """The sum of each parameter's gradients, but of those that had none."""
-        return {index: view for index, view in self.flat.views.items() if index not in self.absent}
+        return {index: view for index, view in self.buffer.views.items() if index not in self.absent}
 
 
 @dataclass
@@ -73,50 +73,48 @@ class ParameterFetch:
     moved: int
 
 
-class DownpourWorker:
+class DownpourUpdate(Update):
     """Local steps of one optimizer."""
 
-    def __init__(
-        self,
-        exchange: ServerReducer,
-        local: LocalSteps,
-        groups: Callable[[], Sequence[dict[str, Any]]],
-        hyper: HyperParameters,
-        tables: ModelTables,
-    ) -> None:
-        self._exchange, self._local, self._groups, self._hyper = exchange, local, groups, hyper
-        self._tables = tables
-        self.steps = 0
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, local: LocalSteps) -> None:
+        assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
+        self._wrapped, self._reducer, self._local = wrapped, reducer, local
+        self._steps = 0
         self._sum: Accumulated | None = None
         self._made = Made()
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
-        self._basis = Basis(exchange.line.version, exchange.step - 1)
-        exchange.line.take = _leave  # values are fetched; those that come with an answer would undo local steps
-        exchange.session.flushing.append(self.flush)
-        exchange.before_read = self.flush
+        self._basis = Basis(reducer.client_state.version, reducer.step - 1)
+        reducer.client_state.take = _ignore  # values are fetched; those of an answer would undo local steps
+        reducer.session.flushing.append(self.flush)
+        reducer.before_read = self.flush
 
-    def step(self, skip: bool, samples: float, computed: float, **about: Any) -> None:
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def step(self, request: StepRequest) -> None:
         """One local step, and what is due after it."""
-        self.steps += 1
-        if not skip:
+        self._wrapped.clip()
+        self._steps += 1
+        if not request.skip and request.samples:
             self._accumulate()
-            self._tables.collect()
-        self._made.add(samples, computed)
-        if self.steps % self._local.push == 0:
-            self.flush(**about)
-        if self.steps % self._local.fetch == 0:
+            self._wrapped.tables.collect()
+        self._made.add(request.samples, request.about.pop("computed"))
+        if self._steps % self._local.push == 0:
+            self.flush(**request.about)
+        if self._steps % self._local.fetch == 0:
             self._ask()
         self._install()
 
     def _accumulate(self) -> None:
-        copier = self._exchange.copier
+        copier = self._reducer.copier
         params = copier.params
         if self._sum is None:
-            flat = copier.next_flat()
-            self._sum = Accumulated(flat, frozenset(copier.gather(flat, lambda param: param.grad)), self._basis)
+            buffer = copier.next_buffer()
+            self._sum = Accumulated(buffer, frozenset(copier.gather(buffer, lambda param: param.grad)), self._basis)
         else:
-            views = self._sum.flat.views
+            views = self._sum.buffer.views
             have = [index for index in views if params[index].grad is not None]
             for index in have:
                 views[index].add_(_dense(params[index].grad).to(views[index].device))
@@ -128,8 +126,8 @@ class DownpourWorker:
 
     def _rates(self) -> dict[int, float]:
         """The rate of a local step, for each parameter."""
-        infos = self._exchange.proposal.tensors
-        own, groups = self._local.alpha, self._groups()
+        infos = self._reducer.spec.tensors
+        own, groups = self._local.alpha, self._wrapped.optimizer.param_groups
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
 
     def flush(self, **about: Any) -> None:
@@ -137,32 +135,32 @@ class DownpourWorker:
         total, self._sum = self._sum, None
         if total is None:
             return
-        exchange, made, self._made = self._exchange, self._made, Made()
+        reducer, made, self._made = self._reducer, self._made, Made()
         if self._fetch is None:  # the next fetch will contain what is answered now
-            self._sent = [sent for sent in self._sent if sent[0] in exchange.line.outstanding]
-        exchange.line.version = total.basis.version
+            self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
+        reducer.client_state.version = total.basis.version
         gradients = {index: view.clone() for index, view in total.views().items()}
-        self._sent.append((exchange.step, (self._rates(), gradients)))
-        exchange.push(
-            total.flat,
-            self._hyper.of(self._groups()),
+        self._sent.append((reducer.step, (self._rates(), gradients)))
+        reducer.push(
+            total.buffer,
+            self._wrapped.hyper(),
             absent=tuple(sorted(total.absent)),
-            nonfinite=not total.flat.is_finite(everything=True),
+            nonfinite=not total.buffer.is_finite(everything=True),
             samples=made.samples,
             computed=made.computed,
             count=made.count,
-            own=exchange.step - 1 - total.basis.contained,
+            own=reducer.step - 1 - total.basis.contained,
             values=False,
             **about,
         )
 
     def _ask(self) -> None:
         """Start a fetch, unless one is under way; when nothing has moved for a while, ask what became of it."""
-        client, now = self._exchange.client, time.monotonic()
+        client, now = self._reducer.client, time.monotonic()
         moved = client.moved()
-        with self._exchange.session.lock:
+        with self._reducer.session.lock:
             if self._fetch is None:
-                self._fetch = ParameterFetch(client.start_read(self._exchange.name, "params"), now, moved)
+                self._fetch = ParameterFetch(client.start_read(self._reducer.name, "params"), now, moved)
             elif moved != self._fetch.moved:
                 self._fetch.quiet_since, self._fetch.moved = now, moved
             elif now - self._fetch.quiet_since > client.retry:
@@ -171,30 +169,30 @@ class DownpourWorker:
 
     def _install(self) -> None:
         """Take fetched values, if they have come."""
-        exchange = self._exchange
-        with exchange.session.lock:
-            exchange.client.poll()
-            if self._fetch is None or len(self._fetch.reading.answers) < exchange.client.shards:
+        reducer = self._reducer
+        with reducer.session.lock:
+            reducer.client.poll()
+            if self._fetch is None or len(self._fetch.reading.answers) < reducer.client.shards:
                 return
-            answers = exchange.client.end_read(self._fetch.reading)
+            answers = reducer.client.end_read(self._fetch.reading)
         self._fetch = None
-        exchange.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
-        exchange.line.version, contained = answers[0][0].version, answers[0][0].exchange
-        self._basis = Basis(exchange.line.version, contained)
+        reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
+        reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange
+        self._basis = Basis(reducer.client_state.version, contained)
         self._sent = [(number, missing) for number, missing in self._sent if number > contained]
         unsent = [(self._rates(), self._sum.views())] if self._sum else []
         self._again([missing for _, missing in self._sent] + unsent)
 
     def _again(self, missing: Sequence[Missing]) -> None:
         """Local steps that fetched values lack, in their order, each at the rate that it was pushed with."""
-        params = self._exchange.copier.params
+        params = self._reducer.copier.params
         for rates, gradients in missing:
             for index, gradient in gradients.items():
                 params[index].add_(gradient.to(params[index].device), alpha=-rates[index])
-        self._exchange.copier.watch.record()
+        self._reducer.copier.watch.record()
 
 
-def _leave(parts: object, absent: object) -> None:
+def _ignore(parts: object, absent: object) -> None:
     pass
 
 

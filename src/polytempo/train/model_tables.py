@@ -13,12 +13,12 @@ import torch
 from polytempo.client.row_traffic import WorkerTable
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState
 from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, sparse_embedding_tables, torch_rows
-from polytempo.train.state_dict import runs_of, torch_state
+from polytempo.train.state_dict import segments_of, torch_state
 
 Params = Sequence[torch.nn.Parameter]
 
@@ -61,13 +61,17 @@ class ModelTables:
         rows = {id(table.weight) for table in self.mirrored}
         self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
 
-    def attach(self, exchange: object, rate: Callable[[], float]) -> None:
-        """Say where rows are: on the servers of an exchange, or here; `rate` is for those without a rate of their own."""
+    def attach(self, reducer: Reducer | None, rate: Callable[[], float]) -> None:
+        """Set where rows are read: from a reducer's servers, or from this process.
+
+        Args:
+            reducer: The optimizer's reducer; None in a job of one.
+            rate: The learning rate of tables without one of their own.
+        """
         for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
             table.rate = rate
-            if isinstance(exchange, ServerReducer):
-                table.source = _source(exchange, number)
-            else:
+            table.source = reducer.row_source(number) if reducer is not None else None
+            if table.source is None:
                 here = TableShard(table.info, 0, 1)
                 self._here.append((table, here))
                 table.source = here.pull
@@ -83,21 +87,21 @@ class ModelTables:
 
     # State, as torch numbers it.
 
-    def torch_state(self, runs: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
+    def torch_state(self, segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
         """The servers' state by parameter number."""
-        dense = torch_state([run for run in runs if run.dtype != OF_TABLES], tensors, self.dense)
-        shards = [run.state for run in runs if run.dtype == OF_TABLES]
+        dense = torch_state([one for one in segments if one.dtype != OF_TABLES], tensors, self.dense)
+        shards = [one.state for one in segments if one.dtype == OF_TABLES]
         places = {id(param): index for index, param in enumerate(params)}
         rows = {places[id(t.weight)]: torch_rows(number, t, shards) for number, t in enumerate(self.mirrored)}
         return dict(sorted({**dense, **{index: state for index, state in rows.items() if state}}.items()))
 
-    def runs_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[SegmentState]:
+    def segments_of(self, state: dict[int, Any], tensors: Sequence[TensorInfo], params: Params) -> list[SegmentState]:
         """The same the other way."""
         places = {id(param): index for index, param in enumerate(params)}
         given: dict[str, Any] = {}
         for number, table in enumerate(self.mirrored):
             given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
-        return [*runs_of(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
+        return [*segments_of(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
 
     def check_unchanged(self) -> None:
         """Refuse tables that the script has written to: only rows with gradients travel."""
@@ -124,11 +128,3 @@ class ModelTables:
         """Forget the gradients of rows on servers."""
         for table in self.embeddings:
             table.drop()
-
-
-def _source(exchange: ServerReducer, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def pull(ids: torch.Tensor) -> torch.Tensor:
-        with exchange.session.lock, exchange.client.together():
-            return exchange.rows.pulled(number, *exchange.rows.ask(number, ids))
-
-    return pull

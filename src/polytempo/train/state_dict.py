@@ -1,4 +1,4 @@
-"""Between the servers' runs and torch's `state_dict`."""
+"""Conversion between the servers' flat segments and torch's `state_dict`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polytempo.server.optimizer_state import SegmentState, of_tensor
 
 
 def torch_state(
-    runs: Sequence[SegmentState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+    segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
     """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors.
 
@@ -24,7 +24,7 @@ def torch_state(
     result, of_group = {}, {}
     places = lay_out(tensors, 1).places
     for place in places:
-        state = of_tensor(runs, place.info.dtype, place.start, place.stop, place.info.shape)
+        state = of_tensor(segments, place.info.dtype, place.start, place.stop, place.info.shape)
         if state:
             result[numbers[place.index]] = state
             of_group[place.info.group] = state, place.info
@@ -43,13 +43,15 @@ def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
     return torch.empty(tuple(empty.shape), dtype=getattr(torch, empty.dtype)) if each else value.clone()
 
 
-def runs_of(state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]) -> list[SegmentState]:
-    """The same the other way: one run for each parameter that has state."""
-    runs = []
+def segments_of(
+    state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> list[SegmentState]:
+    """The same the other way: one segment for each parameter that has state."""
+    segments = []
     for place in lay_out(tensors, 1).places:
         own = {name: _on_cpu(name, value, place.info) for name, value in state.get(numbers[place.index], {}).items()}
-        runs.append(SegmentState(place.info.dtype, place.start, place.stop, own))
-    return runs
+        segments.append(SegmentState(place.info.dtype, place.start, place.stop, own))
+    return segments
 
 
 #: State that is one number for the whole parameter, in torch's own optimizers. A parameter may be one number, too.

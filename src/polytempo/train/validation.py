@@ -20,14 +20,14 @@ def names_of(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
     model: torch.nn.Module | None,
 ) -> list[str]:
-    """What each parameter is called in messages to people."""
+    """The name of each parameter in error messages."""
     pairs = list(named) if named is not None else list(model.named_parameters()) if model is not None else []
     known = {id(param): name for name, param in pairs}
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
 
 def check_order(optimizer: object, model: object) -> None:
-    """Refuse what is no optimizer, or no model, before anything is asked of it."""
+    """Refuse arguments that are no optimizer or no model."""
     wanted = "DistributedOptimizer(optimizer, model)"
     if not isinstance(optimizer, torch.optim.Optimizer):
         if isinstance(optimizer, torch.nn.Module) and isinstance(model, torch.optim.Optimizer):
@@ -37,13 +37,13 @@ def check_order(optimizer: object, model: object) -> None:
         raise UsageError(f"expected {wanted} with a torch.nn.Module second, got a {type(model).__name__}")
 
 
-def check_once(params: list[torch.nn.Parameter], names: list[str], on_servers: bool) -> None:
-    """Refuse parameters that stand twice in an optimizer, or, where servers keep the values of each, share memory."""
+def check_unique(params: list[torch.nn.Parameter], names: list[str], on_servers: bool) -> None:
+    """Refuse parameters that occur twice in an optimizer or, where servers keep the values of each, share memory."""
     seen: dict[int, str] = {}
     places: dict[int, str] = {}
     for param, name in zip(params, names, strict=True):
         if id(param) in seen:
-            raise UsageError(f"{name} stands twice in the optimizer, and would be updated twice; name each parameter once")
+            raise UsageError(f"{name} is in the optimizer twice, and would be updated twice; give each parameter once")
         seen[id(param)] = name
         other = places.setdefault(param.data_ptr(), name)
         if on_servers and param.numel() and other != name:
@@ -53,7 +53,7 @@ def check_once(params: list[torch.nn.Parameter], names: list[str], on_servers: b
 
 
 def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | None, nonfinite: str) -> None:
-    """Refuse arguments that cannot be."""
+    """Refuse unknown values of single arguments."""
     choices = {
         "apply": (apply, ("server", "delta")),
         "buffers": (buffers, ("local", "mean")),
@@ -67,13 +67,37 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
 
 
+def check_combination(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    buffers: str,
+    clip_norm: float | None,
+    spec: Spec,
+    here: bool,
+    has_tables: bool,
+) -> None:
+    """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
+    if buffers == "mean" and model is None:
+        raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
+    if here and spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
+        raise UsageError(
+            "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
+        )
+    if clip_norm is not None and has_tables:
+        raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
+
+
 def weight_of(samples: Any, zero: bool = True) -> float:
-    """The weight of a step as a plain number: given as a number of any kind, of NumPy's and tensors of one element too.
-    `zero`: may it be 0?"""
+    """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
+
+    Args:
+        samples: What the script gave.
+        zero: May it be 0?
+    """
     is_flag = isinstance(samples, bool) or str(getattr(samples, "dtype", "")).endswith("bool")
     number = math.nan
     if not is_flag and not isinstance(samples, str | bytes):
-        with suppress(TypeError, ValueError, RuntimeError):  # it is no number, or several
+        with suppress(TypeError, ValueError, RuntimeError):  # not a number, or several
             number = float(samples)
     if not 0 <= number < math.inf or (number == 0 and not zero):
         wanted = "a number, 0 or more" if zero else "a number above 0"
@@ -81,8 +105,8 @@ def weight_of(samples: Any, zero: bool = True) -> float:
     return number
 
 
-def goes_via_peers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
-    """Do gradients travel among workers, without servers? Refused where what is asked for cannot be."""
+def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
+    """Do gradients travel among workers, without servers? A way that the mode or the job does not have is refused."""
     wanted = via or "auto"
     possible, servers = spec.mode.name == "bsp" and not server_tables, session.client is not None
     if server_tables and (wanted == "allreduce" or not servers):
@@ -94,7 +118,7 @@ def goes_via_peers(spec: Spec, via: str | None, session: Session, server_tables:
     return possible and (not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce"))
 
 
-def asked_way(via: str | None, compressed: PushPullCompression, session: Session) -> str | None:
-    """Compression is for what goes to servers: where the command leaves the way open, a script that compresses takes it."""
+def chosen_way(via: str | None, compressed: PushPullCompression, session: Session) -> str | None:
+    """Compression is for pushes to servers: where the command leaves the way open, a script that compresses gets "ps"."""
     is_open = via in (None, "auto") and session.client is not None and session.job.via == "auto"
     return "ps" if is_open and not compressed.is_lossless else via

@@ -1,0 +1,56 @@
+"""Which way the gradients of an optimizer travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polytempo.client.row_traffic import WorkerTable
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.reducer.collective_reducer import CollectiveReducer
+from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
+from polytempo.server.optimizer_state import SegmentState
+from polytempo.session.session import Session
+
+
+def make_reducer(
+    session: Session,
+    name: str,
+    params: Sequence[torch.Tensor],
+    dense: Sequence[int],
+    spec_of: Callable[[str], OptimizerSpec],
+    initial_state: Callable[[OptimizerSpec], Sequence[SegmentState]],
+    tables: Sequence[WorkerTable],
+    on_servers: bool,
+) -> Reducer:
+    """The reducer of one optimizer; it takes part in the job when this returns.
+
+    Args:
+        session: The job.
+        name: The optimizer's name in the job.
+        params: All its parameters.
+        dense: Indices of those that are no tables.
+        spec_of: The optimizer's spec: "" for values on servers, "peers" for values on the workers, "mean" to average only.
+        initial_state: The state of the wrapped optimizer, which the servers start from.
+        tables: Tables whose rows travel with the pushes.
+        on_servers: Do servers hold the values? Otherwise workers reduce among themselves: through shared memory on one
+            host under `polytempo run`, else by collectives.
+    """
+    if on_servers:
+        spec = spec_of("")
+        return ServerReducer(
+            session,
+            name,
+            spec,
+            [params[index] for index in dense],
+            initial_state(spec),
+            hooked=spec.apply == "server" and not spec.push_filter,
+            tables=tables,
+            mean=(spec_of("mean"), params),
+        )
+    if session.client is not None and session.job.meeting:
+        return SharedMemoryReducer(session, name, spec_of("peers"), params)
+    return CollectiveReducer(session, name, spec_of("peers"), params)

@@ -1,0 +1,147 @@
+"""`Reducer`: the interface through which an optimizer's gradients are reduced over the workers of a job.
+
+One reducer belongs to one `DistributedOptimizer`. There are three ways for the gradients to travel:
+
+    ServerReducer         to parameter servers, which hold the values and apply the update
+    SharedMemoryReducer   through the shared memory of one host; a sequencer decides which workers are in a round
+    CollectiveReducer     by all-reduce between hosts; a ballot at the end of the step decides the same
+
+With the last two the values stay with the workers: `mean` is then the agreed gradient, on which each worker runs the wrapped
+optimizer itself. The defaults below are for these; `ServerReducer` overrides them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.client.client_state import ClientState
+from polytempo.protocol.layout import Layout
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.gradient_mean import GradientMean
+from polytempo.server.optimizer_state import SegmentState
+from polytempo.session.session import Session
+
+#: The hyper-parameters of all parameter groups.
+GroupValues = tuple[dict[str, Any], ...]
+
+
+class Reducer(ABC):
+    """Reduces the gradients of one optimizer.
+
+    Subclasses set `copier`, `hooks` and, where values stay with the workers, `mean`.
+    """
+
+    copier: Copier  #: moves between parameters and flat buffers
+    hooks: GradientHooks | None = None  #: copy gradients into the flat buffer while backward runs
+    mean: GradientMean | None = None  #: the mean of the last round, where the update is made on the workers
+    holds_state = False  #: do servers keep the optimizer's state?
+    needs_join = False  #: must a worker that has run out of data go on taking part until all have?
+
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout, delay: int = 0) -> None:
+        self.session, self.name, self.spec, self.layout = session, name, spec, layout
+        self.client_state = ClientState(name, ahead=delay)
+        self.step = 0
+        self.waited = 0.0  #: seconds of the last push
+        self.sending = True  #: may buckets leave during backward?
+
+    # A step.
+
+    def gradients(self) -> tuple[FlatBuffer, tuple[int, ...]]:
+        """The flat buffer with the gradients as they are now, and the indices of the parameters that have none."""
+        buffer, absent = self.buffer_of(lambda param: param.grad)
+        if self.hooks is not None:
+            self.hooks.adopt()
+        return buffer, absent
+
+    def buffer_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[FlatBuffer, tuple[int, ...]]:
+        """The flat buffer with `of(param)` of each parameter, and the indices of the parameters that have none."""
+        buffer = self.copier.next_buffer()
+        return buffer, self.copier.gather(buffer, of)
+
+    @abstractmethod
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        """Take part in a step, and wait as the mode says.
+
+        Args:
+            buffer: What this worker contributes; None for a step that changes nothing.
+            hyper: The hyper-parameters of all groups.
+            average: False where `agree` has made `.grad` the mean in this step already.
+            **about: More fields of the `Push` message: `samples`, `absent`, `computed`, ...
+        """
+
+    @abstractmethod
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        """Make `.grad` of every parameter the mean over the workers, before the step's own push.
+
+        Returns:
+            Whether the round was skipped; `.grad` is then as it was.
+        """
+
+    def join(self) -> bool:
+        """Take part in one round without data. True once all workers have run out of data."""
+        return True
+
+    def set_sending(self, sending: bool) -> None:
+        """Buckets do not leave during backward while gradients are accumulated."""
+        self.sending = sending
+
+    def settle(self) -> None:
+        """Wait for pushes that are still unanswered."""
+
+    @abstractmethod
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+
+    # Values that the script has changed.
+
+    def check_same(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that were added or replaced after the start."""
+        self.copier.check_same(params)
+
+    def renew(self, compare: bool = True) -> None:
+        """Find parameters that were moved to other memory or written to since the last step.
+
+        Args:
+            compare: Also compare a sample of the values, for writes that torch does not count.
+        """
+        if self.copier.look(compare):
+            if self.mean is not None:
+                self.mean.forget_copies()
+            if self.hooks is not None:
+                self.hooks.renew()
+
+    def carry_changes(self) -> None:
+        """Deal with values that the script has written: here the next round compares the replicas."""
+
+    def push_values(self) -> None:
+        """Make this worker's values the job's: here the next round compares the replicas."""
+        self.copier.watch.touched = self.copier.watch.touched or self.copier.watch.name_of(0)
+
+    # What the job holds, where servers hold it.
+
+    def read_values(self) -> None:
+        """Load the job's newest values into the parameters. Replicas have them already."""
+
+    def read_state(self) -> list[SegmentState]:
+        """The optimizer's state on the servers, where `holds_state`."""
+        return []
+
+    def load_state(self, state: Sequence[SegmentState]) -> None:
+        """Replace the optimizer's state on the servers, where `holds_state`."""
+
+    def residual(self) -> dict[str, torch.Tensor]:
+        """What lossy push compression has held back, by dtype."""
+        return {}
+
+    def load_residual(self, residual: dict[str, torch.Tensor]) -> None:
+        """Continue from such a residual."""
+
+    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that reads rows of a table from the servers; None where there are no servers."""
+        return None

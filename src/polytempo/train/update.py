@@ -1,0 +1,222 @@
+"""Where the update of a step is made: four ways to split a step between worker and servers.
+
+    PushGradient    the gradient is pushed; the servers run the optimizer, and the new values come back
+    PushChange      the wrapped optimizer runs here; what it changed is pushed (barrier modes: on the agreed mean)
+    StepOnMean      workers reduce gradients among themselves; each runs the wrapped optimizer on the mean
+    StepAlone       a job of one without servers: the wrapped optimizer runs
+    DownpourUpdate  local steps, accumulated pushes (`downpour.py`)
+
+`DistributedOptimizer` picks one (`optimizer.py`) and calls it in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.gradient_checks import FiniteWatch
+from polytempo.reducer.gradient_mean import GradientMean
+from polytempo.reducer.optimizer_spec import RuleAlone
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.train.model_tables import ModelTables
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What is wrapped: the script's optimizer and how its gradients are treated."""
+
+    optimizer: torch.optim.Optimizer
+    params: Sequence[torch.nn.Parameter]
+    hyper: Callable[[], GroupValues]  #: the hyper-parameters of all groups, as they are now
+    finite: FiniteWatch
+    tables: ModelTables
+    clip_norm: float | None
+
+    def clip(self) -> None:
+        """Clip the gradients, if `clip_norm` was given."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+
+
+@dataclass
+class StepRequest:
+    """One call of `step()`."""
+
+    samples: float  #: the weight of this worker's gradient
+    skip: bool  #: the step changes nothing: a GradScaler has found gradients that are not finite
+    agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
+    closure: Callable[[], Any] | None = None
+    about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
+
+
+class Update(ABC):
+    """One way to make the update."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """The number of steps so far."""
+
+    @abstractmethod
+    def step(self, request: StepRequest) -> Any:
+        """Make one step; what the closure returned, if this way calls it."""
+
+    def join(self) -> None:
+        """This worker has run out of data: take part until all others have."""
+
+
+class PushGradient(Update):
+    """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
+
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool) -> None:
+        self._wrapped, self._reducer, self._barrier = wrapped, reducer, barrier
+
+    @property
+    def steps(self) -> int:
+        return self._reducer.step
+
+    def step(self, request: StepRequest) -> None:
+        wrapped, reducer = self._wrapped, self._reducer
+        buffer: FlatBuffer | None = None
+        if not request.skip:
+            if not self._barrier:
+                wrapped.clip()
+            buffer, absent = reducer.gradients()
+            nonfinite = wrapped.finite.check(buffer, reducer.step, wrapped.tables.is_finite())
+            request.about |= {"absent": absent, "nonfinite": nonfinite}
+        reducer.push(buffer, wrapped.hyper(), samples=request.samples, **request.about)
+
+
+class PushChange(Update):
+    """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
+    same on all workers, since all run on the agreed mean."""
+
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool) -> None:
+        self._wrapped, self._reducer, self._barrier = wrapped, reducer, barrier
+
+    @property
+    def steps(self) -> int:
+        return self._reducer.step
+
+    def step(self, request: StepRequest) -> Any:
+        wrapped, reducer = self._wrapped, self._reducer
+        skip, loss = request.skip, None
+        if self._barrier and not request.agreed:
+            skip = reducer.agree(wrapped.hyper(), request.samples, skip)
+        buffer: FlatBuffer | None = None
+        if not skip:
+            wrapped.clip()
+            buffer, loss = self._new_values() if self._barrier else self._change(request.closure)
+            nonfinite = wrapped.finite.check(buffer, reducer.step)
+            request.about |= {"kind": "value" if self._barrier else "delta", "nonfinite": nonfinite}
+        reducer.push(buffer, wrapped.hyper(), samples=request.samples, **request.about)
+        return loss
+
+    def _new_values(self) -> tuple[FlatBuffer, None]:
+        self._wrapped.optimizer.step()
+        self._reducer.copier.watch.record()
+        return self._reducer.buffer_of(lambda param: param.detach())[0], None
+
+    def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
+        """What the optimizer changes, and what the closure returned."""
+        buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
+        with torch.enable_grad():
+            loss = self._wrapped.optimizer.step(closure)
+        for index, param in enumerate(self._reducer.copier.params):
+            view = buffer.views[index]
+            view.neg_().add_(param.detach().to(view.device))
+        self._reducer.copier.watch.record()
+        return buffer, loss
+
+
+class StepOnMean(Update):
+    """Every worker runs the wrapped optimizer on the mean gradient."""
+
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, mean: GradientMean) -> None:
+        self._wrapped, self._reducer, self._mean = wrapped, reducer, mean
+
+    @property
+    def steps(self) -> int:
+        return self._reducer.step
+
+    def step(self, request: StepRequest) -> None:
+        wrapped, reducer = self._wrapped, self._reducer
+        buffer: FlatBuffer | None = None
+        if not request.skip:
+            buffer, absent = reducer.gradients()
+            request.about |= {"absent": absent, "nonfinite": wrapped.finite.check(buffer, reducer.step)}
+        reducer.push(buffer, wrapped.hyper(), average=not request.agreed, samples=request.samples, **request.about)
+        self._apply(request.agreed)
+
+    def join(self) -> None:
+        with torch.no_grad():
+            while not self._reducer.join():
+                self._apply(agreed=False)
+
+    def _apply(self, agreed: bool) -> None:
+        if self._mean.skipped:
+            return
+        wrapped = self._wrapped
+        in_place = wrapped.clip_norm is None and self._mean.may_read_in_place(wrapped.optimizer)
+        with nullcontext() if agreed else self._mean.as_gradients(in_place):
+            wrapped.clip()
+            step_unwrapped(wrapped.optimizer)
+        self._reducer.copier.watch.record()
+
+
+class StepAlone(Update):
+    """The wrapped optimizer, or the mode's own rule, runs in this process."""
+
+    def __init__(self, wrapped: Wrapped, rule: RuleAlone | None) -> None:
+        self._wrapped, self._rule, self._steps = wrapped, rule, 0
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def step(self, request: StepRequest) -> Any:
+        self._steps += 1
+        if request.skip or request.samples == 0:
+            return None
+        self._wrapped.clip()
+        self._wrapped.tables.step_alone()
+        if self._rule is not None:
+            self._rule.step()
+            return None
+        return self._wrapped.optimizer.step(request.closure)
+
+
+# Torch wraps every optimizer's `step` for its profiler and hooks. The wrappers cost 40 us a step, and the first call imports
+# torch's compiler: 1.4 s, for which all other workers would wait. They are left out where there is no profiler and no hook.
+
+
+def is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Is there a hook or a profiler that must see its steps?"""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(hooks or everywhere or torch.autograd._profiler_enabled())
+
+
+def step_unwrapped(optimizer: torch.optim.Optimizer) -> None:
+    """A step of this optimizer, under `no_grad`, without torch's wrappers where they have no effect."""
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    if of_torch and not differentiable and not is_observed(optimizer):
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    else:
+        optimizer.step()
+
+
+def unscale(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place, sparse ones too."""
+    values = [grad if grad.layout == torch.strided else grad._values() for grad in gradients]
+    if values:
+        torch._foreach_mul_(values, factor)
