@@ -10,8 +10,7 @@ import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import check_tensors
 
@@ -54,8 +53,8 @@ def _exchange_rows(
         yield from inside.all_to_all(list(output.split(received)), list(mine.split(splits)))
         return output, torch.tensor(received, dtype=torch.int32)
 
-    flight = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), act)
+    return Handle(pending.wait, [pending])
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.horovod.process_sets import ProcessSet, add_process_set, check_sets, global_process_set, group_of
-from polytempo.horovod.session_state import state
+from polytempo.horovod.process_sets import ProcessSet, add_process_set, check_sets, global_process_set, group_of, state
 from polytempo.session import session
 from polytempo.train import communication
 

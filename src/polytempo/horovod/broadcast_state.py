@@ -10,8 +10,7 @@ import torch
 from polytempo.errors import WrongType
 from polytempo.horovod.broadcasts import check_root
 from polytempo.horovod.gathers import gather_pieces
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.reductions import pack
 from polytempo.session import session

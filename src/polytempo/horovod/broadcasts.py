@@ -8,8 +8,7 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import Reduction, check_tensors, start
@@ -36,8 +35,8 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, members: 
         yield from inside.broadcast([tensor.detach()], members.ranks.index(root_rank))
         return tensor
 
-    flight = negotiator_of(members).start(call, act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call, act)
+    return Handle(pending.wait, [pending])
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]

@@ -25,12 +25,9 @@ import torch
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.horovod.gathers import gather_sparse
 from polytempo.horovod.gradient_buckets import GradientBucket, Travel, buckets_of, is_sparse
-from polytempo.horovod.joins import nothing
-from polytempo.horovod.negotiation import negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, digest
+from polytempo.horovod.negotiation import Call, CallKind, digest, negotiator_of, no_body
 from polytempo.horovod.ops import Average, Op
-from polytempo.horovod.process_sets import ProcessSet, global_process_set
-from polytempo.horovod.session_state import state
+from polytempo.horovod.process_sets import ProcessSet, global_process_set, state
 from polytempo.train import communication
 
 
@@ -147,7 +144,7 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _reduce(self) -> None:
         outdated = any(bucket.is_outdated() for bucket in self._buckets[: self._launched])
-        announced = negotiator_of(self._members).start(replace(self._call, own=int(outdated)), nothing)
+        announced = negotiator_of(self._members).start(replace(self._call, own=int(outdated)), no_body)
         try:
             self._launch_rest()
             calls = announced.wait()

@@ -9,8 +9,7 @@ import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.handles import Handle, numbered, together
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, check_op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import ReducedTensors, Reduction, check_tensors, start
@@ -36,8 +35,8 @@ def _gather(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> Hand
             yield from inside.all_gather(list(output.split(lengths)), mine)
         return output, lengths
 
-    flight = negotiator_of(members).start(call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), act)
+    return Handle(pending.wait, [pending])
 
 
 def gather_pieces(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> list[torch.Tensor]:

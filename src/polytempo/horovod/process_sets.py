@@ -5,10 +5,12 @@ All ranks add the same sets in the same order, also those that are not in them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from polytempo.errors import UsageError
-from polytempo.horovod.session_state import state
 from polytempo.session import session
 from polytempo.train import communication
 
@@ -143,3 +145,32 @@ def check_member(process_set: ProcessSet, call: str) -> None:
         raise UsageError(f"{process_set} is not known; call add_process_set with it on all ranks first")
     if not process_set.included():
         raise UsageError(f"rank {session.rank()} is not in process set {process_set.ranks} and cannot call {call} there")
+
+
+# What this process remembers between calls: one of these for each session.
+
+
+@dataclass
+class HorovodState:
+    """Of one session."""
+
+    session: session.Session
+    local_ranks: tuple[int, ...] = ()  #: of all ranks; empty until `init` has asked them
+    local_sizes: tuple[int, ...] = ()
+    group: communication.Group | None = None  #: of all ranks, for these calls alone
+    sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
+    sets_made: int = 0  #: with those that were removed
+    negotiators: dict[int, Any] = field(default_factory=dict)  #: by the number of the process set
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)  #: in the order in which all ranks made them
+
+
+_state: HorovodState | None = None
+
+
+def state() -> HorovodState:
+    """That of the session of now: after `shutdown` and `init` it begins anew."""
+    global _state
+    now = session.current()
+    if _state is None or _state.session is not now:
+        _state = HorovodState(now)
+    return _state

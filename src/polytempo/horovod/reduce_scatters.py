@@ -10,8 +10,7 @@ from polytempo.errors import UsageError
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.gathers import allgather
 from polytempo.horovod.handles import Handle, numbered, together
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, check_op, divide_whole_, word_for
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import ReducedTensors, Reduction, check_tensors, digest_of_factors, scale_
@@ -50,8 +49,8 @@ def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Handle[torch.Tensor]:
         divide_whole_(output, how.op, size)
         return _scaled(output, how)
 
-    flight = negotiator_of(how.members).start(call, act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(how.members).start(call, act)
+    return Handle(pending.wait, [pending])
 
 
 def _scaled(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:

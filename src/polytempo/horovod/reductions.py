@@ -14,8 +14,7 @@ import torch
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, Flight, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, PendingCall, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, choose_op, divide_whole_, word_for
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 
@@ -73,9 +72,9 @@ class _Pack:
         self._in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         self.flat = tensors[0].view(-1) if self._in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
         scale_(self.flat, how.before)
-        self.flight: Flight | None = self._launch() if how.members.size() > 1 else None
+        self.pending: PendingCall | None = self._launch() if how.members.size() > 1 else None
 
-    def _launch(self) -> Flight:
+    def _launch(self) -> PendingCall:
         how, flat, shapes = self._how, self.flat, [tuple(tensor.shape) for tensor in self._tensors]
         call = call_of(
             CallKind.ALLREDUCE,
@@ -93,8 +92,8 @@ class _Pack:
         return negotiator_of(how.members).start(call, act, how.background)
 
     def finish(self) -> None:
-        if self.flight is not None:
-            self.flight.wait()
+        if self.pending is not None:
+            self.pending.wait()
             divide_whole_(self.flat, self._how.op, self._how.members.size())
         scale_(self.flat, self._how.after)
         if not self._in_place:
@@ -118,7 +117,7 @@ def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[lis
                 some.finish()
         return list(tensors) if in_place else kept
 
-    return Handle(finish, [some.flight for some in packs if some.flight is not None])
+    return Handle(finish, [some.pending for some in packs if some.pending is not None])
 
 
 def _named(how: Reduction, index: int | None) -> Reduction:
