@@ -21,7 +21,7 @@ from polytempo.protocol.values import PushId
 from polytempo.records.check import check_lines
 from polytempo.records.replay import replay
 from polytempo.server.effects import Effect, ToShards, Write
-from polytempo.server.io_loop import Receipts
+from polytempo.server.inbox import Receipts
 from polytempo.sync.spec import MODES, parse_spec
 
 ALL = (*(mode.example for mode in MODES.values()), "ssp:1", "dssp:0..2", "every:2", "every:2,wait=1", "delay:2")

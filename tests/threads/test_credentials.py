@@ -112,7 +112,7 @@ def test_what_a_worker_has_posted_is_its_own(key: str) -> None:
         second.send(encode(StoreSet(key=key, value="there")))
         refused = decode(hear(second)[0])
         assert isinstance(refused, Refused)
-        assert "another worker's to say" in refused.reason
+        assert "belongs to another worker" in refused.reason
         first.close()
         second.close()
 

@@ -41,7 +41,7 @@ def values(params: list[nn.Parameter]) -> list[torch.Tensor]:
 
 def end_of(job: ThreadJob) -> list[torch.Tensor]:
     """What the servers hold, as tensors of the model."""
-    flat = torch.cat([server.keeper.stores["0"].values["float64"].clone() for server in job.servers])
+    flat = torch.cat([server.executor.stores["0"].values["float64"].clone() for server in job.servers])
     parts = flat.split([param.numel() for param in START])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 

@@ -173,7 +173,7 @@ def test_futures_are_done_when_the_answer_is_there_and_not_before() -> None:
 
     def work(session: Session) -> tuple[Any, ...]:
         kv = KV({"w": Array(4)})
-        keeper = job.servers[0].keeper
+        keeper = job.servers[0].executor
         carry_out = keeper._carry_out
 
         def held_up(entry: Any, pushes: Any) -> None:

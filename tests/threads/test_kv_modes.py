@@ -162,7 +162,7 @@ def test_under_delay_at_most_so_many_pushes_and_one_are_under_way(delay: int) ->
 
     def work(session: Session) -> torch.Tensor:
         kv = KV({"w": Array(4, dtype=torch.float64)})
-        keeper = job.servers[0].keeper
+        keeper = job.servers[0].executor
         carry_out = keeper._carry_out
 
         def held_up(entry: Any, pushes: Any) -> None:

@@ -163,7 +163,7 @@ def trained_state() -> dict[str, Any]:
 def test_a_worker_of_an_earlier_life_is_refused() -> None:
     with ThreadJob(1) as job:
         newer = come_back(job, 0, 1)
-        with pytest.raises(UsageError, match="an earlier life"):
+        with pytest.raises(UsageError, match="an earlier incarnation"):
             come_back(job, 0, 0)
         newer.close()
 

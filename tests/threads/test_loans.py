@@ -79,7 +79,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].keeper.stores["0"]
+    return job.servers[server].executor.stores["0"]
 
 
 @on_ipc

@@ -178,7 +178,7 @@ def test_delay_lets_a_worker_run_ahead_of_its_own_answers_by_so_many_and_no_more
 
     def work(session: Session) -> None:
         params, optimizer = made(session)
-        keeper = job.servers[0].keeper
+        keeper = job.servers[0].executor
         carry_out = keeper._carry_out
 
         def held_up(entry: object, pushes: object) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 from polytempo.errors import JobEnded, PeerError
 from polytempo.launch.checkpoint_watch import CheckpointWatch
 from polytempo.launch.request import RunRequest
+from polytempo.server import checkpoint as checkpoint_module
 from polytempo.server import checkpoint as checkpoints
-from polytempo.server import coordinator as first_server
 from polytempo.server.checkpoint import finish_checkpoint
 from polytempo.server.manifest import find_checkpoint, newest_since, whole_checkpoints
 from polytempo.session.session import Session
@@ -251,7 +251,7 @@ def test_a_manifest_that_cannot_be_written_is_the_same(tmp_path: Path, monkeypat
     def fails(*_: Any) -> Path:
         raise OSError(errno.EIO, "Input/output error", "manifest.json")
 
-    monkeypatch.setattr(first_server, "finish_checkpoint", fails)
+    monkeypatch.setattr(checkpoint_module, "finish_checkpoint", fails)
     with ThreadJob(1, 1, checkpoint=tmp_path, go_on_unsaved=True) as job:
         job.run(lambda session: train(session, 3))
     assert "Input/output error: manifest.json; going on" in job.notices[0]

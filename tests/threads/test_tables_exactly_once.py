@@ -103,7 +103,7 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert torch.equal(array, wanted)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
     for track in ("0", "1"):
-        assert [server.keeper.stores[track].version for server in job.servers] == [updates] * job.plan.shards
+        assert [server.executor.stores[track].version for server in job.servers] == [updates] * job.plan.shards
 
 
 def as_it_is(session: Session) -> None:

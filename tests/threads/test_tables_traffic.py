@@ -112,8 +112,8 @@ class Epochs:
 def drop_lists(job: ThreadJob) -> None:
     """The servers forget every list of ids; their receivers stay."""
     for server in job.servers:
-        for worker in server._keys._lists:
-            server._keys._lists[worker] = KeyReceiver(1 << 20)
+        for worker in server._inbox._keys._lists:
+            server._inbox._keys._lists[worker] = KeyReceiver(1 << 20)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

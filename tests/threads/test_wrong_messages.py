@@ -286,7 +286,7 @@ def test_a_server_that_sends_what_cannot_be_ends_the_job_with_the_cause(what: st
     """Its part of the model is lost with it."""
     with ThreadJob(1, 2, "asp") as job:
         session = job.session(0)
-        channel = job.servers[1]._to_first
+        channel = job.servers[1]._to_coordinator
         assert channel is not None
         channel.send(encode(OF_A_SERVER[what]))
         with pytest.raises(JobEnded, match="server 1 was turned away: "):

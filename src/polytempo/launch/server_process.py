@@ -58,18 +58,20 @@ def serve(config: dict[str, Any]) -> None:
         keys = config["keys"] and JobKeys(WorkerKeys(**config["keys"]["workers"]), config["keys"]["server_secret"])
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
-    keeper = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size)
+    executor = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size)
     credentials = Credentials(config["secret"])
     if index:
-        first, to_first = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
+        coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
         record, lost = _opened(config["record"])
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
-        first, to_first = Coordinator(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials), None
-        first.record_lost = lost
+        coordinator = Coordinator(
+            Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials, record_lost=lost
+        )
+        to_coordinator = None
     gc.collect()
     gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
-    server = IoLoop(keeper, endpoints, plan.size, first, to_first, sys.stdin.fileno(), credentials)
+    server = IoLoop(executor, endpoints, plan.size, coordinator, to_coordinator, sys.stdin.fileno(), credentials)
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()

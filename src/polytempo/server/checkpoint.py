@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from polytempo.errors import UsageError
+from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import first_difference, lay_out, table_difference
+from polytempo.protocol.messages import NotSaved, Saved
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.server.effects import Checkpoint
 from polytempo.server.manifest import MANIFEST, PARTIAL, remove_checkpoint, step_of, whole_checkpoints
 from polytempo.server.optimizer_state import SegmentState, as_bytes
 from polytempo.server.shard import Shard
@@ -105,6 +107,54 @@ def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], f
     for old in [replaced, *earlier[:-KEPT]]:
         remove_checkpoint(old)
     return final
+
+
+class JobCheckpoints:
+    """The coordinator's half: collects what the shards have written, and makes it a checkpoint."""
+
+    def __init__(self, directory: Path | None, shards: int) -> None:
+        self.directory = directory
+        self.latest = ""  #: the path of the last that is whole
+        self.failure = ""  #: why the last one could not be written
+        self._shards = shards
+        self._parts: dict[str, tuple[dict[str, Any], list[Saved | NotSaved]]] = {}
+        self._manifest: dict[str, Any] = {}  # of the last that is whole
+
+    @property
+    def pending(self) -> bool:
+        """Is one being written?"""
+        return bool(self._parts)
+
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """The shards will write this one."""
+        self._parts[checkpoint.name] = checkpoint.manifest, []
+
+    def add_part(self, part: Saved | NotSaved) -> str:
+        """A shard has written its part, or could not; why the checkpoint failed, once all have."""
+        if part.name not in self._parts:
+            raise PeerError(f"{type(part).__name__} of server {part.shard} names {part.name[:40]!r}, which no shard writes")
+        manifest, parts = self._parts[part.name]
+        parts.append(part)
+        if len(parts) < self._shards or self.directory is None:
+            return ""
+        del self._parts[part.name]
+        saved = sorted((one for one in parts if isinstance(one, Saved)), key=lambda one: one.shard)
+        files = [{"file": one.file, "digest": one.digest, "tensors": one.tensors} for one in saved]
+        reason = next((one.reason for one in parts if isinstance(one, NotSaved)), "")
+        try:
+            if not reason:
+                self.latest = str(finish_checkpoint(self.directory, part.name, manifest, files))
+                self._manifest = manifest
+        except OSError as error:
+            reason = in_words(error)
+        if reason:
+            remove_checkpoint(self.directory / f"{part.name}{PARTIAL}")
+        return reason
+
+    def lacks(self, checkpoint: Checkpoint) -> bool:
+        """Is this state of the job neither written nor being written? Clocks are of workers, which may have left since."""
+        same = {**self._manifest, "clocks": None} == {**checkpoint.manifest, "clocks": None}
+        return checkpoint.name not in self._parts and not same
 
 
 def read_shards(directory: Path, track: str, proposal: OptimizerSpec) -> list[SavedShard]:

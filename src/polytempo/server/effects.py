@@ -1,4 +1,8 @@
-"""What the sequencer orders; the first server's desk carries it out, in order."""
+"""Effects: what the decisions of a server ask for, as values. The I/O loop carries them out, in order.
+
+The sequencer returns `Effect`s. The coordinator keeps to itself those that concern the record, timers and checkpoints, and
+passes the rest on to the I/O loop as `LoopEffect`s, together with its own.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.protocol.log import LogEntry
-from polytempo.protocol.messages import Departed, Held, Refused, SendSeed
+from polytempo.protocol.messages import AnyMessage, NormTotal, Push
+from polytempo.protocol.values import PushId
 from polytempo.records.lines import RecordLine
 
 
 @dataclass(frozen=True)
 class ToShards:
-    """The next entry of the log."""
+    """Append this entry to the log: every shard carries it out."""
 
     entry: LogEntry
 
 
 @dataclass(frozen=True)
 class ToWorker:
-    """Tell a worker something."""
+    """Send a message to a worker."""
 
     worker: int
-    message: Held | SendSeed | Refused | Departed
+    message: AnyMessage
+
+
+# Of the sequencer, for the coordinator.
 
 
 @dataclass(frozen=True)
 class Write:
-    """The next line of the record."""
+    """Append this line to the record."""
 
     line: RecordLine
 
@@ -41,10 +49,73 @@ class WakeAt:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All shards save here in the log; when they have, this manifest makes it a checkpoint."""
+    """All shards save at this position of the log; when they have, this manifest makes it a checkpoint."""
 
     name: str
     manifest: dict[str, Any]
 
 
 Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint
+
+
+# Of the coordinator and of the shard's inbox, for the I/O loop.
+
+
+@dataclass(frozen=True)
+class ToServers:
+    """Send a message to all other servers."""
+
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class ToLauncher:
+    """Send a message to the launcher."""
+
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class ToAgent:
+    """Send a message to the agent of another host, by its number."""
+
+    agent: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class ShareNorm:
+    """Give all shards the squared norm of a whole update."""
+
+    total: NormTotal
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Tell all workers that the job has ended early."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class EndLoop:
+    """Leave the I/O loop: the job is over."""
+
+
+@dataclass(frozen=True)
+class PushArrived:
+    """This shard has received a push in full: tell the coordinator."""
+
+    push: Push
+
+
+@dataclass(frozen=True)
+class ReportHold:
+    """A worker asks about a push that this shard has received: if the policy holds it, tell the worker for which ranks."""
+
+    id: PushId
+
+
+LoopEffect = (
+    ToShards | ToWorker | ToServers | ToLauncher | ToAgent | ShareNorm | StopWorkers | EndLoop | PushArrived | ReportHold
+)

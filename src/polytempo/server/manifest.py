@@ -1,7 +1,4 @@
-"""Finding a checkpoint: its directory and manifest. Loads no torch, so that a launcher can look before anything starts.
-
-Also what a job says of a model to those who join it: `manifest_of`.
-"""
+"""Finding a checkpoint: its directory and manifest. Loads no torch, so that a launcher can look before anything starts."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from polytempo.errors import UsageError
-from polytempo.protocol.values import OptimizerSpec
 
 MANIFEST = "manifest.json"
 
@@ -111,13 +105,3 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"the checkpoint {directory} cannot be read: {error}") from None
     return directory, manifest
-
-
-def manifest_of(proposal: OptimizerSpec) -> str:
-    """What a worker must know to build the model that the servers hold, as JSON."""
-    described = msgspec.to_builtins(proposal)
-    described["tensors"] = [
-        {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "group": info.group} for info in proposal.tensors
-    ]
-    described["tables"] = [msgspec.structs.asdict(info) for info in proposal.tables]
-    return json.dumps(described)

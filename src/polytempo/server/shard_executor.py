@@ -42,7 +42,7 @@ Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
 
 
 @dataclass
-class ForWorker:
+class WorkerReply:
     """An answer on its way out."""
 
     worker: int
@@ -84,7 +84,7 @@ class ShardExecutor:
         self._checkpoints, self._resume = checkpoints, resume
         self._entries: SimpleQueue[tuple[LogEntry | PullHere | KeepHere, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
-        self._out: deque[ForWorker | AnyMessage] = deque()
+        self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
         self._took: dict[str, float] = {}  # seconds of the last update of each track
         self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
@@ -109,7 +109,7 @@ class ShardExecutor:
             return alone and self._took.get(entry.track, 1.0) < allowed
         return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
 
-    def take(self) -> list[ForWorker | AnyMessage]:
+    def take(self) -> list[WorkerReply | AnyMessage]:
         """What there is for the desk."""
         return [self._out.popleft() for _ in range(len(self._out))]
 
@@ -143,7 +143,7 @@ class ShardExecutor:
             self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
             return False
 
-    def _report(self, item: ForWorker | AnyMessage) -> None:
+    def _report(self, item: WorkerReply | AnyMessage) -> None:
         self._out.append(item)
         if threading.current_thread() is self._thread:
             self.bell.ring()
@@ -203,7 +203,7 @@ class ShardExecutor:
                 store.take_values(push, buffers)
             else:
                 store.load_state(unpack(push.state, buffers))
-        self._report(ForWorker(entry.id.worker, self._answer_to_load(entry)))
+        self._report(WorkerReply(entry.id.worker, self._answer_to_load(entry)))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
         store = self.stores[entry.track]
@@ -211,7 +211,7 @@ class ShardExecutor:
         began = time.perf_counter()
         reason = store.changed.judge([part.id.worker for part in entry.parts])
         for part in entry.parts if reason else ():
-            self._report(ForWorker(part.id.worker, Refused(reason=reason)))
+            self._report(WorkerReply(part.id.worker, Refused(reason=reason)))
         store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
         self._took[entry.track] = time.perf_counter() - began
         for _, buffers in pushes.values():
@@ -261,7 +261,7 @@ class ShardExecutor:
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)
-        self._report(ForWorker(entry.worker, answer, dense, done))
+        self._report(WorkerReply(entry.worker, answer, dense, done))
 
     def _sent(self, done: OnSent | None, blocks: list[Bytes]) -> OnSent:
         """What to do when an answer was sent: values were lent, and blocks taken."""
@@ -281,14 +281,14 @@ class ShardExecutor:
         if pull.what == "clock":
             span = pull.span or (0, table.info.rows)
             answer.clock, answer.version = table.clock(*span), table.version_of(*span)
-            self._report(ForWorker(entry.worker, answer))
+            self._report(WorkerReply(entry.worker, answer))
             return
         if entry.ids is None:
             rows = as_bytes(table.pull_range(*(pull.span or (0, 0))))
-            self._report(ForWorker(entry.worker, answer, [rows]))
+            self._report(WorkerReply(entry.worker, answer, [rows]))
             return
         rows, blocks = store.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
-        self._report(ForWorker(entry.worker, answer, [rows], self._sent(None, blocks)))
+        self._report(WorkerReply(entry.worker, answer, [rows], self._sent(None, blocks)))
 
     def _answer_to_load(self, entry: LoadState) -> Answer:
         identity = entry.id
@@ -313,10 +313,10 @@ class ShardExecutor:
             state, buffers = pack(runs)
             copies = [buffer.copy() for buffer in buffers]
             answer = self._read_answer(entry, store, state)
-            self._report(ForWorker(entry.worker, answer, copies))
+            self._report(WorkerReply(entry.worker, answer, copies))
         else:
             buffers, done = store.lend(entry.worker)
-            self._report(ForWorker(entry.worker, self._read_answer(entry, store, b""), buffers, done))
+            self._report(WorkerReply(entry.worker, self._read_answer(entry, store, b""), buffers, done))
 
     def _read_answer(self, entry: ReadHere, store: Shard, state: bytes) -> ReadAnswer:
         return ReadAnswer(

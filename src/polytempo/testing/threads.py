@@ -92,16 +92,16 @@ class ThreadJob:
         facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
-        first = Coordinator(
+        coordinator = Coordinator(
             self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            keeper = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
-            to_first = self.connect(0, Pool()) if index else None
+            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
+            to_coordinator = self.connect(0, Pool()) if index else None
             doors = [endpoint, *self._more_doors(index, pools[index])]
-            own = None if index else first
-            self.servers.append(IoLoop(keeper, doors, workers, own, to_first, credentials=self.credentials))
+            own = None if index else coordinator
+            self.servers.append(IoLoop(executor, doors, workers, own, to_coordinator, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()

@@ -1,0 +1,388 @@
+"""The inbox of a shard: what workers have sent to it, checked, and kept until the log asks for it.
+
+    PartialPush   a bucket sent during backward    kept; the push that names it is put together from its buckets
+    Push          checked, completed               kept, and reported to the coordinator; a repeat is told its status
+    log entry     from the sequencer               goes to the shard executor with the pushes it names
+    Pull, Keep    outside the log                  checked, to the shard executor
+    PushStatus    a worker has heard nothing       answered from the receipts
+
+**Receipts.** A worker asks about a push on the connection it sent the push on, so behind it, and the reply comes behind what
+the server has sent. So what the inbox does not know was lost on the way here, and what it has answered and the worker does
+not have was lost on the way back (`docs/design/0010`). Forgetting a receipt is safe: the worker then sends again, and the
+sequencer counts nothing twice.
+
+**Cached keys.** A list of row ids that a worker has sent before travels as its digest (`compression/key_cache.py`); the
+inbox puts the list back in place, so that nothing behind it knows of digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from polytempo.compression.key_cache import KeyReceiver
+from polytempo.errors import PeerError
+from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, Reply, Seed, Update
+from polytempo.protocol.messages import (
+    Answer,
+    Hello,
+    Keep,
+    PartialPush,
+    Push,
+    PushStatus,
+    ReadAnswer,
+    ReadRequest,
+    Resend,
+    Told,
+)
+from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
+from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
+from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
+from polytempo.server.shard_executor import KeepHere, PullHere, ShardExecutor, WorkerReply
+from polytempo.server.shard_tables import row_buffers
+from polytempo.server.validation import check_fit, check_hyper, check_keep, check_push, check_state
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes
+
+#: Receipts that are kept of one worker.
+RECEIPT_LIMIT = 1 << 12
+#: In place of the position of an answer in the log: there is no answer yet.
+NOT_YET = -2
+#: Bytes of lists of ids that are kept for one worker.
+KEY_CACHE_BYTES = 64 << 20
+
+#: What was sent: "push", "read" or "pull", the track, and the step or request.
+ReceiptKey = tuple[str, str, int]
+#: (track, worker, incarnation, bucket)
+PartialKey = tuple[str, int, int, int]
+InboxHandler = Callable[[Hello, Any, list[Bytes]], list[LoopEffect]]
+
+
+class Receipts:
+    """What one shard has received of each worker and incarnation, and what it has answered."""
+
+    def __init__(self, limit: int = RECEIPT_LIMIT) -> None:
+        self._limit = limit
+        self._kept: dict[tuple[int, int], dict[ReceiptKey, int]] = {}  # with the position of the answer
+
+    def received(self, worker: int, incarnation: int, key: ReceiptKey) -> bool:
+        """Note that something has arrived; False when it had arrived before."""
+        kept = self._kept.setdefault((worker, incarnation), {})
+        if key in kept:
+            return False
+        self._put(kept, key, NOT_YET)
+        return True
+
+    def answered(self, worker: int, incarnation: int, key: ReceiptKey, place: int = -1) -> None:
+        """Note that its answer is sent now."""
+        self._put(self._kept.setdefault((worker, incarnation), {}), key, place)
+
+    def _put(self, kept: dict[ReceiptKey, int], key: ReceiptKey, place: int) -> None:
+        kept.pop(key, None)  # the newest stand last
+        kept[key] = place
+        if len(kept) > self._limit:
+            del kept[next(iter(kept))]
+
+    def state(self, worker: int, incarnation: int, key: ReceiptKey) -> tuple[str, int]:
+        """ "unknown", "received" or "answered", and the position of the answer in the log."""
+        place = self._kept.get((worker, incarnation), {}).get(key)
+        if place is None:
+            return "unknown", -1
+        return ("received", -1) if place == NOT_YET else ("answered", place)
+
+    def forget(self, worker: int, incarnation: int) -> None:
+        """Drop the receipts of this incarnation of a worker, and of those before it."""
+        for known in [k for k in self._kept if k[0] == worker and k[1] <= incarnation]:
+            del self._kept[known]
+
+
+class PartialPushes:
+    """The newest version of each bucket of each worker: at most one model a worker."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._kept: dict[PartialKey, tuple[PartialPush, list[Bytes]]] = {}
+
+    def keep(self, partial: PartialPush, buffers: list[Bytes]) -> None:
+        """Keep a bucket; an earlier version of it is out of date."""
+        if [piece.stop - piece.start for piece in partial.pieces] != [buffer.nbytes for buffer in buffers]:
+            raise PeerError("a bucket was refused: its pieces are not as long as it says")
+        identity = partial.id
+        self._drop((identity.track, identity.worker, identity.incarnation, partial.bucket))
+        self._kept[identity.track, identity.worker, identity.incarnation, partial.bucket] = partial, buffers
+
+    def assemble(self, push: Push, buffers: list[Bytes], sizes: Sequence[int]) -> list[Bytes] | None:
+        """The push as if it had come whole; None when a bucket that it names is not here."""
+        if not push.staged and not push.patches:
+            return buffers
+        found = list(self._found(push))
+        if len(found) < len(push.staged):
+            return None
+        pairs = [(piece, data) for partial, parts in found for piece, data in zip(partial.pieces, parts, strict=True)]
+        if len(push.patches) != len(buffers):
+            raise PeerError("a push was refused: it has more pieces than it names, or fewer")
+        pairs += zip(push.patches, buffers, strict=True)
+        if sum(data.nbytes for _, data in pairs) != sum(sizes):
+            raise PeerError(f"a push was refused: its pieces do not add up to the {sum(sizes)} bytes of this shard")
+        whole = [self._pool.take(size) for size in sizes]
+        for piece, data in pairs:
+            self._put(whole, piece, data)
+        for data in buffers:
+            self._pool.give(data)
+        for bucket in push.staged:
+            self._drop((push.id.track, push.id.worker, push.id.incarnation, bucket.number))
+        return whole
+
+    def _found(self, push: Push) -> Iterator[tuple[PartialPush, list[Bytes]]]:
+        for bucket in push.staged:
+            kept = self._kept.get((push.id.track, push.id.worker, push.id.incarnation, bucket.number))
+            if kept is not None and kept[0].serial == bucket.serial and kept[0].id == push.id:
+                yield kept
+
+    def _put(self, whole: list[Bytes], piece: BufferRange, data: Bytes) -> None:
+        fits = 0 <= piece.buffer < len(whole) and 0 <= piece.start <= piece.stop <= whole[piece.buffer].nbytes
+        if not fits or data.nbytes != piece.stop - piece.start:
+            raise PeerError("a push was refused: a piece of it lies outside this shard")
+        whole[piece.buffer][piece.start : piece.stop] = data
+
+    def _drop(self, key: PartialKey) -> None:
+        for buffer in self._kept.pop(key, (None, []))[1]:
+            self._pool.give(buffer)
+
+    def forget(self, worker: int, incarnation: int) -> None:
+        """Drop the buckets of this incarnation of a worker, and of those before it."""
+        for key in [key for key in self._kept if key[1] == worker and key[2] <= incarnation]:
+            self._drop(key)
+
+
+class MissingKeys(Exception):
+    """A list of ids is not (or no longer) cached: it must be sent in full."""
+
+
+class KeyCache:
+    """The lists of ids that each worker has sent to this shard."""
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+        self._lists: dict[int, KeyReceiver] = {}
+
+    def forget(self, worker: int) -> None:
+        """Drop the lists of a worker that has left, or has come anew."""
+        self._lists.pop(worker, None)
+
+    def whole(self, push: Push, buffers: Sequence[Bytes]) -> tuple[list[Bytes], list[Bytes]]:
+        """The dense buffers of a push, and those of its tables with every list of ids; `MissingKeys` when one is missing."""
+        known = sum(self._key(keys).known for keys in _key_lists(push) if keys)
+        count = row_buffers(push) - known
+        if count > len(buffers):
+            raise PeerError(f"a push was refused: {len(buffers)} buffers came, its tables alone need {count}")
+        cut = len(buffers) - count
+        rest = iter(buffers[cut:])
+        result: list[Bytes] = []
+        for part in push.rows:
+            if part.span is None:
+                result.append(self._filled(push.id.worker, part.keys, rest))
+            result.append(next(rest))
+        result += [self._filled(push.id.worker, want.keys, rest) for want in push.wants]
+        return list(buffers[:cut]), result
+
+    def _filled(self, worker: int, keys: Sequence[Keys], rest: Iterator[Bytes]) -> Bytes:
+        return self.list_of(worker, self._key(keys) if keys else None, rest)
+
+    def _key(self, keys: Sequence[Keys]) -> Keys:
+        if self._shard >= len(keys):
+            raise PeerError(f"a list of ids was refused: it names no digest for shard {self._shard}")
+        return keys[self._shard]
+
+    def list_of(self, worker: int, keys: Keys | None, rest: Iterator[Bytes]) -> Bytes:
+        """One list: as it came, or as it came before."""
+        if keys is None:
+            return next(rest)
+        lists = self._lists.setdefault(worker, KeyReceiver(KEY_CACHE_BYTES))
+        if not keys.known:
+            data = next(rest)
+            if data.nbytes % 8:
+                raise PeerError(f"a list of ids of {data.nbytes} bytes was refused; each has 8")
+            lists.take(keys.digest, as_tensor(data, "int64"))
+            return data
+        ids = lists.find(keys.digest)
+        if ids is None:
+            raise MissingKeys
+        return as_bytes(ids).copy()  # the memory of pushes is used again
+
+
+def _key_lists(push: Push) -> Iterator[Sequence[Keys]]:
+    yield from (part.keys for part in push.rows if part.span is None)
+    yield from (want.keys for want in push.wants)
+
+
+class ShardInbox:
+    """Handles what workers send to one shard, and feeds the shard executor."""
+
+    def __init__(self, executor: ShardExecutor) -> None:
+        self._executor = executor
+        self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
+        self._partial = PartialPushes(executor.pool)
+        self._keys = KeyCache(executor.shard)
+        self._receipts = Receipts()
+        self._hyper: dict[str, tuple[dict[str, Any], ...]] = {}  # of each track, as last checked: they seldom change
+        #: By type of message; all from workers.
+        self.handlers: dict[type, InboxHandler] = {
+            Push: self._push,
+            PartialPush: self._partial_push,
+            PushStatus: self._push_status,
+            Pull: self._pull,
+            Keep: self._keep,
+        }
+
+    @property
+    def waiting(self) -> int:
+        """How many pushes the log has not asked for yet."""
+        return len(self._arrived)
+
+    # Messages of workers.
+
+    def _partial_push(self, sender: Hello, partial: PartialPush, buffers: list[Bytes]) -> list[LoopEffect]:
+        _check_pusher(sender, partial.id)
+        self._partial.keep(partial, buffers)
+        return []
+
+    def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[LoopEffect]:
+        _check_pusher(sender, push.id)
+        check_push(push)
+        key = "push", push.id.track, push.id.step
+        if self._receipts.state(sender.rank, sender.incarnation, key)[0] != "unknown":
+            return self._tell_status(sender, key)  # it was sent again
+        try:
+            whole = self._whole(push, buffers)
+        except MissingKeys:
+            whole = None
+        if whole is None:  # a bucket or a list of ids that it builds on is not here
+            return [ToWorker(sender.rank, Resend(id=push.id))]
+        self._receipts.received(sender.rank, sender.incarnation, key)
+        self._arrived[push.id] = push, whole
+        return [PushArrived(push)]
+
+    def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
+        """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
+        store = self._executor.stores.get(push.id.track)
+        if store is None and push.kind != "seed":
+            raise PeerError(f"a push was refused: there is no optimizer {push.id.track[:40]} yet")
+        if store is not None:
+            self._check_spec(push, store.proposal)
+            if push.kind == "state":
+                check_state(unpack(push.state, buffers), store.proposal)
+        if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
+            return buffers
+        if push.kind == "values":
+            store.check(buffers)
+            return buffers
+        rows: list[Bytes] = []
+        if push.rows or push.wants:
+            buffers, rows = self._keys.whole(push, buffers)
+            store.rows.check_rows(push, rows)
+        if push.skip:
+            return rows
+        whole = self._partial.assemble(push, store.unfiltered(buffers), store.expected)
+        if whole is None:
+            return None
+        store.check(whole)
+        return [*whole, *rows] if rows else whole
+
+    def _check_spec(self, push: Push, proposal: OptimizerSpec) -> None:
+        check_fit(push, proposal)
+        steps = proposal.apply == "server" and proposal.tensors and push.kind == "gradient" and not push.skip
+        if steps and push.hyper != self._hyper.get(push.id.track):
+            check_hyper(push, proposal)
+            self._hyper[push.id.track] = push.hyper
+
+    def _push_status(self, sender: Hello, message: PushStatus, buffers: list[Bytes]) -> list[LoopEffect]:
+        return self._tell_status(sender, (message.what, message.track, message.number))
+
+    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[LoopEffect]:
+        """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
+        state, place = self._receipts.state(sender.rank, sender.incarnation, key)
+        told = ToWorker(sender.rank, Told(what=key[0], track=key[1], number=key[2], state=state, place=place))
+        if key[0] == "push" and state == "received":
+            return [ReportHold(PushId(key[1], sender.rank, sender.incarnation, key[2])), told]
+        return [told]
+
+    def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[LoopEffect]:
+        """Rows for a worker, outside the log."""
+        store = self._executor.stores.get(pull.track)
+        if store is None:
+            raise PeerError(f"a pull was refused: there is no optimizer {pull.track[:40]!r} yet")
+        if pull.span is None and (pull.what != "rows" or bool(buffers) == bool(pull.keys and pull.keys.known)):
+            raise PeerError("a pull was refused: expected a span of rows, or one list of ids")
+        try:
+            ids = [self._keys.list_of(sender.rank, pull.keys, iter(buffers))] if pull.span is None else []
+        except MissingKeys:
+            return [ToWorker(sender.rank, UnknownKeys(shard=self._executor.shard, request=pull.request))]
+        store.rows.check_pull(pull.table, pull.span, ids)
+        self._receipts.received(sender.rank, sender.incarnation, ("pull", pull.track, pull.request))
+        self._executor.put(PullHere(sender.rank, pull, ids[0] if ids else None), {})
+        return []
+
+    def _keep(self, sender: Hello, keep: Keep, buffers: list[Bytes]) -> list[LoopEffect]:
+        check_keep(keep, unpack(keep.state, buffers))
+        self._executor.put(KeepHere(sender.rank, keep, buffers), {})
+        return []
+
+    def note_read(self, sender: Hello, message: ReadRequest) -> None:
+        """The coordinator has taken a read request of a worker."""
+        self._receipts.received(sender.rank, sender.incarnation, ("read", message.track, message.request))
+
+    def note_answer(self, reply: WorkerReply, incarnation: int) -> None:
+        """An answer is sent now: a worker that asks behind it and does not have it has lost it."""
+        message = reply.message
+        if isinstance(message, Answer):
+            self._receipts.answered(reply.worker, incarnation, ("push", message.track, message.exchange), message.place)
+        elif isinstance(message, ReadAnswer):
+            self._receipts.answered(reply.worker, incarnation, ("read", message.track, message.request))
+        elif isinstance(message, PulledRows):
+            self._receipts.answered(reply.worker, incarnation, ("pull", message.track, message.request))
+
+    # The log.
+
+    def carry_out(self, entries: Sequence[LogEntry]) -> None:
+        """Hand entries of the log to the shard executor, with the pushes they name."""
+        for entry in entries:
+            if isinstance(entry, Update):
+                self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
+            elif isinstance(entry, Reply):
+                self._executor.put(entry, {})
+                if self._arrived:  # what a repeat brought once more
+                    self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
+            elif isinstance(entry, LoadState) and entry.again:
+                self._arrived.pop(entry.id, None)
+                self._executor.put(entry, {})
+            elif isinstance(entry, Seed | LoadState):
+                self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
+            elif isinstance(entry, Drop):
+                self._drop(entry)
+            elif isinstance(entry, ForgetWorker):
+                self._forget(entry)
+            else:
+                self._executor.put(entry, {})
+
+    def _drop(self, entry: Drop) -> None:
+        """A push is not applied; its answer shall still bring the rows it wanted."""
+        push, buffers = self._arrived.pop(entry.id, (None, []))
+        store = self._executor.stores.get(entry.id.track)
+        if push is not None and store is not None and store.rows and push.kind != "seed":
+            self._executor.put(entry, {entry.id: (push, buffers)})
+
+    def _forget(self, entry: ForgetWorker) -> None:
+        """A worker has left. Those of its pushes that were counted are still to come in the log; the entry names them."""
+        self._partial.forget(entry.worker, entry.incarnation)
+        self._keys.forget(entry.worker)
+        self._receipts.forget(entry.worker, entry.incarnation)
+        self._executor.put(entry, {})
+        for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
+            if identity not in entry.counted:
+                del self._arrived[identity]
+
+
+def _check_pusher(sender: Hello, identity: PushId) -> None:
+    if (identity.worker, identity.incarnation) != (sender.rank, sender.incarnation):
+        raise PeerError(f"a push of worker {identity.worker} came from worker {sender.rank}")
