@@ -66,10 +66,15 @@ def shutdown() -> None:
 
 
 is_initialized = session.is_initialized
+"""True between `init` and `shutdown`, as `polytempo.is_initialized`."""
 rank = session.rank
+"""The rank of this worker, as `polytempo.rank`."""
 size = session.size
+"""The number of workers, as `polytempo.size`."""
 local_rank = session.local_rank
+"""The rank of this worker on its host, as `polytempo.local_rank`."""
 local_size = session.local_size
+"""The number of workers on this host, as `polytempo.local_size`."""
 
 
 def _counterparts() -> list[int]:

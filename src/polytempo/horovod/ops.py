@@ -23,11 +23,17 @@ class Op:
 
 
 Average = Op("Average", 0, "mean")
+"""The mean over all ranks."""
 Sum = Op("Sum", 1, "sum")
+"""The sum over all ranks."""
 Adasum = Op("Adasum", 2, "")
+"""Not offered; refused in one line."""
 Min = Op("Min", 3, "min", float("inf"))
+"""The element-wise minimum."""
 Max = Op("Max", 4, "max", float("-inf"))
+"""The element-wise maximum."""
 Product = Op("Product", 5, "prod", 1.0)
+"""The element-wise product."""
 
 OPS = (Average, Sum, Adasum, Min, Max, Product)
 

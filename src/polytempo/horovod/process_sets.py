@@ -94,6 +94,7 @@ class _AllRanks(ProcessSet):
 
 
 global_process_set: ProcessSet = _AllRanks()
+"""The process set of all ranks; the default of every call."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -43,7 +43,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             raise UsageError(f"SyncBatchNorm needs at least 2 dimensions, got {tensor.dim()}")
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Normalise a tensor of shape (batch, channels, ...)."""
+        """Normalise a tensor.
+
+        Args:
+            tensor: Of shape (batch, channels, ...).
+
+        Returns:
+            The normalised tensor.
+        """
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or self.process_set.size() == 1:
             return super().forward(tensor)

@@ -49,6 +49,12 @@ class Group:
     def index(self, rank: int) -> int:
         """The index within the group of a rank of the job.
 
+        Args:
+            rank: The rank of the job.
+
+        Returns:
+            Its place in `ranks`.
+
         Raises:
             UsageError: The rank is not a member.
         """
