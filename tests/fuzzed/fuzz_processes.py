@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from fuzz_plain import Outcome
@@ -43,17 +44,21 @@ def seeds_for(setting: Setting, count: int, first: int = 0) -> list[int]:
 
 
 def run_job(
-    setting: Setting, seeds: Sequence[int], folder: Path, environment: dict[str, str] | None = None
+    setting: Setting,
+    seeds: Sequence[int],
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
 ) -> list[Verdict]:
-    """One job; a verdict for each seed."""
+    """One job; a verdict for each seed. `popen` starts its processes."""
     about = [str(folder), ",".join(map(str, seeds)), setting.way, str(setting.workers), str(setting.servers)]
     known = {**(environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": _prepended(environment or os.environ)}
     if setting.way == "group":
-        done = _by_hand([sys.executable, WORKER, *about], setting.workers, known)
+        done = _by_hand([sys.executable, WORKER, *about], setting.workers, known, popen)
     else:
         way = ["--via", "allreduce"] if setting.way == "allreduce" else ["--via", "ps", "--servers", str(setting.servers)]
         options = ["-n", str(setting.workers), *way]
-        done = _finished([sys.executable, "-m", "polytempo", "run", *options, WORKER, *about], known)
+        done = _finished([sys.executable, "-m", "polytempo", "run", "--fork", *options, WORKER, *about], known, popen)
     if any(status for status, _ in done):
         return [Verdict("failed", f"the job has failed: {done}") for _ in seeds]
     return [judge(script_of(seed, setting), lambda script: _outcomes(script, folder)) for seed in seeds]
@@ -65,12 +70,15 @@ def _prepended(environment: Mapping[str, str]) -> str:
     return os.pathsep.join([str(Path(WORKER).parent), *([before] if before else [])])
 
 
-def _finished(command: list[str], environment: dict[str, str]) -> list[tuple[int, str]]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=environment)
-    return [(done.returncode, done.stderr[-2000:])]
+def _finished(command: list[str], environment: dict[str, str], popen: Callable[..., Any]) -> list[tuple[int, str]]:
+    process = popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    _, err = process.communicate(timeout=180)
+    return [(process.returncode, err[-2000:])]
 
 
-def _by_hand(command: list[str], workers: int, environment: dict[str, str]) -> list[tuple[int, str]]:
+def _by_hand(
+    command: list[str], workers: int, environment: dict[str, str], popen: Callable[..., Any]
+) -> list[tuple[int, str]]:
     """As torchrun starts them on one host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +87,7 @@ def _by_hand(command: list[str], workers: int, environment: dict[str, str]) -> l
     for rank in range(workers):
         place = {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
         variables = {**environment, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables))
+        ranks.append(popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables))
     errors = [process.communicate(timeout=180)[1][-2000:] for process in ranks]
     return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
 

@@ -41,11 +41,9 @@ def ranks(bench: Bench, hosts: Hosts, per_host: int, *keys: str, script: str = S
         }
         if keys:
             own["POLYTEMPO_KEY_FILE"] = keys[rank % len(keys)]
-        environment = {**bench.environment, "PATIENCE": "20", **{name: str(value) for name, value in own.items()}}
         prefix = hosts.inside(hosts.a if rank < per_host else hosts.b)
-        command = [*prefix, sys.executable, script]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=bench.folder, env=environment))
+        variables = {name: str(value) for name, value in own.items()}
+        started.append(bench.popen([*prefix, sys.executable, script], PATIENCE="20", **variables))
     return started
 
 

@@ -26,9 +26,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def start(bench: Bench, prefix: list[str], *arguments: str) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-m", "polytempo", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=bench.folder, env=bench.environment)
+    return bench.start(*arguments, prefix=prefix)
 
 
 def key_file(bench: Bench) -> Path:

@@ -9,12 +9,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from fork_server import popen
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PACED = str(SCRIPTS / "paced.py")
@@ -27,25 +28,30 @@ class Bench:
 
     folder: Path
     temporary: Path
+    forks: bool = True  #: from a process that has torch loaded; else every process is a new interpreter
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(self.temporary), MARK: str(self.folder), "OMP_NUM_THREADS": "1"}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "polytempo", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-            env=self.environment,
-        )
+    def start(self, *arguments: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """The command, forked from the fork server, its processes forked from it."""
+        if self.forks and arguments[0] in ("run", "worker", "compare"):
+            arguments = (arguments[0], "--fork", *arguments[1:])
+        return self.popen([*prefix, sys.executable, "-m", "polytempo", *arguments])
+
+    def popen(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        """Any command, from this test's folder and with its mark; with these variables, too."""
+        start = popen if self.forks else subprocess.Popen
+        pipe, environment = subprocess.PIPE, {**self.environment, **variables}
+        return start(list(command), text=True, stdout=pipe, stderr=pipe, cwd=self.folder, env=environment)
+
+    def python(self, *arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Python with these arguments: its output and end."""
+        return finished(self.popen([sys.executable, *arguments], **variables), timeout)
 
     def run(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=timeout)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return finished(self.start(*arguments), timeout)
 
     def processes(self) -> list[psutil.Process]:
         """Every process that carries this test's mark."""
@@ -72,6 +78,11 @@ class Bench:
     def clock(self, rank: int) -> list[tuple[str, int, float]]:
         lines = (self.folder / f"clock-{rank}").read_text().splitlines()
         return [(kind, int(step), float(t)) for kind, step, t in (line.split() for line in lines)]
+
+
+def finished(process: subprocess.Popen[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 PNG = b"\x89PNG"
@@ -14,7 +15,7 @@ PNG = b"\x89PNG"
 
 def polytempo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "polytempo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    return fork_server.run(command, cwd=cwd)
 
 
 def test_timing_table_picture_json_and_record(tmp_path: Path) -> None:

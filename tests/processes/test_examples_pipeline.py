@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +25,7 @@ def cut(bench: Bench, stages: int, *arguments: str) -> float:
 
 
 def test_one_flag_splits_it_over_four_processes_and_it_learns_the_same(bench: Bench) -> None:
-    alone = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, env=bench.environment, cwd=bench.folder, timeout=120
-    )
+    alone = bench.python(EXAMPLE)
     assert alone.returncode == 0, alone.stderr
     assert accuracy(alone.stdout, 1) > 95
     assert cut(bench, 4) == pytest.approx(accuracy(alone.stdout, 1), abs=1)  # rounding may turn one picture or two

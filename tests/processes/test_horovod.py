@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from live import SCRIPTS, Bench
+from live import SCRIPTS, Bench, finished
 from torch.nn import functional
 
 CALLS, OPTIMIZER, MISTAKES, CLASSIC = (
@@ -72,22 +71,13 @@ def test_the_classic_script_under_another_launcher(bench: Bench, launcher: str) 
         if shutil.which("mpirun") is None:
             pytest.skip("mpirun is not installed (apt-get install openmpi-bin)")
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    done = subprocess.run(
-        [*command, CLASSIC, str(bench.folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=bench.environment,
-    )
+    done = finished(bench.popen([*command, CLASSIC, str(bench.folder)]))
     assert done.returncode == 0, done.stderr
     check_trained(bench.folder, 1e-5)
 
 
 def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
-    done = subprocess.run(
-        [sys.executable, CLASSIC, str(bench.folder)], capture_output=True, text=True, check=False, env=bench.environment
-    )
+    done = bench.python(CLASSIC, str(bench.folder))
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,6 @@ this rank, its optimizers are refused in one line, and nothing stale is used."""
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 
 from live import SCRIPTS, Bench
@@ -33,8 +32,7 @@ def test_under_another_launcher_each_life_is_a_new_world(bench: Bench) -> None:
     for rank in range(2):
         here = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         way = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "POLYTEMPO_KEY_FILE": "insecure"}
-        command, environment = [sys.executable, AGAIN, str(bench.folder)], {**bench.environment, **here, **way}
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+        ranks.append(bench.popen([sys.executable, AGAIN, str(bench.folder)], **here, **way))
     outs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outs
     said = lives("".join(out for out, _ in outs))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ BATCHES, ROWS = (6, 4, 5), (3, 5, 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root"]
 LAUNCHERS = {
-    "polytempo run": [sys.executable, "-m", "polytempo", "run", "-n", "3"],
+    "polytempo run": [sys.executable, "-m", "polytempo", "run", "--fork", "-n", "3"],
     "torchrun": [*TORCHRUN, "--nproc-per-node", "3"],
     "mpirun": [*MPIRUN, "-n", "3", sys.executable],
 }
@@ -28,7 +29,7 @@ def launch(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
         pytest.skip("Open MPI is not installed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     command = [*LAUNCHERS[name], *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment, cwd=folder)
+    return fork_server.run(command, env=environment, cwd=folder)
 
 
 def one_process(size: int) -> list[torch.Tensor]:

@@ -68,9 +68,5 @@ def test_a_budget_ends_the_job_for_everybody(bench: Bench) -> None:
 
 
 def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, PACED, ".", "steps=5", "pace=0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=bench.folder, env=bench.environment, check=False)
+    done = bench.python(PACED, ".", "steps=5", "pace=0")
     assert (done.returncode, done.stdout) == (0, "worker 0 took 5 steps\n"), done.stderr

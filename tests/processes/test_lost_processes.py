@@ -142,13 +142,7 @@ class Job:
         script.write_text(SCRIPT)
         name = f"{os.getpid()}-{self._bench.folder.name}"
         about = [name, self._bench.folder, how, extras, who, sends, length, size]
-        self._process = subprocess.Popen(
-            [sys.executable, script, *map(str, about)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self._bench.folder,
-            env=self._bench.environment,
-        )
+        self._process = self._bench.popen([sys.executable, str(script), *map(str, about)])
 
     def said(self, name: str) -> Any:
         """What a rank has written down."""

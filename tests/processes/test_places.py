@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
+import fork_server
 import pytest
 from live import SCRIPTS, Bench
 
@@ -66,5 +66,5 @@ def test_what_is_known_at_the_end_of_a_process(ending: str, badly: bool) -> None
         "atexit.register(lambda: print('badly', ended_badly()))\n"
         f"watch_exit(); watch_exit()\n{ending}\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = fork_server.run([sys.executable, "-c", program])
     assert done.stdout.splitlines()[-1] == f"badly {badly}", done.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from polytempo.cli.main import run
@@ -24,7 +25,7 @@ NODE = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 10.0, "weight
 
 def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "polytempo", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=60)
+    return fork_server.run(command, cwd=cwd)
 
 
 def test_a_script_is_measured(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import fork_server
 import pytest
 from live import Bench
 
@@ -22,7 +23,7 @@ def test_in_a_real_job_they_end_as_plain_pytorch_does(setting: Setting, bench: B
     seeds = seeds_for(setting, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in threads
-        verdicts = run_job(setting, seeds, bench.folder, bench.environment)
+        verdicts = run_job(setting, seeds, bench.folder, bench.environment, fork_server.popen)
     for seed, verdict in zip(seeds, verdicts, strict=True):
         assert not verdict.failed, report(script_of(seed, setting), verdict.why)
     assert sum(verdict.kind == "same" for verdict in verdicts) >= 2

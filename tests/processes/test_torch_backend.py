@@ -13,13 +13,8 @@ KNOWN = "assert 'polytempo' in torch.distributed.Backend.backend_list"
 
 def run(bench: Bench, script: str, size: int) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each rank. No GPU is in sight: PowerSGD would synchronise it for CPU tensors."""
-    environment = {**bench.environment, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", str(SCRIPTS / script), str(bench.folder / "store")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": bench.folder}
-    processes = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "WORLD_SIZE": str(size)}, **pipes)  # type: ignore[call-overload]
-        for rank in range(size)
-    ]
+    processes = [bench.popen(command, RANK=str(rank), WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="") for rank in range(size)]
     try:
         outputs = [process.communicate(timeout=60) for process in processes]
     finally:
@@ -67,8 +62,7 @@ def test_torchrun_starts_it(bench: Bench) -> None:
     script = bench.folder / "script.py"
     script.write_text(TORCHRUN)
     flags = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(bench.folder / "logs")]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
-    done = subprocess.run(command, env=bench.environment, capture_output=True, text=True, timeout=60, check=False)
+    done = bench.python("-m", "torch.distributed.run", *flags, str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"]
 

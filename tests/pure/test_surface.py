@@ -88,8 +88,9 @@ def test_commands_and_options() -> None:
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
-    assert options("worker") == ["--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
+    assert options("worker") == ["--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
+        "--fork",
         "--hiccup",
         "--json",
         "--metric",
@@ -111,6 +112,7 @@ def test_commands_and_options() -> None:
         "--checkpoint-errors",
         "--checkpoint-every",
         "--expect",
+        "--fork",
         "--grace",
         "--hiccup",
         "--host-timeout",
@@ -175,8 +177,10 @@ def test_what_is_read_from_the_environment() -> None:
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
+    forked, replaced = found.pop("forked_process.py"), ("get(name) != value}", "clear()", "update(environment)")
+    assert forked == [f"os.environ.{use}" for use in replaced]  # a forked process gets its own
     assert sorted(found) == ["agent.py", "child_process.py", "job_facts.py", "local_job.py", "process_configuration.py"]
-    assert found["child_process.py"] == ["os.environ, **environment},"]
+    assert found["child_process.py"] == ["os.environ, **environment}"]
     assert found["local_job.py"] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
     assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *found["process_configuration.py"]])
     ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"

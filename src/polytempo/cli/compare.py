@@ -10,35 +10,46 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.run import limits_of
+from polytempo.cli.options import (
+    Arguments,
+    Fork,
+    Hiccup,
+    Option,
+    Samples,
+    Seconds,
+    Seed,
+    Slow,
+    Steps,
+    Workers,
+    emulation_of,
+    limits_of,
+)
 from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_events, read_meta
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_training
 from polytempo.report.table import trained_comparison, verdict
-from polytempo.units import parse_factors, parse_hiccup
-
-Option = typer.Option
 
 
 def compare(
     script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
-    sync: Annotated[list[str] | None, Option(help="A mode; repeat it (bsp, ssp:3, dssp:3..15, asp).")] = None,
-    workers: Annotated[int, Option("--workers", "-n", help="Worker processes.")] = 4,
+    arguments: Arguments = None,
+    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    workers: Workers = 4,
     servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
-    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers.")] = None,
-    samples: Annotated[int | None, Option(help="Budget: samples, summed over all workers.")] = None,
-    seconds: Annotated[float | None, Option(help="Budget: seconds from the first step.")] = None,
-    slow: Annotated[str | None, Option(help="RANK:FACTOR,... make workers slower than they are.")] = None,
-    hiccup: Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded.")] = None,
-    metric: Annotated[str, Option(help="The figure to compare, as the script logs it.")] = "accuracy",
-    target: Annotated[float, Option(help="The value whose time is compared.")] = 0.95,
-    out: Annotated[Path, Option(help="Where the records go.")] = Path("out/compare"),
-    picture: Annotated[Path | None, Option(help="Draw it, to this .png, .svg or .pdf.")] = None,
+    steps: Steps = None,
+    samples: Samples = None,
+    seconds: Seconds = None,
+    slow: Slow = None,
+    hiccup: Hiccup = None,
+    metric: Annotated[str, Option(help="The metric to compare, as the script logs it.")] = "accuracy",
+    target: Annotated[float, Option(help="Compare the time until the metric reaches this value.")] = 0.95,
+    out: Annotated[Path, Option(help="Directory of the records.")] = Path("out/compare"),
+    picture: Annotated[Path | None, Option(help="Draw a picture: .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
-    seed: Annotated[int, Option(help="Of samplers and emulation.")] = 0,
-    repeats: Annotated[int, Option(help="Run each mode so often, in turns; the middle one by time is shown.")] = 1,
+    seed: Seed = 0,
+    repeats: Annotated[int, Option(help="Number of runs of each mode, in turns; the median by time is shown.")] = 1,
+    fork: Fork = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launch.display import Display
@@ -52,9 +63,9 @@ def compare(
         "workers": workers,
         "servers": servers,
         "limits": limits_of(steps, samples, seconds),
-        "slow": parse_factors(slow) if slow else {},
-        "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
+        **emulation_of(slow, hiccup),
         "seed": seed,
+        "fork": fork,
     }
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
     if repeats < 1:

@@ -1,4 +1,4 @@
-"""`polytempo key FILE`: new keys for ranks on several hosts that another launcher starts."""
+"""`polytempo key FILE`: new keys for ranks on several hosts, started by torchrun or mpirun."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from polytempo.errors import UsageError
 
 
-def key(file: Annotated[Path, typer.Argument(help="Where to write it. Nobody but you will be able to read it.")]) -> None:
-    """Make a key file, to be copied to all hosts: ranks that have it talk to each other, and to nobody else."""
+def key(file: Annotated[Path, typer.Argument(help="The file to write; only you can read it.")]) -> None:
+    """Make a key file, to be copied to all hosts: it encrypts the links between them, and only its holders can join."""
     from polytempo.transport.keys import make_keys, write_key_file
 
     try:

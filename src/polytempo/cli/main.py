@@ -13,8 +13,8 @@ import typer
 
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
-from polytempo.cli.help import Commands, add
 from polytempo.cli.key import key
+from polytempo.cli.options import Commands, add
 from polytempo.cli.picture import picture
 from polytempo.cli.plan import plan
 from polytempo.cli.run import run as run_job

@@ -1,4 +1,4 @@
-"""`polytempo picture`: what each stage of a pipeline did, when, from the files that a run wrote."""
+"""`polytempo picture`: the timeline of a pipeline: the actions of each stage, from the files that a run recorded."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Annotated
 
 import typer
 
+from polytempo.cli.options import Option
 from polytempo.errors import UsageError
 from polytempo.pipeline.trace_files import read_logs
 from polytempo.report.pipeline_picture import draw_pipeline, last_updates
 
-Option = typer.Option
-
 
 def picture(
-    folder: Annotated[Path, typer.Argument(help="Where the ranks of a pipeline wrote what they did.")],
+    folder: Annotated[Path, typer.Argument(help="The folder that the ranks recorded: pipeline.record(FOLDER).")],
     out: Annotated[Path | None, Option(help="The picture: .png, .svg or .pdf (FOLDER/pipeline.png).")] = None,
-    last: Annotated[int | None, Option(help="Only the last so many updates of each stage.")] = None,
-    between: Annotated[str | None, Option(help="Only FROM,TO: seconds after the first action.")] = None,
-    title: Annotated[str | None, Option(help="Above the picture.")] = None,
+    last: Annotated[int | None, Option(help="Draw only the last N updates of each stage.")] = None,
+    between: Annotated[str | None, Option(help="Draw only FROM,TO: seconds after the first action.")] = None,
+    title: Annotated[str | None, Option(help="Title of the picture.")] = None,
 ) -> None:
-    """Draw what each stage of a pipeline did: forward, backward, update, waiting."""
+    """Draw the timeline of a pipeline: forward, backward, update and idle time of each stage."""
     if last is not None and last < 1:
         raise UsageError(f"expected --last of at least 1, got {last}")
     lines = last_updates(read_logs(folder), last) if last is not None else read_logs(folder)

@@ -1,72 +1,96 @@
-"""`polytempo simulate`: which mode on my cluster? Several modes side by side, in virtual time."""
+"""`polytempo simulate`: compare synchronisation modes on a described cluster, in virtual time.
+
+A YAML file describes the experiment; options override it. With `--train` a model is really trained in virtual time, with
+`--scaling` the number of workers varies, else only times are simulated.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+import yaml
 
-from polytempo.cli.simulate_settings import Settings, load_experiment, settle
-from polytempo.errors import counted
-from polytempo.records.files import RecordWriter
+from polytempo.cli.options import Option, progress_bar
+from polytempo.errors import ClusterError, UsageError, counted
+from polytempo.records.files import RecordWriter, read_events, read_meta
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome, meta_of
-from polytempo.simulate.run import simulate_job
+from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
+from polytempo.simulate.description import Experiment, experiment_from
+from polytempo.simulate.durations import Constant, Lognormal, as_duration
+from polytempo.simulate.from_record import cluster_from_record
+from polytempo.simulate.outcome import Budget, Outcome, meta_of
+from polytempo.simulate.run import resolve_via, simulate_job
 from polytempo.simulate.scaling import scaling as measure_scaling
+from polytempo.summation import in_order
+from polytempo.sync.spec import parse_spec
+from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size
 
-Option = typer.Option
 ReportProgress = Callable[[float], None]
 
-#: A training run is evaluated about so often.
-EVALUATIONS = 120
+EVALUATIONS = 120  #: of a training run, about
+DEFAULT_MODES = ("bsp", "ssp:3", "dssp:3..15", "asp")
+LIMITS = ("seconds", "steps", "samples", "steps_each")
+DEFAULT_STEPS = 100  # of each worker, in runs without training
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a comparison needs, checked."""
+
+    cluster: Cluster
+    jobs: tuple[tuple[str, str], ...]  #: modes, each with a way for its bytes to travel
+    budget: Mapping[str, Any]
+    train: Mapping[str, Any]
+    seed: int
 
 
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="YAML with cluster, sync, budget, train; flags override it.")] = None,
-    like: Annotated[Path | None, Option(help="The machines of a recorded run: a directory made with --record.")] = None,
+    like: Annotated[
+        Path | None, Option(help="Simulate the machines of a recorded run: a directory written with --record.")
+    ] = None,
     workers: Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")] = None,
-    sync: Annotated[list[str] | None, Option(help="A mode; repeat it to compare (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
     via: Annotated[
         list[str] | None, Option(help="ps, allreduce, ring, halving-doubling, tree, hierarchical; repeatable.")
     ] = None,
     step_time: Annotated[str | None, Option(help="Time of a step, such as 0.1 or 80ms (1s).")] = None,
-    spread: Annotated[float | None, Option(help="Deviation of step times over their mean (0).")] = None,
-    slow: Annotated[str | None, Option(help="RANK:FACTOR,... workers that are always slower.")] = None,
+    spread: Annotated[float | None, Option(help="Standard deviation of step times over their mean (0).")] = None,
+    slow: Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor.")] = None,
     hiccup: Annotated[str | None, Option(help="PROBABILITY:SECONDS of a passing stall in each step.")] = None,
-    batch: Annotated[int | None, Option(help="Samples a step (32).")] = None,
-    bandwidth: Annotated[str | None, Option(help="Of each worker's link, such as 1Gb/s (no limit).")] = None,
-    latency: Annotated[str | None, Option(help="Of a message, such as 0.2ms (0).")] = None,
-    shared: Annotated[bool, Option("--shared", help="All share one medium of that bandwidth.")] = False,
-    model: Annotated[str | None, Option(help="Bytes that travel, such as 100MB (that of the trained model, or 0).")] = None,
+    batch: Annotated[int | None, Option(help="Samples of a step (32).")] = None,
+    bandwidth: Annotated[str | None, Option(help="Bandwidth of each worker's link, such as 1Gb/s (no limit).")] = None,
+    latency: Annotated[str | None, Option(help="Latency of a message, such as 0.2ms (0).")] = None,
+    shared: Annotated[bool, Option("--shared", help="All links share one medium of that bandwidth.")] = False,
+    model: Annotated[str | None, Option(help="Size of the model, such as 100MB (that of the trained model, or 0).")] = None,
     servers: Annotated[int | None, Option(help="Parameter-server shards (1).")] = None,
-    per_host: Annotated[int | None, Option(help="Workers a host, for hierarchical all-reduce.")] = None,
-    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers (100 a worker).")] = None,
+    per_host: Annotated[int | None, Option(help="Workers on each host, for hierarchical all-reduce.")] = None,
+    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers (100 for each).")] = None,
     samples: Annotated[int | None, Option(help="Budget: samples, summed over all workers.")] = None,
     seconds: Annotated[float | None, Option(help="Budget: simulated seconds.")] = None,
     steps_each: Annotated[int | None, Option(help="Budget: steps of each worker.")] = None,
     train: Annotated[str | None, Option(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate of the training (the task's).")] = None,
-    target: Annotated[float | None, Option(help="Accuracy whose time is compared (the task's).")] = None,
-    seed: Annotated[int | None, Option(help="Of everything random (0).")] = None,
+    target: Annotated[float | None, Option(help="Compare the time until this accuracy is reached (the task's).")] = None,
+    seed: Annotated[int | None, Option(help="Seed of all random draws (0).")] = None,
     scaling: Annotated[
         bool, Option("--scaling", help="Throughput for 1 to 64 workers: 1, 2, 4, 8 shards, and ring.")
     ] = False,
-    picture: Annotated[Path | None, Option(help="Draw it, to this .png, .svg or .pdf.")] = None,
+    picture: Annotated[Path | None, Option(help="Draw a picture: .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
     record: Annotated[
-        Path | None, Option(help="Write events.jsonl and meta.json of each mode below this directory.")
+        Path | None, Option(help="Write events.jsonl and meta.json of each mode under this directory.")
     ] = None,
     quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
@@ -86,7 +110,7 @@ def simulate(
 def _timing(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
     outcomes: list[Outcome] = []
     for sync, via in settings.jobs:
-        with _Bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
+        with _bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
             outcome = simulate_job(
                 settings.cluster,
                 sync,
@@ -123,7 +147,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     every = settings.train.get("evaluate_every")
     runs = []
     for sync, via in settings.jobs:
-        with _Bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
+        with _bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
             run = train_virtually(
                 task.model,
                 task.data,
@@ -155,7 +179,7 @@ def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, q
     rings = ["ring"] if sync == "bsp" else []
     if settings.cluster.hosts and rings:
         rings.append("hierarchical")
-    with _Bar(f"{sync}, 1 to 64 workers", quiet) as report:
+    with _bar(f"{sync}, 1 to 64 workers", quiet) as report:
         series = measure_scaling(settings.cluster, sync, rings=rings, seed=settings.seed, progress=report)
     title = f"{sync} over parameter-server shards{' and ring' * bool(rings)}: {_machines(settings)}"
     _print(scaling_table(series, title))
@@ -171,7 +195,88 @@ def _evaluate_every(settings: Settings, cluster: Cluster, sync: str, via: str, b
     return timing.seconds / EVALUATIONS
 
 
-# Words and files.
+# The settings: the file, overridden by the flags.
+
+
+def load_experiment(path: Path | None) -> Experiment:
+    """The experiment a YAML file describes; an empty one without a file."""
+    if path is None:
+        return Experiment()
+    try:
+        return experiment_from(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
+
+
+def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None = None) -> Settings:
+    """Flags win over the file, the file over the defaults. Settings that cannot work are refused here."""
+    given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
+    cluster = _cluster(cluster_like(like) if like else experiment.cluster, given)
+    budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
+    train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
+    sync = given.get("sync") or experiment.sync or DEFAULT_MODES
+    jobs = tuple(_jobs(sync, given.get("via") or experiment.via, cluster))
+    budget = budget or dict(experiment.budget)
+    if not budget and "task" not in train:
+        budget = {"steps": DEFAULT_STEPS * cluster.workers}
+    if budget:
+        Budget(**budget)
+    return Settings(cluster, jobs, budget, train, given.get("seed", experiment.seed or 0))
+
+
+def cluster_like(directory: Path) -> Cluster:
+    """The cluster of a recorded run."""
+    return cluster_from_record(read_events(directory), read_meta(directory)["size"])
+
+
+def mean_step_time(cluster: Cluster) -> float:
+    """Seconds of a step on a worker that is not slow, on average."""
+    draws = as_duration(cluster.step_time).draw(Random(0), 0, 64)
+    return in_order(draws) / len(draws)
+
+
+def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Each mode over the server; where bytes take time, those that need no server over all-reduce too, unless told."""
+    for text in sync:
+        spec = parse_spec(text)
+        spec.policy(cluster.workers)
+        choices = list(vias)
+        if not choices:
+            choices = ["ps"]
+            if spec.mode.barrier and spec.mode.all_reduce and cluster.workers > 1 and cluster.link != Link():
+                choices.append("allreduce")
+        for via in choices:
+            yield text, resolve_via(spec, via, cluster)
+
+
+def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
+    changes: dict[str, Any] = {name: given[name] for name in ("workers", "batch") if name in given}
+    if "step_time" in given or "spread" in given:
+        seconds = parse_seconds(given["step_time"], "--step-time") if "step_time" in given else mean_step_time(cluster)
+        changes["step_time"] = Lognormal(seconds, given["spread"]) if "spread" in given else Constant(seconds)
+    if "slow" in given:
+        changes["slow"] = parse_factors(given["slow"])
+    if "hiccup" in given:
+        changes["hiccup"] = Hiccup(*parse_hiccup(given["hiccup"]))
+    if "model" in given:
+        changes["model_bytes"] = parse_size(given["model"], "--model")
+    if "servers" in given:
+        changes["servers"] = replace(cluster.servers, shards=given["servers"])
+    if "per_host" in given:
+        changes["hosts"] = replace(cluster.hosts, size=given["per_host"]) if cluster.hosts else Hosts(given["per_host"])
+    link = {name: given[name] for name in ("shared",) if name in given}
+    if "bandwidth" in given:
+        link["bandwidth"] = parse_rate(given["bandwidth"], "--bandwidth")
+    if "latency" in given:
+        link["latency"] = parse_seconds(given["latency"], "--latency")
+    return replace(cluster, **changes, link=replace(cluster.link, **link))
+
+
+# Output.
 
 
 def _title(settings: Settings) -> str:
@@ -228,23 +333,9 @@ def _recording(
     return RecordWriter(directory / name)
 
 
-class _Bar(AbstractContextManager[ReportProgress | None]):
+@contextmanager
+def _bar(name: str, quiet: bool) -> Iterator[ReportProgress | None]:
     """A progress bar on a terminal's standard error, and nothing elsewhere."""
-
-    def __init__(self, name: str, quiet: bool) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._name = name
-        self._shown = console.is_terminal and not quiet
-
-    def __enter__(self) -> ReportProgress | None:
-        if not self._shown:
-            return None
-        self._progress.start()
-        task = self._progress.add_task(self._name, total=1.0)
-        return lambda share: self._progress.update(task, completed=share)
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown:
-            self._progress.stop()
+    with progress_bar(quiet) as bar:
+        task = bar.add_task(name, total=1.0)
+        yield None if bar.disable else lambda share: bar.update(task, completed=share)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launch.child_process import ChildProcess
 from polytempo.launch.display import Display
+from polytempo.launch.forked_process import preload
 from polytempo.launch.job_facts import job_from
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.local_job import INTERRUPTED, start_worker
@@ -46,6 +46,7 @@ class JoinRequest:
     workers: int = 1
     keys: WorkerKeys | None = None
     host_timeout: float = HOST_TIMEOUT
+    fork: bool = False
 
     def check(self) -> None:
         """Refuse what cannot work."""
@@ -71,6 +72,8 @@ class Agent:
         self._failed = False
         self._interrupted = False
         self._heard = 0.0  # when the job was last heard of
+        if request.fork:
+            preload()
         self._crew = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("agent")
 
@@ -143,7 +146,9 @@ class Agent:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
         for rank in assigned.ranks:
             variables = {**facts.torch_variables(rank), **threads}
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, _no_log)
+            child = start_worker(
+                self.request.script, self.request.arguments, job_file, rank, variables, forks=self.request.fork
+            )
             self._workers[child] = rank
             self._crew.add(child)
         self.display.say(f"joined {self.request.join} as workers {', '.join(map(str, assigned.ranks))} of {facts.size}")
@@ -169,7 +174,3 @@ class Agent:
             message, self._heard = decode(received[0]), time.monotonic()
             if isinstance(message, Stopped):
                 self._cause = message.cause
-
-
-def _no_log(name: str) -> Path | None:
-    return None

@@ -9,7 +9,6 @@ that no signal can go to a stranger.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,17 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from polytempo.launch.forked_process import ForkedProcess, die_with_parent
 from polytempo.launch.terminal_output import Screen
 from polytempo.records.files import record_lost
 
-PR_SET_PDEATHSIG = 1
 TAIL = 80  #: lines of errors that are kept to be shown at the end
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before the kernel knew
-        os._exit(1)
 
 
 def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
@@ -49,8 +42,11 @@ class ChildProcess:
         environment: Mapping[str, str],
         log: Path | None = None,
         config: bytes | None = None,
+        forks: bool = False,
     ) -> None:
-        """`config`: its first line of standard input, which then stays open as long as this process is there."""
+        """Args: `environment`: added to this process's own; `log`: a file for its output; `config`: the first line of its
+        standard input, which then stays open as long as this process is there; `forks`: fork it from this process, which
+        has loaded torch, instead of starting an interpreter (`forked_process.py`)."""
         self.label = label
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
@@ -60,15 +56,20 @@ class ChildProcess:
             self._keep(lambda: log.open("wb"), str(log))
         self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if config is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environment},
-            process_group=0,
-            preexec_fn=partial(_die_with_parent, os.getpid()) if config is None else None,  # safe: no threads here
-        )
+        variables = {**os.environ, **environment}
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if forks:
+            self.process = ForkedProcess(command, variables, stdin=config is not None, dies_with_parent=config is None)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if config is not None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=variables,
+                process_group=0,
+                preexec_fn=partial(die_with_parent, os.getpid()) if config is None else None,  # safe: no threads here
+            )
         if config is not None and self.process.stdin is not None:
             with suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
                 self.process.stdin.write(config + b"\n")

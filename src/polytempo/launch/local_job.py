@@ -21,6 +21,7 @@ from polytempo.errors import PeerError, counted
 from polytempo.launch.checkpoint_watch import CheckpointWatch
 from polytempo.launch.child_process import ChildProcess
 from polytempo.launch.display import Display
+from polytempo.launch.forked_process import preload
 from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.process_configuration import ProcessConfiguration
@@ -92,6 +93,8 @@ class LocalJob:
         self._asked_at = 0.0
         self._asked = self._answered = 0  # requests for a status
         self._undecided: list[tuple[int, int, str, str]] = []  # request, worker, reason and cause of its end
+        if self.request.fork:
+            preload()
         self._crew = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("launcher")
         self._told = ProcessConfiguration(checked, self._folder.path)
@@ -125,12 +128,13 @@ class LocalJob:
             self.display.say(self.checked.note())
         if self.request.record:
             (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
+        forks = self.request.fork
         paths = [str(self._folder.path / f"server-{index}") for index in range(self.plan.shards)]
         for index, path in enumerate(paths):
             config = json.dumps(self._told.server_config(index, path, paths[0])).encode()
             command = [sys.executable, "-m", "polytempo.launch.server_process"]
             variables = {**self._told.threads(), **keep_memory(), **self._folder.mark()}
-            child = ChildProcess(f"server {index}", command, variables, self._told.log(f"server-{index}"), config)
+            child = ChildProcess(f"server {index}", command, variables, self._told.log(f"server-{index}"), config, forks)
             self._servers[child] = index
             self._crew.add(child)
             self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
@@ -140,7 +144,8 @@ class LocalJob:
         facts.write(job_file)
         for rank in range(self.request.workers):
             variables = {**facts.torch_variables(rank), **self._told.threads()}
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, self._told.log)
+            log = self._told.log(f"worker-{rank}")
+            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, log, forks)
             self._workers[child] = rank
             self._crew.add(child)
             self.display.detail(f"worker {rank} is process {child.process.pid}")
@@ -406,9 +411,15 @@ def keep_memory() -> dict[str, str]:
 
 
 def start_worker(
-    script: str, arguments: Iterable[str], job_file: Path, rank: int, variables: dict[str, str], log: Any
+    script: str,
+    arguments: Iterable[str],
+    job_file: Path,
+    rank: int,
+    variables: dict[str, str],
+    log: Path | None = None,
+    forks: bool = False,
 ) -> ChildProcess:
-    """Start one worker process."""
+    """Start one worker process, by a fork of this one if `forks`; its output goes to the file `log` as well."""
     environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
     environment |= keep_memory()
-    return ChildProcess(f"worker {rank}", [sys.executable, script, *arguments], environment, log(f"worker-{rank}"))
+    return ChildProcess(f"worker {rank}", [sys.executable, script, *arguments], environment, log, forks=forks)

@@ -41,6 +41,7 @@ class RunRequest:
     insecure: bool = False
     checkpoint_errors: str = "stop"
     grace: float = 20.0
+    fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property
     def size(self) -> int:

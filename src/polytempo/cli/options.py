@@ -1,0 +1,106 @@
+"""What the commands share: their options, the text of their help, a progress bar.
+
+A command's help ends with examples to type and, where it takes `--sync`, the list of modes. Flags are shown without a type.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import Annotated, Any, ClassVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand, TyperGroup
+
+from polytempo.server.job_plan import Limits
+from polytempo.sync.spec import MODES
+from polytempo.units import parse_factors, parse_hiccup
+
+Option = typer.Option
+
+Script = Annotated[str, typer.Argument(help="A training script; all that follows it belongs to it.", metavar="SCRIPT")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+Workers = Annotated[int, Option("--workers", "-n", help="Number of worker processes on this host.")]
+Steps = Annotated[int | None, Option(help="Budget: steps, summed over all workers.")]
+Samples = Annotated[int | None, Option(help="Budget: samples, as given to step(samples=...), summed over all workers.")]
+Seconds = Annotated[float | None, Option(help="Budget: seconds from the first step.")]
+Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
+Hiccup = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
+Seed = Annotated[int, Option(help="Seed of samplers and emulation.")]
+Fork = Annotated[bool, Option("--fork", help="Import torch once and fork all processes from the launcher: a faster start.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Show only the output of the workers, and errors.")]
+Insecure = Annotated[bool, Option("--insecure", help="Between hosts: no keys, no encryption.")]
+
+#: Everything after SCRIPT belongs to the script.
+PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+class Command(TyperCommand):
+    """A command whose flags are shown by their names alone, and whose help ends with examples."""
+
+    examples: ClassVar[tuple[str, ...]] = ()
+    modes: ClassVar[bool] = False
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its parameters, as they are shown."""
+        return bare_flags(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
+        super().format_help(ctx, formatter)
+        typer.echo(last_lines(self.examples, self.modes, shutil.get_terminal_size((80, 24)).columns))
+
+
+class Commands(TyperGroup):
+    """The list of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its parameters, as they are shown."""
+        return bare_flags(super().get_params(ctx))
+
+
+def bare_flags(params: list[Any]) -> list[Any]:
+    """Flags take no value, so none is shown."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
+    """What to type, and what `--sync` may be."""
+    lines = [" Examples:", *(f"   {line}" for line in examples), ""]
+    if modes:
+        wide = max(len(mode.example) for mode in MODES.values()) + 5
+        lines += [" Modes:"]
+        for mode in MODES.values():
+            head = f"   {mode.example}".ljust(wide)
+            lines += textwrap.wrap(mode.meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def add(app: typer.Typer, function: Any, name: str, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
+    """Make a function a command, with examples in its help and, where it takes one, the modes."""
+    kind = type("Command", (Command,), {"examples": examples, "modes": modes})
+    app.command(name, cls=kind, context_settings=PASS_ON if passes_on else {})(function)
+
+
+def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:
+    """The budget of a job from its options."""
+    given = {"steps": steps, "samples": samples, "seconds": seconds}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
+
+
+def emulation_of(slow: str | None, hiccup: str | None) -> dict[str, Any]:
+    """The fields `slow` and `hiccup` of a `RunRequest` from their options."""
+    return {"slow": parse_factors(slow) if slow else {}, "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0)}
+
+
+def progress_bar(quiet: bool = False) -> Progress:
+    """A progress bar on standard error; disabled where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
