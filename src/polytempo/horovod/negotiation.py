@@ -480,7 +480,7 @@ def no_body(calls: dict[int, Call], group: object) -> CallSteps:
 
 
 def _check_idle() -> None:
-    for reference in state().optimizers:
+    for reference in state().reducers:
         reducer = reference()
         if reducer is not None:
             reducer.check_idle("join()")
@@ -488,7 +488,7 @@ def _check_idle() -> None:
 
 def _take_part(calls: list[Call]) -> None:
     number = calls[0].root
-    reducer = state().optimizers[number]() if number < len(state().optimizers) else None
+    reducer = state().reducers[number]() if number < len(state().reducers) else None
     if reducer is None:
         raise UsageError(f"other ranks step optimizer {number}, which rank {session.rank()} does not have")
     reducer.take_part(2 if any(call.own for call in calls) else 1)

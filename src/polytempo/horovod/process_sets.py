@@ -190,7 +190,7 @@ class HorovodState:
     sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
     sets_made: int = 0  #: sets added so far, removed ones included
     negotiators: dict[int, Any] = field(default_factory=dict)  #: by the number of the process set
-    optimizers: list[weakref.ref[Any]] = field(default_factory=list)  #: in the order in which all ranks made them
+    reducers: list[weakref.ref[Any]] = field(default_factory=list)  #: of optimizers, in the order of their making
 
 
 _state: HorovodState | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polytempo.server.manifest import (
+from polytempo.checkpoints import (
     has_all_files,
     newest_since,
     partial_checkpoints,
