@@ -5,8 +5,8 @@
 
 A job of two workers runs in threads over Unix sockets, as the processes of one host do. After some warm-up steps one step
 (forward, backward, update) is profiled: every call of a function of `polytempo`, in the thread of rank 0 and in the threads
-of servers and progress engines. Printed are the files in the order of their first call, with the number of calls: first those
-that the worker's own thread enters, then those that only other threads enter.
+of servers and progress engines. Printed are the files in the order of their first call, with the number of calls: first
+those that the worker's own thread enters, then those that only other threads enter.
 """
 
 from __future__ import annotations
