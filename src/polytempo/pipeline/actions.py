@@ -52,7 +52,7 @@ class Schedule:
     Args:
         name: A name of one line.
         microbatches: The microbatches of one step; of a schedule without flushes, of the part that is written down.
-        lines: `lines[stage][replica]` is a tuple of actions: forward F, backward B, update U.
+        actions: `actions[stage][replica]` is a tuple of actions: forward F, backward B, update U.
         recompute: Keep only the inputs of a stage; backward makes the forward again.
         versions: Which weights a forward uses: the `"newest"` of its stage, or the version that the `"first"` stage used.
         flushes: The list is one step: one update, at the end, with nothing under way.
