@@ -17,7 +17,7 @@ from helpers import until
 from torch import nn
 
 from polytempo.errors import JobEnded, PeerError
-from polytempo.launch.checkpoint_watch import CheckpointWatch
+from polytempo.launch.local_job import CheckpointWatch
 from polytempo.launch.request import RunRequest
 from polytempo.server import checkpoint as checkpoint_module
 from polytempo.server import checkpoint as checkpoints
