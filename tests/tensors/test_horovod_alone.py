@@ -14,7 +14,7 @@ import torch
 
 import polytempo.horovod as hvd
 from polytempo.errors import PeerError, UsageError
-from polytempo.horovod.gradient_buckets import GradientBucket, Travel, buckets_of
+from polytempo.horovod.gradient_buckets import GradientBucket, GradientStamp, ReductionOptions, bucket_indices
 from polytempo.horovod.negotiation_matching import Matching
 from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, read_row, row_of
 from polytempo.train.safe_serialization import decode, encode
@@ -230,21 +230,27 @@ def test_buckets_go_backwards_and_keep_dtypes_apart(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("polytempo.horovod.gradient_buckets.CAPACITY", 16)
     dtypes = (torch.float32, torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
     params = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
-    buckets = buckets_of(params, Travel(hvd.Average, hvd.Compression.none))
-    places = [[next(i for i, p in enumerate(params) if p is param) for param in bucket.params] for bucket in buckets]
-    assert places == [[4], [5, 3], [1], [2, 0]]
+    assert bucket_indices(params) == [[4], [5, 3], [1], [2, 0]]
+    assert bucket_indices(params, [params[5]]) == [[4], [3, 2], [1], [0]]
 
 
-def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
+def test_a_stamp_differs_for_a_gradient_that_was_changed_or_replaced() -> None:
+    grad = torch.arange(4.0)
+    before = GradientStamp(grad)
+    assert before == GradientStamp(grad)
+    assert before != GradientStamp(grad.clone())
+    assert GradientStamp(None) == GradientStamp(None) != before
+    grad.mul_(2)
+    assert before != GradientStamp(grad)
+
+
+def test_a_bucket_knows_which_parameters_had_no_gradient() -> None:
     params = [torch.nn.Parameter(torch.zeros(2, 2).t()), torch.nn.Parameter(torch.zeros(3))]
-    bucket = GradientBucket(params, Travel(hvd.Average, hvd.Compression.none))
+    bucket = GradientBucket(params, ReductionOptions(hvd.Average, hvd.Compression.none))
     params[0].grad = torch.arange(4.0).view(2, 2)
     bucket.fill()
-    assert not bucket.is_outdated()
-    params[0].grad.mul_(2)
-    assert bucket.is_outdated()
     params[0].grad = None
-    bucket.hand_out()
+    bucket.assign_gradients()
     assert torch.equal(params[0].grad, torch.arange(4.0).view(2, 2))
     assert params[1].grad is None
 
@@ -253,7 +259,8 @@ def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
     param = torch.nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]).to_sparse(1)
     apart, dense = (
-        GradientBucket([param], Travel(hvd.Average, hvd.Compression.none, sparse_as_dense=it)) for it in (False, True)
+        GradientBucket([param], ReductionOptions(hvd.Average, hvd.Compression.none, sparse_as_dense=it))
+        for it in (False, True)
     )
     for bucket in (apart, dense):
         bucket.fill()
@@ -261,7 +268,7 @@ def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
     assert not apart.had_dense(param)
     assert dense.sparse_params() == []
     param.grad = None  # as on a rank that had none
-    dense.hand_out()
+    dense.assign_gradients()
     assert param.grad.is_sparse
     assert param.grad.to_dense().tolist() == [[0, 0], [1, 2], [0, 0]]
 

@@ -283,7 +283,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
 def test_stages_that_prune_at_the_same_time_do_not_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking and removing, another stage has removed the folder."""
     for step in range(4):
-        write_part(tmp_path, step, 0, 2, 0, {"step": step})
+        write_part(tmp_path, step, 0, 2, {"step": step})
     listing = Path.glob
 
     def late(self: Path, pattern: str) -> Any:

@@ -20,8 +20,7 @@ from polytempo.collectives.shutdown import politely_closed
 from polytempo.protocol.messages import Push, PushStatus
 from polytempo.protocol.values import PushId
 from polytempo.session.session import Session
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.transport import zmq_link
 from polytempo.transport.buffer_pool import Pool

@@ -44,15 +44,15 @@ def nothing(calls: dict[int, Call], inside: object) -> CallSteps:
 
 
 def _check_idle() -> None:
-    for reference in state().optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            optimizer.check_idle("join()")
+    for reference in state().reducers:
+        reducer = reference()
+        if reducer is not None:
+            reducer.check_idle("join()")
 
 
 def _take_part(calls: list[Call]) -> None:
     number = calls[0].root
-    optimizer = state().optimizers[number]() if number < len(state().optimizers) else None
-    if optimizer is None:
+    reducer = state().reducers[number]() if number < len(state().reducers) else None
+    if reducer is None:
         raise UsageError(f"the others step an optimizer (number {number}) that rank {session.rank()} does not have")
-    optimizer.take_part(2 if any(call.own for call in calls) else 1)
+    reducer.take_part(2 if any(call.own for call in calls) else 1)

@@ -21,7 +21,7 @@ class HorovodState:
     sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
     sets_made: int = 0  #: with those that were removed
     negotiators: dict[int, Any] = field(default_factory=dict)  #: by the number of the process set
-    optimizers: list[weakref.ref[Any]] = field(default_factory=list)  #: in the order in which all ranks made them
+    reducers: list[weakref.ref[Any]] = field(default_factory=list)  #: of optimizers, in the order in which ranks make them
 
 
 _state: HorovodState | None = None

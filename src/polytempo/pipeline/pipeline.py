@@ -295,7 +295,7 @@ class Pipeline:
     def _write(self, directory: Path, step: int, numbers: int, state: dict[str, torch.Tensor]) -> None:
         optimizer = self.stage.optimizer.state_dict() if self.stage.optimizer is not None else None
         part = {"step": step, "numbers": numbers, "version": self.stage.version, "model": state, "optimizer": optimizer}
-        write_part(directory, step, self.stage.number, self._last + 1, self.rank, part)
+        write_part(directory, step, self.stage.number, self._last + 1, part)
 
     def _resume(self, directory: Path) -> None:
         step = torch.zeros(1, dtype=torch.int64)

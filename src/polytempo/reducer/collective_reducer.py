@@ -30,8 +30,7 @@ from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, size_of, unpack
-from polytempo.reducer.bucket_scheduler import BucketScheduler
-from polytempo.reducer.buckets import Bucket, plan_buckets
+from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean

@@ -20,10 +20,11 @@ from queue import SimpleQueue
 import torch
 from safetensors import SafetensorError
 
+from polytempo.checkpoints import error_text
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
-from polytempo.server.checkpoint import in_words, load_values, read_held, read_shards, write_held, write_shard
+from polytempo.server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
 from polytempo.server.shard import Shard
 from polytempo.server.shard_tables import row_buffers
@@ -334,7 +335,7 @@ class ShardExecutor:
         try:
             file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
         except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
-            self._report(NotSaved(shard=self.shard, name=name, reason=in_words(error)))
+            self._report(NotSaved(shard=self.shard, name=name, reason=error_text(error)))
             return
         self._report(Saved(shard=self.shard, name=name, file=file, digest=digest, tensors=tensors))
 
@@ -344,4 +345,4 @@ class ShardExecutor:
         try:
             write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
         except OSError as error:
-            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=in_words(error), worker=worker))
+            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=error_text(error), worker=worker))
