@@ -24,8 +24,8 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup
+from polytempo.simulate.description import random_cluster
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict

@@ -103,14 +103,14 @@ def work(name: str, folder: str) -> None:
 
 def draw(name: str) -> None:
     """What each rank did last, without the warming up."""
-    from polytempo.pipeline.trace_files import read_logs
+    from polytempo.pipeline.trace_files import read_traces
     from polytempo.report.pipeline_picture import draw_pipeline, last_updates
 
     title = PICTURES[name][1]
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(stages_of(name)), __file__, name, folder]
         subprocess.run(command, check=True)
-        lines = last_updates(read_logs(folder), STEPS * MICROBATCHES if name == "pipedream" else STEPS)
+        lines = last_updates(read_traces(folder), STEPS * MICROBATCHES if name == "pipedream" else STEPS)
         bubble = draw_pipeline(lines, HERE / f"pipeline-{name}.png", title)
     print(f"written: {HERE.name}/pipeline-{name}.png, bubble {100 * bubble:.1f} %")
 

@@ -149,7 +149,6 @@ PURE = (
     "pipeline/deferred_gradients.py",
     "pipeline/plan_report.py",
     "pipeline/planner.py",
-    "pipeline/planner_cost.py",
     "pipeline/schedules.py",
     "pipeline/timeline.py",
     "pipeline/topology.py",
@@ -161,7 +160,7 @@ PURE = (
     "launch/terminal_output.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
-VIRTUAL = ("simulate/datasets.py", "simulate/sharded_data.py", "simulate/virtual_")
+VIRTUAL = ("simulate/datasets.py", "simulate/virtual_training.py")
 IMPURE = {
     "time",
     "datetime",

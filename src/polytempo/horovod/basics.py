@@ -37,7 +37,7 @@ def init(comm: object = None, process_sets: Iterable[ProcessSet | list[int]] | s
 
 
 def _learn_places() -> None:
-    """Where everybody is, asked only in a job of several hosts, and once."""
+    """The hosts of all ranks, gathered only in a job of several hosts, and once."""
     known, size = state(), session.size()
     if known.local_ranks:
         return
@@ -72,12 +72,12 @@ def _counterparts() -> list[int]:
 
 
 def cross_rank() -> int:
-    """The number of this host, among those that have so many ranks."""
+    """The number of this host, among those that have a rank of this local rank."""
     return _counterparts().index(session.rank())
 
 
 def cross_size() -> int:
-    """How many hosts have so many ranks."""
+    """How many hosts have a rank of this local rank."""
     return len(_counterparts())
 
 

@@ -18,7 +18,7 @@ from polytempo.session import session
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode, encode_for_all, is_refusal
 
-#: Small tensors travel together, up to so many bytes.
+#: Small tensors travel together, up to this number of bytes.
 PARCEL = 16 << 20
 
 
@@ -56,7 +56,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Make everybody's model the root's: `model.state_dict()`, or `model.named_parameters()`."""
+    """Make the model of all ranks the root's: `model.state_dict()`, or `model.named_parameters()`."""
     check_root(root_rank, process_set, "broadcast_parameters")
     named = _named(params)
     if process_set.size() == 1 or not named:
@@ -75,7 +75,7 @@ def broadcast_optimizer_state(
     prefix: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make everybody's optimizer the root's: options and state, whatever this rank's has or lacks.
+    """Make the optimizer of all ranks the root's: options and state, whatever this rank's has or lacks.
 
     Args:
         optimizer: plain, or wrapped by `DistributedOptimizer`.

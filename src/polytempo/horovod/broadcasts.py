@@ -48,7 +48,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """The mean of everybody's gradient to the root, as in Horovod since 0.21.3."""
+        """The mean of all ranks' gradients to the root, as in Horovod since 0.21.3."""
         mean = start([grad], Reduction(Average, ctx.members), in_place=False).wait()[0]
         return (mean if session.rank() == ctx.root else torch.zeros_like(mean)), None, None, None
 

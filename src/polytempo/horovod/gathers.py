@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """The mean of everybody's gradient, as in Horovod since 0.21.3."""
+        """The mean of all ranks' gradients, as in Horovod since 0.21.3."""
         mean = start([grad], Reduction(Average, ctx.members), in_place=False).wait()[0]
         return mean.split(ctx.lengths)[ctx.members.rank()], None, None
 

@@ -27,7 +27,7 @@ from polytempo.session import session
 from polytempo.train import communication
 
 CallSteps = Generator[Any, None, Any]
-#: What a call does once all ranks have made it: everybody's records by rank, and the group within the call.
+#: What a call does once all ranks have made it: the records of all by rank, and the group within the call.
 CallBody = Callable[[dict[int, Call], Any], CallSteps]
 
 

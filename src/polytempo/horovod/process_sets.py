@@ -59,7 +59,7 @@ class ProcessSet:
 
 
 class _Everybody(ProcessSet):
-    """All ranks, whoever they will be: it is made before there is a job."""
+    """All ranks of the job; it is made before there is one."""
 
     def __init__(self) -> None:
         super().__init__([0])

@@ -67,7 +67,7 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """Horovod's: everybody's rows, times the number of ranks for a sum."""
+        """Horovod's: the rows of all ranks, times the number of ranks for a sum."""
         if ctx.how.op not in (Average, Sum):
             raise UsageError(f"reducescatter with op={ctx.how.op} has no gradient; use Average or Sum, or detach()")
         members, scale = ctx.how.members, ctx.how.before * ctx.how.after

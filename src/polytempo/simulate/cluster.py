@@ -84,7 +84,13 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything a simulation needs to know about the machines."""
+    """The machines of a simulation.
+
+    All times are seconds, all sizes bytes, all rates bytes a second; `cluster_from` reads texts such as "1Gb/s".
+
+    Raises:
+        ClusterError: a number is out of range, or a rank does not exist.
+    """
 
     workers: int = 4
     step_time: Duration | float = 1.0
@@ -153,7 +159,7 @@ class Cluster:
                 raise ClusterError(f"joins names worker {rank}, which is there from the start and never leaves")
         missing = set(known) - set(range(self.workers)) - set(joining)
         if missing:
-            raise ClusterError(f"joins must use the next free ranks; nobody has rank {min(missing)}")
+            raise ClusterError(f"joins must use the next free ranks; no worker has rank {min(missing)}")
 
 
 def _ranks_in(value: Any) -> list[int]:

@@ -135,7 +135,7 @@ class MessagingGroup(BaseGroup):
         return self._start([tensor], [tensor], None, lambda: receive(self.group, tensor, None, tag, background=True))
 
     def _ready(self, tensors: list[Any]) -> Any:
-        """Messages are in no lane: nothing but the caller can wait for what the GPU still does."""
+        """Messages are in no queue: nothing but the caller can wait for what the GPU still does."""
         if len(tensors) != 1:
             raise as_torch_error(UsageError(f"expected one tensor in a message, got {len(tensors)}"), self.ranks)
         if tensors[0].device.type == "cuda":

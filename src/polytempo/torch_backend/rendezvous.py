@@ -54,7 +54,7 @@ def _gone(ranks: Sequence[int]) -> dict[int, str]:
     if not isinstance(default, TorchGroup):  # another back end's, or this is the first
         return {}
     default.world.engine.look()
-    left = default.world.engine.left
+    left = default.world.engine.messages.left
     return {number: left[rank] for number, rank in enumerate(ranks) if rank in left}
 
 

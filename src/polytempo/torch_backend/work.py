@@ -22,7 +22,7 @@ LAST_JOBS = 5.0
 
 
 class TaskWork(Work):
-    """One task, or several of one lane, which end in their order."""
+    """One task, or several of one queue, which end in their order."""
 
     def __init__(self, tasks: Sequence[Task], results: list[Any], ranks: Sequence[int]) -> None:
         super().__init__()
