@@ -36,13 +36,13 @@ class Scripted(Channel):
     def __init__(self, shards: int) -> None:
         self.sent: list[AnyMessage] = []
         self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
-        self._bell = WakeUp()
+        self._wake_up = WakeUp()
         self.on_send: Callable[[AnyMessage], object] = lambda message: None
         self.say(Welcome(size=1, shards=shards))
 
     def say(self, message: AnyMessage) -> None:
         self.inbox.append((encode(message), []))
-        self._bell.ring()
+        self._wake_up.ring()
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         self.sent.append(decode(header))
@@ -53,10 +53,10 @@ class Scripted(Channel):
         return self.inbox.popleft() if self.inbox else None
 
     def pollable(self) -> int:
-        return self._bell.fileno
+        return self._wake_up.fileno
 
     def close(self) -> None:
-        self._bell.close()
+        self._wake_up.close()
 
 
 def answer(shard: int, place: int, version: int) -> Answer:

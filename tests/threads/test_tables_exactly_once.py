@@ -23,8 +23,7 @@ from polytempo.protocol.messages import Answer, AnyMessage, Push
 from polytempo.protocol.values import Pull, PulledRows, UnknownKeys
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 

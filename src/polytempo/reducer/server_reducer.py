@@ -197,7 +197,7 @@ class ServerReducer(Reducer):
 
     def _partial_pushes(self) -> PartialPushes | None:
         """Where bytes must travel, buckets are sent while backward runs."""
-        if self.hooks is None or self.client.pool.shelf is not None:
+        if self.hooks is None or self.client.pool.registry is not None:
             return None
         self.hooks.on_complete = self._complete
         buffer = self.copier.next_buffer()
