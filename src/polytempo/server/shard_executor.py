@@ -78,7 +78,7 @@ class ShardExecutor:
     ) -> None:
         self.shard, self.shards = shard, shards
         self._workers = workers
-        self.bell = WakeUp()
+        self.wake_up = WakeUp()
         self.stores: dict[str, Shard] = {}
         self.pool = pool
         self._arena = Arena(pool)
@@ -123,7 +123,7 @@ class ShardExecutor:
         self._entries.put(None)
         self._totals.put(None)
         self._thread.join()
-        self.bell.close()
+        self.wake_up.close()
 
     # The thread.
 
@@ -147,7 +147,7 @@ class ShardExecutor:
     def _report(self, item: WorkerReply | AnyMessage) -> None:
         self._out.append(item)
         if threading.current_thread() is self._thread:
-            self.bell.ring()
+            self.wake_up.ring()
 
     def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
         if isinstance(entry, Update):
