@@ -30,13 +30,13 @@ class HyperParameters:
     converted again."""
 
     def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer) -> None:
-        self._spec, self._is_own = spec, isinstance(optimizer, AsuP)
+        self._spec, self._optimizer, self._is_own = spec, optimizer, isinstance(optimizer, AsuP)
         self._seen: list[Any] = []
         self._plain: tuple[dict[str, Any], ...] = ()
 
-    def of(self, groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    def now(self) -> tuple[dict[str, Any], ...]:
         """The hyper-parameters as they are now."""
-        groups = list(groups)
+        groups = self._optimizer.param_groups
         seen = [value for group in groups for name, value in group.items() if name != "params"]
         same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
         if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
@@ -151,15 +151,15 @@ def _digest(state: dict[int, dict[str, Any]]) -> str:
 class RuleAlone:
     """A mode's own rule in a job of one without servers."""
 
-    def __init__(self, spec: Spec, hyper: HyperParameters, outer: torch.optim.Optimizer) -> None:
-        self._hyper, self._outer = hyper, outer
-        described = hyper.of(outer.param_groups)
-        groups = [{**own, "params": group["params"]} for own, group in zip(described, outer.param_groups, strict=True)]
+    def __init__(self, hyper: HyperParameters, optimizer: torch.optim.Optimizer) -> None:
+        self._hyper, self._optimizer = hyper, optimizer
+        pairs = zip(hyper.now(), optimizer.param_groups, strict=True)
+        groups = [{**own, "params": group["params"]} for own, group in pairs]
         self._rule = AsuP(groups)
 
     def step(self) -> None:
         """With the hyper-parameters of now."""
-        for group, now in zip(self._rule.param_groups, self._hyper.of(self._outer.param_groups), strict=True):
+        for group, now in zip(self._rule.param_groups, self._hyper.now(), strict=True):
             group.update(now)
-        self._rule.state = self._outer.state  # so that state_dict() has it, and load_state_dict() gives it
+        self._rule.state = self._optimizer.state  # so that state_dict() has it, and load_state_dict() gives it
         self._rule.step()
