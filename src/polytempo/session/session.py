@@ -100,7 +100,7 @@ class Session:
         """Is the job's budget used up, as of this worker's last exchange?"""
         if self.client is None:
             return False
-        self.client.asked = True
+        self.client.exchanges.asked = True
         return self.client.stop
 
     def computing_from(self, now: float) -> None:
