@@ -62,7 +62,7 @@ class _Job:
 
 
 def _rounds(count: int) -> int:
-    """How often must something double to be so many."""
+    """The number of doublings from 1 to at least `count`."""
     return (count - 1).bit_length()
 
 

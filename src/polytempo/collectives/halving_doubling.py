@@ -55,6 +55,6 @@ def _rank_of(number: int, extra: int) -> int:
 
 
 def _block(number: int, parts: int, pieces: int) -> range:
-    """The chunks of the aligned block of so many parts in which this number's part lies."""
+    """The chunks of the aligned block of a given number of parts that holds the part of this number."""
     first = number // parts * parts
     return range(first * pieces, (first + parts) * pieces)

@@ -1,6 +1,6 @@
 """Latency and bandwidth between hosts, measured once by a group: its first rank plays ping-pong with one of another host.
 
-What they find is sent to everybody, so that all ranks choose alike.
+The measurements are sent to all ranks, so that all choose alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A call of several parts: a record of each rank, and then whatever all ranks decide from what they have read.
 
-    exchange(group, record, then)    `then` gets everybody's record, and the group: its collectives are steps of this call
+    exchange(group, record, then)    `then` gets the records of all ranks, and the group: its collectives are part of this call
 
 What all ranks decide alike, such as an error for all of them, needs no further message: `Settled` ends the call, and the
 calls after it go on.
@@ -42,7 +42,7 @@ class Nested(RankGroup):
 
 
 def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:
-    """Gather everybody's record, all of one size, and go on with it; the result is that of `then`."""
+    """Gather the records of all ranks, of one size, and go on with them; the result is that of `then`."""
 
     def steps(stage: ExecutionStage) -> Steps:
         inside: Any = Nested(group, stage)

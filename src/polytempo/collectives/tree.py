@@ -2,7 +2,7 @@
 
 The chunks follow each other through the tree. In an all-reduce they go up and come down at the same time, and each rank
 does its work in the order of a timetable: with height H, chunk k goes up from depth d at time k + H - d and comes down to
-it at k + H + d. Whatever a rank waits for was sent at an earlier time, so nobody can wait in a circle; and two ranks put
+it at k + H + d. Whatever a rank waits for was sent at an earlier time, so no ranks can wait in a circle; and two ranks put
 what they exchange in the same order, even if two trees run at once.
 """
 
@@ -49,7 +49,7 @@ def binomial(size: int, root: int = 0) -> Tree:
 
 
 def broadcast(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """From the root to everybody."""
+    """From the root to all ranks."""
     tree = binomial(place.size, root)
     return [step for chunk in range(pieces) for step in down(tree, place.rank, chunk)]
 
