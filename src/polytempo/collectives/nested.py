@@ -1,6 +1,6 @@
 """A call of several parts: a record of each rank, and then whatever all ranks decide from what they have read.
 
-    exchange(group, record, then)    `then` gets the records of all ranks, and the group: its collectives are part of this call
+    exchange(group, record, then)    `then` gets the records of all ranks, and the group: its collectives are part of it
 
 What all ranks decide alike, such as an error for all of them, needs no further message: `Settled` ends the call, and the
 calls after it go on.
