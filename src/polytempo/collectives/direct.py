@@ -1,4 +1,4 @@
-"""Direct messages from rank to rank, where every pair has different data and no rank can combine it on the way."""
+"""Linear algorithms: straight from one rank to another. Where each rank has its own data, no detour saves anything."""
 
 from __future__ import annotations
 

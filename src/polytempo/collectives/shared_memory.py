@@ -1,10 +1,8 @@
 """Collectives through memory that the ranks of one host share.
 
-Everybody has a slot that all can read and only its owner writes. Within a plan, no slot is written while it may be read:
-a meeting lies between. Between calls no meeting is needed at the end, for each call uses the other half of the slots:
-call k + 2 uses the half of call k. A rank starts call k + 2 only after a meeting of all in call k + 1; whoever came to
-that meeting had ended call k and read what he wanted. Hence the one rule: every plan has at least one meeting of all
-members.
+Each rank has a slot that all can read and only its owner writes. Within a plan, no slot is written while it may be read: a
+barrier (`Meet`) lies between. Between calls no barrier is needed at the end, for calls use two halves of the slots in turns
+(`shared_buffer.py`). Hence the one rule: every plan has at least one barrier of all members.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
 
 
 def all_gather(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Rank r starts with chunk r, and every rank ends with all chunks."""
+    """Rank r starts with chunk r, and all ranks end with all."""
     members, others = _members(place)
     return [Put(place.rank), Meet(members), *(Fetch(rank, rank, rank) for rank in others)] if others else []
 
@@ -79,13 +77,13 @@ def all_to_all(place: Place, pieces: int, root: int = 0) -> list[Step]:
 
 
 def barrier(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """One meeting."""
+    """One barrier."""
     members, others = _members(place)
     return [Meet(members)] if others else []
 
 
 def _members(place: Place) -> tuple[tuple[int, ...], list[int]]:
-    """Everybody, and the others in the order in which I turn to them: from me on, so that not all turn to the same one."""
+    """All members, and the others in the order in which this rank reads them: the next rank first, so that reads spread."""
     if len(place.hosts) != 1:
         raise UsageError(f"shared memory needs all ranks on one host, and these are on {len(place.hosts)}")
     size = place.size

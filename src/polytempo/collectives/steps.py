@@ -58,7 +58,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Tell all members, this rank among them, that this point is reached, and wait until they have reached it."""
+    """A barrier of these members, of which this rank is one."""
 
     members: tuple[int, ...]
 
