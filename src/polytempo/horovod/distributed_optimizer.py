@@ -160,7 +160,26 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, with gradients averaged over all ranks. `num_groups` and `groups` change nothing: buckets are ours."""
+    """Wrap an optimizer so that gradients are reduced over all ranks before each step.
+
+    Args:
+        optimizer: The script's optimizer.
+        named_parameters: `model.named_parameters()`; ranks whose models differ are then told apart by name.
+        compression: How buckets are compressed on the way.
+        backward_passes_per_step: The number of backward passes whose gradients are added up before they are reduced.
+        op: `Average` or `Sum`.
+        gradient_predivide_factor: Splits the averaging into a division before the sum and one after it.
+        num_groups: Has no effect; buckets are planned by size.
+        groups: Has no effect, as `num_groups`.
+        sparse_as_dense: Reduce sparse gradients in buckets, instead of gathering them.
+        process_set: The ranks that take part; on others the optimizer steps by itself.
+
+    Returns:
+        An optimizer of a class derived from the given one's, with `synchronize()` and `skip_synchronize()`.
+
+    Raises:
+        UsageError: The optimizer is wrapped already or is LBFGS, or an argument is out of range.
+    """
     if isinstance(optimizer, Distributed):
         raise UsageError("the optimizer is wrapped already; wrap the plain one, once")
     if type(optimizer) is torch.optim.LBFGS:
@@ -181,6 +200,6 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def check_passes(passes: int) -> None:
-    """At least one."""
+    """Refuse a number of passes below 1."""
     if passes < 1:
         raise UsageError(f"expected backward_passes_per_step to be 1 or more, got {passes}")
