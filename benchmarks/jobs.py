@@ -1,4 +1,4 @@
-"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/local_job.py`)."""
+"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/job_processes.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from polytempo.launch.local_job import KEEP_MEMORY
+from polytempo.launch.job_processes import KEEP_MEMORY
 from rigs import Rig, RigFailed
 
 

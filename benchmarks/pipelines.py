@@ -4,7 +4,7 @@ Eight linear layers with ReLU between, SGD, one thread a process; the batch in f
 again in backward. The ideal is what one process needs for the whole batch, spread over K processes that wait for nothing but
 the schedule: (M + K - 1) / (M K) of it. One process multiplies matrices of M times as many rows, which costs less a row, and
 has the machine's memory and its caches for itself. So there is a second limit, "apart": both processes at once, each with
-its stage's layers and the same microbatches, where nobody waits for anybody; (M + K - 1) / M of that.
+its stage's layers and the same microbatches, where no process waits for another; (M + K - 1) / M of that.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def start_torch(rig: Rig, workers: int, servers: int) -> None:
 
 def start_torch_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
     """With the environment that our launcher gives its workers: what of a lead is only that?"""
-    from polytempo.launch.local_job import KEEP_MEMORY
+    from polytempo.launch.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     start_torch(rig, workers, servers)
@@ -131,14 +131,14 @@ def start_torch_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
 
 def start_one(rig: Rig, workers: int, servers: int) -> None:
     """However many work together elsewhere."""
-    from polytempo.launch.local_job import KEEP_MEMORY
+    from polytempo.launch.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     rig.add_workers(whole_worker, 1)
 
 
 def start_apart(rig: Rig, workers: int, servers: int) -> None:
-    from polytempo.launch.local_job import KEEP_MEMORY
+    from polytempo.launch.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     rig.add_workers(apart_worker, workers)

@@ -2,7 +2,7 @@
 
 SGD with momentum, one thread a process. The limit is the same step in as many processes at once that do not communicate. It
 is no strict one: `zero_grad` gives the gradients' memory back, and 80 MB of fresh pages cost some 20 ms a step, which those
-save who keep gradients in buckets. So DDP is shown as it comes and with `gradient_as_bucket_view`; the bar is on the first.
+save that keep gradients in buckets. So DDP is shown as it comes and with `gradient_as_bucket_view`; the bar is on the first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | Non
 
 
 def ranked_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
-    """As torchrun starts it: there is no server, and nobody decides."""
+    """As torchrun starts it: without servers and without a coordinator."""
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -125,7 +125,7 @@ def start_without_launcher(rig: Rig, workers: int, servers: int) -> None:
 
 def start_ddp_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
     """With the environment that our launcher gives its workers: what of our lead is only that?"""
-    from polytempo.launch.local_job import KEEP_MEMORY
+    from polytempo.launch.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     start_ddp(rig, workers, servers)

@@ -27,7 +27,7 @@ PICTURES = {
     "gpipe": ("gpipe,recompute=0", "gpipe: all forwards, then all backwards"),
     "1f1b": ("1f1b", "1f1b: a backward as soon as there is one"),
     "pipedream": ("pipedream", "pipedream: no flush, an update after every backward"),
-    "later": ("1f1b", "1f1b, two stages that compute: gradients of weights when nobody waits for more"),
+    "later": ("1f1b", "1f1b, two stages that compute: gradients of weights done while the stage waits"),
 }
 #: Of the last picture: linear layers, their width, and the rows of a microbatch.
 LAYERS, WIDTH, ROWS = 8, 1024, 64

@@ -146,18 +146,18 @@ def test_bad_numbers_are_named(launcher: str) -> None:
     variables = ALL[launcher]
     rank = next(key for key in variables if key.endswith(("RANK", "PROCID")))
     for bad in ("", "-1", "one", "1.5", "²"):
-        with pytest.raises(UsageError, match=f"^{rank} is to be a whole number from 0 on, got '{bad}'"):
+        with pytest.raises(UsageError, match=f"^{rank} must be an integer of at least 0, got '{bad}'"):
             placement_of({**variables, rank: bad}, "4711")
-    with pytest.raises(UsageError, match=f"^{rank} is to be below [A-Z_]+, which is [24], got 9; ranks are counted from 0"):
+    with pytest.raises(UsageError, match=f"^{rank} must be below [A-Z_]+, which is [24], got 9; ranks start at 0"):
         placement_of({**variables, rank: "9"}, "4711")
 
 
 def test_a_local_rank_that_cannot_be() -> None:
-    with pytest.raises(UsageError, match=r"^LOCAL_RANK is to be below LOCAL_WORLD_SIZE, which is 2, got 2"):
+    with pytest.raises(UsageError, match=r"^LOCAL_RANK must be below LOCAL_WORLD_SIZE, which is 2, got 2"):
         placement_of({**TORCHRUN, "LOCAL_RANK": "2"})
 
 
 def test_a_world_that_counts_hosts_is_refused() -> None:
-    with pytest.raises(UsageError, match="WORLD_SIZE is to count processes, got 2, less than the 8 on this host") as refusal:
+    with pytest.raises(UsageError, match="WORLD_SIZE must count processes, got 2, less than the 8 on this host") as refusal:
         placement_of({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "8"})
     assert "\n" not in str(refusal.value)

@@ -179,10 +179,11 @@ def test_what_is_read_from_the_environment() -> None:
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
     forked, replaced = found.pop("forked_process.py"), ("get(name) != value}", "clear()", "update(environment)")
     assert forked == [f"os.environ.{use}" for use in replaced]  # a forked process gets its own
-    assert sorted(found) == ["agent.py", "child_process.py", "job_facts.py", "local_job.py", "process_configuration.py"]
+    assert sorted(found) == ["agent.py", "child_process.py", "job_facts.py", "job_processes.py"]
     assert found["child_process.py"] == ["os.environ, **environment}"]
-    assert found["local_job.py"] == ["os.environ) else KEEP_MEMORY"]  # has the user set MALLOC_ anything?
-    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *found["process_configuration.py"]])
+    threads = [use for use in found["job_processes.py"] if use != "os.environ) else KEEP_MEMORY"]  # are any of MALLOC_ set?
+    assert len(threads) == 1
+    assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *threads])
     ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
     assert all(re.search(ours, use) for use in found["job_facts.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

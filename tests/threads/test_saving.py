@@ -18,7 +18,7 @@ from torch import nn
 
 from polytempo.checkpoints import digest_of_file, find_checkpoint, newest_since, publish, whole_checkpoints
 from polytempo.errors import JobEnded, PeerError
-from polytempo.launch.checkpoint_watch import CheckpointWatch
+from polytempo.launch.local_job import CheckpointWatch
 from polytempo.launch.request import RunRequest
 from polytempo.server import checkpoint as checkpoints
 from polytempo.session.session import Session

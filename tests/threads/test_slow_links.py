@@ -128,7 +128,7 @@ class Creeping(Scripted):
 
 def pushed_over(channel: Scripted) -> Client:
     client = Client([channel], 0, 0, Pool(), retry=0.001)
-    client._lines["0"] = ClientState("0", joined=True)
+    client.exchanges.states["0"] = ClientState("0", joined=True)
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[]]))
     return client
 

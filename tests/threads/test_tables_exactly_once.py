@@ -144,7 +144,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.repeat(waiting.push.id.track)
+        client.exchanges.repeat(waiting.push.id.track)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -172,7 +172,7 @@ def test_a_connection_replaced_in_the_middle_of_an_exchange_loses_and_doubles_no
             push(waiting, *ahead)
             if waiting.push.id.step % 2 == 0:
                 shard = (waiting.push.id.step // 2 + session.rank) % 2
-                client.reconnect(shard, job.connect(shard, client.pool))
+                client.connections.reconnect(shard, job.connect(shard, client.pool))
 
         client.push = push_and_cut  # type: ignore[method-assign]
 

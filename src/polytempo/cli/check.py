@@ -1,4 +1,4 @@
-"""`polytempo check DIR`: does a record keep the promises, and does a fresh policy decide the same?"""
+"""`polytempo check DIR`: checks a record against the guarantees of its mode, and replays its decisions with a new policy."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class RowTraffic:
         """The same bytes in memory that servers of this host can read."""
         if self._client.pool.registry is None or buffer.nbytes < SHARE_FROM:
             return buffer
-        block = self._client.arena.take(buffer.nbytes)
+        block = self._client.exchanges.arena.take(buffer.nbytes)
         blocks.append(block)
         block[: buffer.nbytes] = buffer
         return block[: buffer.nbytes]

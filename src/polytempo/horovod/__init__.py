@@ -46,7 +46,7 @@ from polytempo.horovod.gathers import (
     sparse_allreduce_async,
 )
 from polytempo.horovod.handles import poll, synchronize
-from polytempo.horovod.joins import barrier, join
+from polytempo.horovod.negotiation import barrier, join
 from polytempo.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from polytempo.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from polytempo.horovod.reduce_scatters import (

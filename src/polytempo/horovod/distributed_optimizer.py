@@ -160,25 +160,25 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Wrap an optimizer so that gradients are reduced over all ranks before each step.
+    """Wrap an optimizer so that `step()` uses gradients averaged over all ranks; buckets are sent while backward runs.
 
     Args:
-        optimizer: The script's optimizer.
-        named_parameters: `model.named_parameters()`; ranks whose models differ are then told apart by name.
-        compression: How buckets are compressed on the way.
-        backward_passes_per_step: The number of backward passes whose gradients are added up before they are reduced.
+        optimizer: A torch optimizer, not wrapped.
+        named_parameters: `model.named_parameters()`, for error messages.
+        compression: What is sent instead of a gradient: `Compression.none`, `fp16` or `bf16`.
+        backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
         op: `Average` or `Sum`.
-        gradient_predivide_factor: Splits the averaging into a division before the sum and one after it.
-        num_groups: Has no effect; buckets are planned by size.
-        groups: Has no effect, as `num_groups`.
-        sparse_as_dense: Reduce sparse gradients in buckets, instead of gathering them.
-        process_set: The ranks that take part; on others the optimizer steps by itself.
+        gradient_predivide_factor: Splits the division of an average: by it before the sum, by the rest after it.
+        num_groups: Accepted and ignored.
+        groups: Accepted and ignored.
+        sparse_as_dense: Send sparse gradients as dense ones.
+        process_set: The ranks that take part; all ranks by default.
 
     Returns:
-        An optimizer of a class derived from the given one's, with `synchronize()` and `skip_synchronize()`.
+        An optimizer of the same class, with `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step()`.
 
     Raises:
-        UsageError: The optimizer is wrapped already or is LBFGS, or an argument is out of range.
+        UsageError: The optimizer is wrapped already or is LBFGS, or an argument cannot be used.
     """
     if isinstance(optimizer, Distributed):
         raise UsageError("the optimizer is wrapped already; wrap the plain one, once")

@@ -7,7 +7,7 @@ gradients travel in a bucket only with `sparse_as_dense`, and become sparse agai
 
 `GradientReducer` launches buckets while backward runs (`reducer/buckets.py`), in one order on all ranks. They have
 a group of their own, so that a script may make other calls at any time; in a process set, whose optimizers share a group,
-all leave in `step()`. What `step()` announces then (`negotiation_records.py`) tells ranks that have joined to take part, and
+all leave in `step()`. What `step()` announces then (`negotiation.py`) tells ranks that have joined to take part, and
 whether a rank has changed gradients after they left, by clipping them, say: then all buckets are reduced again on all ranks.
 """
 
@@ -24,13 +24,10 @@ import torch
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.horovod.compression import Compressor
 from polytempo.horovod.gathers import gather_sparse
-from polytempo.horovod.joins import nothing
-from polytempo.horovod.negotiation import negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, digest
+from polytempo.horovod.negotiation import Call, CallKind, digest, negotiator_of, no_body
 from polytempo.horovod.ops import Average, Op
-from polytempo.horovod.process_sets import ProcessSet, global_process_set
+from polytempo.horovod.process_sets import ProcessSet, global_process_set, state
 from polytempo.horovod.reductions import scale_
-from polytempo.horovod.session_state import state
 from polytempo.reducer.buckets import BucketScheduler, group_by_size
 from polytempo.train import communication
 
@@ -239,7 +236,7 @@ class GradientReducer:
     def reduce(self) -> None:
         """Make `.grad` of all parameters the reduced gradients."""
         changed = bool(self._scheduler.changed())
-        announced = negotiator_of(self._members).start(replace(self._call, own=int(changed)), nothing)
+        announced = negotiator_of(self._members).start(replace(self._call, own=int(changed)), no_body)
         try:
             self._scheduler.launch_rest()
             calls = announced.wait()

@@ -1,8 +1,8 @@
 """`polytempo worker --join`: starts workers on this host for a job that runs on another.
 
-The agent says how many workers it brings, is told their ranks, and starts them; it reports their ends and sends a beat twice
-a second, so that the job knows when this host is gone. Each beat is answered: when nothing was heard for too long, the job's
-host is gone, and what runs here ends.
+The agent announces its number of workers, receives their ranks, and starts them. It reports their ends and sends a heartbeat
+twice a second, so that the coordinator can tell when this host is gone. Each heartbeat is answered: without an answer for
+`--host-timeout` seconds the job's host is gone, and the workers here end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from polytempo.launch.display import Display
 from polytempo.launch.forked_process import preload
 from polytempo.launch.job_facts import job_from
 from polytempo.launch.job_folder import JobFolder
-from polytempo.launch.local_job import INTERRUPTED, start_worker
-from polytempo.launch.process_monitor import ENDING, Drew, Exited, MonitorEvent, ProcessMonitor, Ready, Said, Signalled
+from polytempo.launch.job_processes import start_worker
+from polytempo.launch.process_monitor import (
+    ENDING,
+    INTERRUPTED,
+    Drew,
+    Exited,
+    MonitorEvent,
+    ProcessMonitor,
+    Ready,
+    Said,
+    Signalled,
+)
 from polytempo.launch.request import check_host_timeout, split_address
 from polytempo.launch.supervisor import described
 from polytempo.protocol.messages import Assigned, Gone, Heartbeat, Hello, Refused, Stopped, decode, encode
@@ -28,10 +38,10 @@ from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.zeromq import ZmqChannel
 
-BEAT_EVERY = 0.5
-#: How long to wait for the job's first word.
+HEARTBEAT_EVERY = 0.5
+#: Seconds to wait for the coordinator's first answer.
 PATIENCE = 15.0
-#: The job is given up when nothing was heard of it for so long: longer than a host is waited for there, since a server may
+#: Seconds without an answer after which the job is given up: more than the coordinator waits for a host, since a server may
 #: be busy where an agent is not.
 HOST_TIMEOUT = 15.0
 
@@ -49,7 +59,9 @@ class JoinRequest:
     fork: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse a request that cannot work.
+
+        Raises: UsageError."""
         split_address(self.join, "--join")
         if self.workers < 1:
             raise UsageError(f"expected at least 1 worker, got {self.workers}; use -n 1 or more")
@@ -59,7 +71,7 @@ class JoinRequest:
 
 
 class Agent:
-    """This host's part in a job."""
+    """The workers of this host in a job that runs on another."""
 
     def __init__(self, request: JoinRequest, display: Display) -> None:
         self.request, self.display = request, display
@@ -71,27 +83,27 @@ class Agent:
         self._cause = ""
         self._failed = False
         self._interrupted = False
-        self._heard = 0.0  # when the job was last heard of
+        self._heard = 0.0  # time of the last message of the coordinator
         if request.fork:
             preload()
-        self._crew = ProcessMonitor()  # from here on signals are waited for
+        self._monitor = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("agent")
 
     def run(self) -> int:
         """Join, run, and end; the exit status."""
         with ExitStack() as undo:
-            undo.callback(self._crew.close)
+            undo.callback(self._monitor.close)
             undo.callback(self._folder.remove)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._channel.close)
-            undo.callback(self._crew.dismiss)
+            undo.callback(self._monitor.dismiss)
             assigned = self._join()
             if assigned is not None:
                 self._start(assigned)
                 self._watch()
-            self._deal(self._crew.end(self._workers, patience=1.0))
+            self._handle(self._monitor.end(self._workers, patience=1.0))
             if self._failed and not self._cause and not self._interrupted and self._channel.pollable().poll(1000):
-                self._hear()  # workers were told that the job has ended, and were faster than this loop
+                self._receive()  # the workers heard of the end of the job before this loop
             if self._interrupted:
                 self.display.say("interrupted; all processes have ended")
             elif self._cause:
@@ -99,14 +111,14 @@ class Agent:
             return INTERRUPTED if self._interrupted else int(self._failed or bool(self._cause))
 
     def _watch(self) -> None:
-        """Until this host has no part in the job any more."""
-        beat_at, self._heard = 0.0, time.monotonic()
-        while self._crew.running() and not self._cause and not self._interrupted:
-            if time.monotonic() >= beat_at:
+        """Until the job ends, or this host is left out of it."""
+        next_heartbeat, self._heard = 0.0, time.monotonic()
+        while self._monitor.running() and not self._cause and not self._interrupted:
+            if time.monotonic() >= next_heartbeat:
                 self._channel.send(encode(Heartbeat()))
-                beat_at = time.monotonic() + BEAT_EVERY
-            self._deal(self._crew.turn(BEAT_EVERY / 2))
-            self._hear()
+                next_heartbeat = time.monotonic() + HEARTBEAT_EVERY
+            self._handle(self._monitor.turn(HEARTBEAT_EVERY / 2))
+            self._receive()
             self.display.tick()
             if not self._cause and time.monotonic() - self._heard > self.request.host_timeout:
                 self._cause = (
@@ -115,11 +127,11 @@ class Agent:
                 )
 
     def _join(self) -> Assigned | None:
-        """What the job says to this host; None when the user does not want to wait for it."""
+        """The ranks of this host; None when a signal ends the wait for them."""
         self._channel.send(encode(Hello(role="agent", count=self.request.workers, pid=os.getpid())))
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            self._deal(self._crew.turn(0))
+            self._handle(self._monitor.turn(0))
             if self._interrupted:
                 return None
             if self._channel.pollable().poll(200):
@@ -150,10 +162,10 @@ class Agent:
                 self.request.script, self.request.arguments, job_file, rank, variables, forks=self.request.fork
             )
             self._workers[child] = rank
-            self._crew.add(child)
+            self._monitor.add(child)
         self.display.say(f"joined {self.request.join} as workers {', '.join(map(str, assigned.ranks))} of {facts.size}")
 
-    def _deal(self, events: Iterable[MonitorEvent]) -> None:
+    def _handle(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
             if isinstance(event, Said):
                 self.display.line(str(self._workers[event.child]), event.text, event.error)
@@ -169,7 +181,7 @@ class Agent:
             else:
                 assert isinstance(event, Ready | Signalled)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
             message, self._heard = decode(received[0]), time.monotonic()
             if isinstance(message, Stopped):

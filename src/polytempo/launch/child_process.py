@@ -1,10 +1,10 @@
-"""Child processes: started in groups of their own, watched by the kernel, never left behind.
+"""Child processes: each leads a process group, is watched through a pidfd, and is never left behind.
 
-Every child is the head of a process group, so that what it starts can be ended with it, and is watched through a pidfd. A
-worker dies with its parent (PR_SET_PDEATHSIG). A server is told by a pipe that its parent is gone: it has others to tell.
+A signal to the process group also ends what the child has started. The kernel kills a worker with its parent
+(PR_SET_PDEATHSIG). A server sees the end of its parent as the end of its standard input: it has workers to tell.
 
-A child that has ended is not reaped before `close`. Until then the kernel gives its number to no other process or group, so
-that no signal can go to a stranger.
+A child that has ended is not reaped before `close`. Until then the kernel gives its process id to no other process or group,
+so that no signal reaches another process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polytempo.launch.forked_process import ForkedProcess, die_with_parent
 from polytempo.launch.terminal_output import Screen
 from polytempo.records.files import record_lost
 
-TAIL = 80  #: lines of errors that are kept to be shown at the end
+TAIL = 80  #: lines of standard error that are kept, to be shown at the end
 
 
 def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
@@ -33,7 +33,7 @@ def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
 
 
 class ChildProcess:
-    """One process of a job, its output and its end."""
+    """One process of a job: its output and its exit status."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChildProcess:
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._log: IO[bytes] | None = None
-        self.log_lost = ""  #: why what it says is not kept, in words
+        self.log_lost = ""  #: why its output is not logged, in words
         if log is not None:
             self._keep(lambda: log.open("wb"), str(log))
         self.screens = {1: Screen(), 2: Screen()}
@@ -71,7 +71,7 @@ class ChildProcess:
                 preexec_fn=partial(die_with_parent, os.getpid()) if config is None else None,  # safe: no threads here
             )
         if config is not None and self.process.stdin is not None:
-            with suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
+            with suppress(BrokenPipeError):  # the child has ended already, as its pidfd will tell
                 self.process.stdin.write(config + b"\n")
                 self.process.stdin.flush()
         self.pidfd = os.pidfd_open(self.process.pid)
@@ -82,7 +82,7 @@ class ChildProcess:
             os.set_blocking(descriptor, False)
 
     def read(self, descriptor: int) -> list[str] | None:
-        """Lines that have come to their end on a pipe; None when it has ended. What is still drawn stays on its screen."""
+        """The complete lines on a pipe; None at its end. Rows that may still change stay on the child's screen."""
         stream = self.pipes[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
@@ -97,29 +97,29 @@ class ChildProcess:
         return texts if data else (texts or None)
 
     def _keep(self, act: Callable[[], IO[bytes]], path: str) -> None:
-        """A log that cannot be written is given up; the process goes on."""
+        """Open or write the log; an error gives the log up, and the process goes on."""
         try:
             self._log = act()
         except OSError as error:
             kept, self._log = self._log, None
             self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
             if kept is not None:
-                with suppress(OSError):  # it still holds what it could not write
+                with suppress(OSError):  # its buffer still holds what could not be written
                     kept.close()
 
     def forget_pipe(self, descriptor: int) -> None:
-        """A pipe has ended."""
+        """Drop a pipe that has ended."""
         del self.pipes[descriptor]
 
     def ended(self) -> int:
-        """The process has ended: its status. It is not reaped yet: its number stays its own."""
+        """The exit status of a process that has ended; it is not reaped yet."""
         found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert found is not None
         self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return self.status
 
     def ask_to_end(self) -> None:
-        """What watches its standard input sees that end; all others get SIGTERM."""
+        """Close the standard input of a server; send SIGTERM to a worker."""
         if self.process.stdin is None:
             self.kill(signal.SIGTERM)
         else:
@@ -131,17 +131,17 @@ class ChildProcess:
                 self.process.stdin.close()
 
     def kill(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all it started."""
+        """Send a signal to the process group."""
         if self._reaped:
             return
         try:
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:  # it has joined another group
+        except ProcessLookupError:  # the child has joined another group
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
-        """Give everything back; whatever it started goes too."""
+        """Kill what is left of the process group, reap the process, close its pipes."""
         if self._reaped:
             return
         self.kill(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a running job looks like: a line a worker on a terminal, plain lines elsewhere."""
+"""The display of a running job: a table of workers on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from polytempo.launch.standard_streams import StandardStream
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
 
-#: Without a terminal a line is written about so often.
-PLAIN_EVERY = 5.0
-#: A terminal is drawn anew at most so often.
-DRAWN_EVERY = 0.1
+PLAIN_EVERY = 5.0  #: seconds between two status lines without a terminal
+DRAWN_EVERY = 0.1  #: seconds between two redraws of a terminal, at least
 
 
 @dataclass
 class Rates:
-    """Steps a second of each worker, over the last few looks."""
+    """Steps per second of each worker, over the last status messages."""
 
     before: dict[int, tuple[float, int]] = field(default_factory=dict)
     rate: dict[int, float] = field(default_factory=dict)
 
     def look(self, status: Status) -> None:
-        """Take what is new."""
+        """Take the newest status."""
         for worker in status.workers:
             then, step = self.before.get(worker.worker, (status.seconds, worker.step))
             if status.seconds - then >= 1.0:
@@ -42,14 +40,16 @@ class Rates:
 
 @dataclass
 class Bars:
-    """What processes are drawing: progress bars, and lines whose end is still to come. Pure."""
+    """Rows that processes are drawing: progress bars, and lines without their newline yet. Pure."""
 
     drawn: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
-    again: dict[tuple[str, bool], float] = field(default_factory=dict)  #: drawn again and again; when last shown as lines
+    again: dict[tuple[str, bool], float] = field(
+        default_factory=dict
+    )  #: redrawn rows; the time when they were last shown as lines
     said: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
 
     def draw(self, label: str, error: bool, rows: tuple[str, ...], again: bool, now: float) -> None:
-        """Take what a process draws now."""
+        """Take the rows that a process draws now."""
         key = label, error
         if not rows:
             self.drawn.pop(key, None)
@@ -60,12 +60,12 @@ class Bars:
             self.again.setdefault(key, now)
 
     def rows(self, most: int) -> list[str]:
-        """For a terminal, by label; at most so many."""
+        """The rows for a terminal, by label; at most `most`."""
         found = [f"[{label}] {row}" for (label, _), rows in sorted(self.drawn.items()) for row in rows]
         return found if len(found) <= most else [*found[: most - 1], f"... and {len(found) - most + 1} more"]
 
     def due(self, now: float) -> list[tuple[str, bool, str]]:
-        """Without a terminal: bars as lines, each process's now and then, and only when they have changed."""
+        """Without a terminal: bars that have changed, as lines, each process's at most every `PLAIN_EVERY` seconds."""
         found = []
         for key, last in self.again.items():
             if now - last >= PLAIN_EVERY and self.said.get(key) != self.drawn[key]:
@@ -74,13 +74,13 @@ class Bars:
         return found
 
     def was_said(self, label: str, error: bool, text: str) -> bool:
-        """Was this line, which is done now, the last that was shown of a bar? Then it is not shown again."""
+        """Whether this complete line was already shown as the last state of a bar."""
         said = self.said.pop((label, error), ())
         return text in said
 
 
 class Display:
-    """Shows the job and passes on what its processes say."""
+    """Shows the status of the job and the output of its processes."""
 
     def __init__(self, title: str, quiet: bool, verbose: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._title = title
@@ -93,17 +93,19 @@ class Display:
         self._said = 0.0
         self._bars = Bars()
         self._status: Status | None = None
-        self._stale = False  #: has anything changed since the terminal was drawn?
+        self._stale = False  #: something has changed since the terminal was drawn
         self._drawn_at = 0.0
         self._begun = title
-        self.latest: tuple[str, bool] | None = None  #: whose line was the last to be shown, and was it an error
+        self.latest: tuple[str, bool] | None = (
+            None  #: label of the process whose line was shown last, and whether it was on standard error
+        )
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._guarded(self._live.start)
 
     def begin(self, text: str) -> None:
-        """What is being started."""
+        """Show what is started."""
         self._begun = f"{self._title}: {text}"
         if self._live is None and not self._quiet:
             self.say(self._begun)
@@ -121,13 +123,13 @@ class Display:
             self.say(f"standard output is gone ({self._out.lost}); the job goes on, and what workers print there is dropped")
 
     def draw(self, label: str, rows: tuple[str, ...], again: bool, error: bool) -> None:
-        """What a process draws and has not ended; without rows, nothing any more."""
+        """Show rows that a process is drawing; no rows: they are erased."""
         self._bars.draw(label, error, rows, again, self._clock())
         self._stale = True
         self.tick()
 
     def tick(self) -> None:
-        """Show what has changed, when it is time to."""
+        """Redraw what has changed, when it is due."""
         now = self._clock()
         if self._live is None:
             for label, error, text in self._bars.due(now):
@@ -137,7 +139,7 @@ class Display:
             self._refresh()
 
     def say(self, text: str) -> None:
-        """Lines of the launcher's own."""
+        """Show a message of the launcher."""
         self.latest = None
         if self._live is not None:
             self._guarded(lambda: self._console.print(Text(f"polytempo: {text}"), soft_wrap=True))
@@ -145,21 +147,21 @@ class Display:
             self._error.write(f"polytempo: {text}\n")
 
     def detail(self, text: str) -> None:
-        """A line for those who asked for more."""
+        """Show a message with --verbose."""
         if self._verbose:
             self.say(text)
 
     def show(self, status: Status) -> None:
-        """How every worker is now."""
+        """Show the status of all workers."""
         self._rates.look(status)
         self._status = status
         if self._live is not None:
-            self._refresh()  # by hand: a launcher has no threads
+            self._refresh()  # not by a thread: a launcher has none
         elif not self._quiet and status.seconds - self._said >= PLAIN_EVERY:
             self._said = status.seconds
             before, now = self.latest, plain(self._title, status)
             self.say(now)
-            self.latest = before  # an error is still in sight above it
+            self.latest = before  # an error above it is still in sight
 
     def _refresh(self) -> None:
         live = self._live
@@ -171,7 +173,7 @@ class Display:
         self._guarded(lambda: live.update(Group(*bars, *below), refresh=True))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
-        """A terminal may be closed under a job, which goes on."""
+        """Draw; when the terminal was closed, the job goes on without it."""
         try:
             draw()
         except OSError as error:
@@ -205,19 +207,19 @@ class Display:
         return table
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._live is not None:
             self._guarded(self._live.stop)
             self._live = None
 
 
 def share(worker: WorkerStatus) -> float:
-    """Of a worker's time, the part it waited."""
+    """The share of a worker's time that it waited."""
     return worker.waited_s / worker.present_s if worker.present_s else 0.0
 
 
 def state(worker: WorkerStatus, waiting: Container[int] = ()) -> str:
-    """What a worker is doing, and for whom it waits: not for those that have come since and wait themselves."""
+    """The state of a worker, and the ranks it waits for: without those that have arrived since and wait themselves."""
     if worker.state != "waiting":
         return "starting" if worker.state == "absent" else worker.state
     late = [rank for rank in worker.waiting_for if rank not in waiting] or worker.waiting_for
@@ -226,12 +228,12 @@ def state(worker: WorkerStatus, waiting: Container[int] = ()) -> str:
 
 
 def pushes(status: Status) -> bool:
-    """Does anybody train by pushes?"""
+    """Whether any worker pushes gradients."""
     return any(worker.present_s for worker in status.workers)
 
 
 def told_in_words(progress: TrainingProgress) -> str:
-    """How far something is that trains without pushes."""
+    """The progress of a script that trains without pushes."""
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"
     loss = f", last loss {progress.loss:.4g}" if progress.loss is not None else ""

@@ -1,4 +1,4 @@
-"""`--slow` and `--hiccup`: workers that are slower than they are, to see on one machine what unequal machines do."""
+"""`--slow` and `--hiccup`: emulates workers of unequal speed on one machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Emulation:
-    """How a worker is slowed down: in proportion to what it computes, and now and then."""
+    """Delays of a worker: in proportion to its compute time, and random stalls."""
 
     factor: float = 1.0
     probability: float = 0.0
@@ -22,7 +22,7 @@ class Emulation:
         return (self.factor - 1) * computed + hiccup
 
     def slow_down(self, computed: float) -> None:
-        """Sleep as long as that."""
+        """Sleep for `delay(computed)` seconds."""
         delay = self.delay(computed)
         if delay > 0:
             time.sleep(delay)

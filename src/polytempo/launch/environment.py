@@ -1,9 +1,9 @@
-"""How a process was started, read from its environment variables: by torchrun, mpirun, srun, or by hand.
+"""The launcher of a process, read from its environment variables: torchrun, mpirun, srun, or none.
 
-Nothing here looks at the environment: it is given a mapping. What each launcher really sets was looked up by starting it
-(torchrun of torch 2.13, Open MPI 4.1, MPICH 4.0, Slurm 22.05). Three surprises are why this is a file of its own:
+Pure: the environment is an argument. What each launcher really sets was found by starting it
+(torchrun of torch 2.13, Open MPI 4.1, MPICH 4.0, Slurm 22.05). Three surprises:
 
-    Slurm   a batch script has SLURM_PROCID and SLURM_NTASKS too, though nobody started its tasks: only a step counts
+    Slurm   a batch script has SLURM_PROCID and SLURM_NTASKS too, though its tasks are not started: only a step counts
     MPICH   no variable says which job this is: the caller adds the process that started all of them, which is one a host
     Clouds  some set RANK and WORLD_SIZE to numbers of hosts; mpirun hands them on, so its own variables are looked at first
 """
@@ -35,16 +35,16 @@ class Placement:
 
 
 class Launcher(Protocol):
-    """Knows the variables of one launcher."""
+    """The variables of one launcher."""
 
     name: str
 
     def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        """The place these variables tell of; None when they are not this launcher's."""
+        """The placement in these variables; None when they are not this launcher's."""
 
 
 class Torchrun:
-    """torchrun, and whatever sets all that it sets."""
+    """torchrun, and launchers that set the same variables."""
 
     name = "torchrun"
     _counts = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -135,7 +135,7 @@ def _has(variables: Mapping[str, str], keys: Sequence[str]) -> bool:
 def _whole(variables: Mapping[str, str], key: str) -> int:
     text = variables[key].strip()
     if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{key} is to be a whole number from 0 on, got {variables[key]!r}; start with polytempo run")
+        raise UsageError(f"{key} must be an integer of at least 0, got {variables[key]!r}; start with polytempo run")
     return int(text)
 
 
@@ -149,7 +149,7 @@ def _placement(
 def _checked(placement: Placement, counts: Sequence[str]) -> Placement:
     if placement.size < placement.local_size:
         raise UsageError(
-            f"{counts[1]} is to count processes, got {placement.size}, less than the {placement.local_size} on this host "
+            f"{counts[1]} must count processes, got {placement.size}, less than the {placement.local_size} on this host "
             f"({counts[3]}); it seems to count hosts: unset it, or start with torchrun"
         )
     _check_below(placement.rank, placement.size, counts[:2])
@@ -159,7 +159,7 @@ def _checked(placement: Placement, counts: Sequence[str]) -> Placement:
 
 def _check_below(rank: int, size: int, keys: Sequence[str]) -> None:
     if keys and rank >= size:
-        raise UsageError(f"{keys[0]} is to be below {keys[1]}, which is {size}, got {rank}; ranks are counted from 0")
+        raise UsageError(f"{keys[0]} must be below {keys[1]}, which is {size}, got {rank}; ranks start at 0")
 
 
 def _job_name(prefix: str, variables: Mapping[str, str], keys: Sequence[str]) -> str:

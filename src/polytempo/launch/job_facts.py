@@ -1,4 +1,4 @@
-"""What a worker process must know to join its job: written by the launcher, read by `init`."""
+"""The job file: what a worker process needs to join its job, written by the launcher, read by `init`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polytempo.transport.keys import WorkerKeys, read_key_file
 #: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
 JOB_VARIABLE = "POLYTEMPO_JOB"
 RANK_VARIABLE = "POLYTEMPO_RANK"
-#: Where ranks on several hosts meet, and the file with their keys, or the word "insecure". Arguments win over these, too.
+#: The rendezvous address of ranks on several hosts, and the file with their keys, or "insecure"; arguments win over them.
 ADDRESS_VARIABLE = "POLYTEMPO_ADDRESS"
 KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
-#: The process that has a place in a job, and which place: set by `init`, for the processes that this one starts.
+#: The process that holds a rank in a job, and which: set by `init`, for the processes that this one starts.
 WORKER_VARIABLE = "POLYTEMPO_WORKER"
 
 
@@ -35,19 +35,19 @@ class JobFacts:
     incarnation: int = 0
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
-    positions: tuple[dict[str, Any], ...] = ()  #: how far the data was read by the jobs this one goes on from
+    positions: tuple[dict[str, Any], ...] = ()  #: how far the resumed jobs had read the data
     keys: dict[str, str] | None = None
     via: str = (
         "ps"  #: how gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers
     )
-    meeting: str = ""  #: the directory where workers of this host meet
+    meeting: str = ""  #: the rendezvous directory of the workers of this host
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
-    tokens: dict[int, str] = field(default_factory=dict)  #: by rank: what proves to the servers who a worker is
+    tokens: dict[int, str] = field(default_factory=dict)  #: by rank: the token that authenticates a worker to the servers
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:
-        """What torchrun would set: `torch.distributed.init_process_group()` works in our workers, too."""
+        """The variables that torchrun sets: `torch.distributed.init_process_group()` works in our workers, too."""
         host = self.route.rpartition(":")[0].strip("[]")
         return {
             "RANK": str(rank),
@@ -59,7 +59,7 @@ class JobFacts:
         }
 
     def write(self, path: Path) -> None:
-        """For the workers of this host and nobody else: it may hold a key."""
+        """Write the job file, readable by this user alone: it may hold a key."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -80,7 +80,9 @@ def job_from(data: dict[str, Any]) -> JobFacts:
 
 
 def read_job(path: str | Path) -> JobFacts:
-    """Read what a launcher wrote."""
+    """Read a job file.
+
+    Raises: UsageError when it cannot be read."""
     try:
         return job_from(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -94,7 +96,7 @@ def placement_of_environment() -> Placement | None:
 
 
 def place_of_environment() -> str:
-    """The place in a job that this process's variables name, which those it starts inherit; empty without a launcher."""
+    """Job and rank in this process's variables, which the processes it starts inherit; empty without a launcher."""
     path, rank = os.environ.get(JOB_VARIABLE), os.environ.get(RANK_VARIABLE)
     if path is not None and rank is not None:
         return f"{path} {rank}"
@@ -103,24 +105,24 @@ def place_of_environment() -> str:
 
 
 def claim(place: str) -> None:
-    """This process has that place, and those that it starts do not."""
+    """This process holds that rank; the processes that it starts do not."""
     if place:
         os.environ[WORKER_VARIABLE] = f"{os.getpid()} {place}"
 
 
 def disclaim() -> None:
-    """No longer."""
+    """This process no longer holds a rank."""
     os.environ.pop(WORKER_VARIABLE, None)
 
 
 def claimed_by(place: str) -> int:
-    """The process that has this place, if this one or one that started it has; else 0."""
+    """The process that holds this rank, if it is this one or an ancestor; else 0."""
     worker, _, claimed = os.environ.get(WORKER_VARIABLE, "").partition(" ")
     return int(worker) if place and claimed == place and worker.isdigit() else 0
 
 
 def _started(process: int) -> str:
-    """When a process was started, so that its number means this one for good."""
+    """The start time of a process: with its id it identifies the process for good."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -138,7 +140,7 @@ class Way:
 
 
 def way_of(address: str | None, key_file: str | None) -> Way:
-    """From arguments and, where they say nothing, variables."""
+    """From arguments and, where they are missing, variables."""
     found = address or os.environ.get(ADDRESS_VARIABLE, "")
     file = key_file or os.environ.get(KEY_VARIABLE, "")
     agent = not found and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -13,7 +13,7 @@ from pathlib import Path
 from polytempo.launch import orphan_cleanup
 from polytempo.launch.job_facts import JOB_VARIABLE
 
-#: A janitor that was told that nothing is left to do has nothing to wait for.
+#: Seconds that the janitor may take to end when there is nothing to clean up.
 PATIENCE = 5.0
 
 
@@ -33,11 +33,11 @@ class JobFolder:
         )
 
     def mark(self) -> dict[str, str]:
-        """What every process of the job has in its environment."""
+        """The variable by which the janitor finds the processes of the job."""
         return {JOB_VARIABLE: str(self.job_file)}
 
     def remove(self) -> None:
-        """Everything has ended in order."""
+        """Remove the folder: all processes have ended. The janitor ends too."""
         shutil.rmtree(self.path, ignore_errors=True)
         assert self._janitor.stdin is not None
         with suppress(BrokenPipeError):

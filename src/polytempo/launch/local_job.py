@@ -1,31 +1,39 @@
 """`polytempo run`: starts the servers and workers of a job on this host, watches them, and ends them all.
 
-One loop, no threads: children's output and ends, the first server's messages, signals. What follows from an end is decided
-by `supervise.py`; what is shown, by `display.py`.
+One loop without threads handles the output and ends of child processes, the messages of the coordinator, and signals:
+
+    JobProcesses     starts the processes and holds the monitor that watches them
+    CoordinatorLink  the connection to server 0: the job's status, failures on other hosts, the summary
+    Supervisor       decides what follows from the end of a process (pure)
+    JobEnd           why the job ends: a cause, a signal, a server that was lost; from it comes the exit status
+    Display          shows it
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from polytempo.errors import PeerError, counted
-from polytempo.launch.checkpoint_watch import CheckpointWatch
+from polytempo.checkpoints import (
+    has_all_files,
+    newest_since,
+    partial_checkpoints,
+    remove_checkpoint,
+    stamp_of,
+    whole_checkpoints,
+)
+from polytempo.errors import counted
 from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.coordinator_link import STATUS_EVERY, CoordinatorLink
 from polytempo.launch.display import Display
-from polytempo.launch.forked_process import preload
-from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE
-from polytempo.launch.job_folder import JobFolder
-from polytempo.launch.process_configuration import ProcessConfiguration
-from polytempo.launch.process_monitor import ENDING, Drew, Exited, MonitorEvent, ProcessMonitor, Ready, Said, Signalled
+from polytempo.launch.job_processes import JobProcesses
+from polytempo.launch.process_monitor import ENDING, INTERRUPTED, Drew, Exited, MonitorEvent, Ready, Said, Signalled
 from polytempo.launch.request import CheckedRequest
 from polytempo.launch.script_error import TOLD_TO_END
 from polytempo.launch.supervisor import (
@@ -38,31 +46,78 @@ from polytempo.launch.supervisor import (
     last_error,
     waited_too_long,
 )
-from polytempo.protocol.messages import (
-    AnyMessage,
-    Expecting,
-    Finish,
-    Finished,
-    Gone,
-    Hello,
-    Status,
-    StatusRequest,
-    Stop,
-    StoreValue,
-    decode,
-    encode,
-)
+from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Status, Stop, StoreValue
 from polytempo.protocol.values import TrainingProgress
-from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.keys import write_key_file
-from polytempo.transport.stream import StreamChannel
 
-STATUS_EVERY = 0.5
-#: How long the servers may take to write what is left.
-LAST_WORDS = 60.0
-INTERRUPTED = 130
-#: glibc gives large tensors back to the system and takes them anew, zeroed page by page, in every step: a tenth of the time.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+#: Seconds that the servers may take to write the record and the last checkpoint.
+SERVERS_END = 60.0
+
+
+class CheckpointWatch:
+    """The checkpoints of a running job, read from the disk: a process that has died cannot report what it wrote."""
+
+    def __init__(self, directory: Path | None, resumed: Path | None) -> None:
+        self.directory = directory
+        self._resumed = resumed
+        there = whole_checkpoints(directory) if directory is not None else []
+        self._before = {checkpoint: stamp_of(checkpoint) for checkpoint in there}
+        self._begun = partial_checkpoints(directory) if directory is not None else set()
+
+    def newest(self) -> str:
+        """The checkpoint to resume from: the job's newest, else the one it was resumed from; empty when there is none."""
+        found = newest_since(self.directory, self._before) if self.directory is not None else None
+        if found is None and self._resumed is not None and has_all_files(self._resumed):
+            found = self._resumed
+        return "" if found is None else str(found)
+
+    def clear(self) -> None:
+        """All servers have ended: remove the partial checkpoints of this job."""
+        for partial in partial_checkpoints(self.directory) - self._begun if self.directory is not None else ():
+            remove_checkpoint(partial)
+
+    def after(self, trouble: str) -> str:
+        """The last line of an interrupted job about its checkpoints; `trouble`: why the last was not written."""
+        if self.directory is None:
+            return ""
+        newest = self.newest()
+        resume = f"go on with --resume {newest}" if newest else "there is no checkpoint to go on from"
+        return f"; {trouble}; {resume}" if trouble else f"; {resume}"
+
+
+@dataclass
+class JobEnd:
+    """Why and how a job ends."""
+
+    cause: EndJob | None = None
+    interrupted: bool = False
+    signals: int = 0
+    finished: bool = False  #: the coordinator has sent the summary: all is written
+    stopped: str = ""  #: the cause that the servers were told
+    lost: str = ""  #: how a server was lost after the workers had ended
+    unsaved: str = ""  #: why the last checkpoint could not be written
+
+    @property
+    def at_once(self) -> bool:
+        """A second signal, or SIGQUIT, ends all processes at once."""
+        return self.signals > 1
+
+    @property
+    def in_words(self) -> str:
+        """The cause that all processes are told; empty when all workers have finished."""
+        return self.cause.cause if self.cause else ("interrupted" if self.interrupted else "")
+
+    def note_lost(self, how: str) -> None:
+        """A server is lost; the first one counts."""
+        self.lost = self.lost or how
+
+    def unfinished(self, stop_when_unsaved: bool, newest: str) -> EndJob | None:
+        """All workers have finished; the cause if the servers have not, or if the last checkpoint is missing."""
+        if self.finished:
+            return EndJob(self.unsaved) if self.unsaved and stop_when_unsaved else None
+        resume = f"; go on with --resume {newest}" if newest else ""
+        what = self.lost or "the servers ended"
+        return EndJob(f"{what} after the workers had finished: what was still to be written is missing{resume}")
 
 
 class LocalJob:
@@ -72,44 +127,45 @@ class LocalJob:
         self.checked, self.request, self.plan = checked, checked.request, checked.plan
         self.display = display
         self.summary: dict[str, Any] = {}
-        self.progress: TrainingProgress | None = None  #: of what trains without pushes
+        self.progress: TrainingProgress | None = None  #: of a script that trains without pushes
         self.record_lost = ""  #: why the record is cut short
         self.seconds = 0.0  #: from the start of the first process to the end of the last
         tolerant = self.request.min_workers is not None
         self._supervisor = Supervisor(self.request.size, self.request.least, tolerant)
-        self._servers: dict[ChildProcess, int] = {}
-        self._workers: dict[ChildProcess, int] = {}
-        self._ready: dict[int, list[str]] = {}
-        self._control: StreamChannel | None = None
-        self._saves = CheckpointWatch(self.request.checkpoint, checked.resume)
-        self._cause: EndJob | None = None
-        self._interrupted = False
-        self._signals = 0
-        self._finished = False
-        self._given_up: dict[int, tuple[str, str]] = {}  #: workers ended here, and as what
-        self._stopped = ""  # why all were told to end
-        self._lost = ""  # how a server died after the workers had ended
-        self._unsaved = ""  # why the last checkpoint could not be written
-        self._asked_at = 0.0
-        self._asked = self._answered = 0  # requests for a status
-        self._undecided: list[tuple[int, int, str, str]] = []  # request, worker, reason and cause of its end
-        if self.request.fork:
-            preload()
-        self._crew = ProcessMonitor()  # from here on signals are waited for
-        self._folder = JobFolder("launcher")
-        self._told = ProcessConfiguration(checked, self._folder.path)
+        self._checkpoints = CheckpointWatch(self.request.checkpoint, checked.resume)
+        self._end = JobEnd()
+        self._ready: dict[int, list[str]] = {}  #: addresses of the servers that listen, by shard
+        self._given_up: dict[int, tuple[str, str]] = {}  #: reason and cause of workers given up by --timeout
+        self._undecided: list[tuple[int, int, str, str]] = []  # status request, worker, reason and cause of its end
+        self._processes = JobProcesses(checked)
+        self._monitor = self._processes.monitor
+        self._coordinator = CoordinatorLink(self._monitor)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Said: self._on_line,
+            Drew: self._on_drawing,
+            Exited: self._on_exit,
+            Ready: lambda _: self._receive(),
+            Signalled: self._on_signal,
+            Status: self._on_status,
+            StoreValue: self._on_notice,
+            Gone: lambda message: self._worker_ended(message.worker, message.reason, message.cause),  # on another host
+            Finished: self._on_finished,
+        }
 
     def run(self) -> int:
         """Run the job; its exit status."""
         with ExitStack() as undo:
-            undo.callback(self._crew.close)
-            undo.callback(self._folder.remove)  # before a signal can end this process again
+            undo.callback(self._monitor.close)
+            undo.callback(self._processes.folder.remove)  # before a signal can end this process again
             undo.callback(self.display.close)
-            undo.callback(self._lose_control)
-            undo.callback(self._crew.dismiss)
+            undo.callback(self._coordinator.close)
+            undo.callback(self._monitor.dismiss)
             begun = time.monotonic()
-            self._start()
-            while not self._supervisor.ending and not self._interrupted:
+            self.display.begin(self.request.in_words())
+            if self.checked.note():
+                self.display.say(self.checked.note())
+            self._processes.start(self.display)
+            while not self._supervisor.ending and not self._end.interrupted:
                 self._turn()
             status = self._finish()
             self.seconds = time.monotonic() - begun
@@ -117,309 +173,218 @@ class LocalJob:
 
     @property
     def finished(self) -> int:
-        """How many workers finished."""
+        """The number of workers that finished."""
         return len(self._supervisor.finished)
-
-    # Starting.
-
-    def _start(self) -> None:
-        self.display.begin(self.request.in_words())
-        if self.checked.note():
-            self.display.say(self.checked.note())
-        if self.request.record:
-            (self.request.record / "logs").mkdir(parents=True, exist_ok=True)
-        forks = self.request.fork
-        paths = [str(self._folder.path / f"server-{index}") for index in range(self.plan.shards)]
-        for index, path in enumerate(paths):
-            config = json.dumps(self._told.server_config(index, path, paths[0])).encode()
-            command = [sys.executable, "-m", "polytempo.launch.server_process"]
-            variables = {**self._told.threads(), **keep_memory(), **self._folder.mark()}
-            child = ChildProcess(f"server {index}", command, variables, self._told.log(f"server-{index}"), config, forks)
-            self._servers[child] = index
-            self._crew.add(child)
-            self.display.detail(f"server {index} is process {child.process.pid}, at {path}")
-        keys = asdict(self._told.keys.workers) if self._told.keys else None
-        facts = self._told.facts(tuple(f"ipc://{path}" for path in paths), keys)
-        job_file = self._folder.job_file
-        facts.write(job_file)
-        for rank in range(self.request.workers):
-            variables = {**facts.torch_variables(rank), **self._told.threads()}
-            log = self._told.log(f"worker-{rank}")
-            child = start_worker(self.request.script, self.request.arguments, job_file, rank, variables, log, forks)
-            self._workers[child] = rank
-            self._crew.add(child)
-            self.display.detail(f"worker {rank} is process {child.process.pid}")
 
     # The loop.
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        if self._control is not None and now - self._asked_at >= STATUS_EVERY:
-            self._ask()
+        self._coordinator.request_status_when_due()
         self.display.tick()
-        for child in self._crew.children if not self.record_lost else ():
+        for child in self._monitor.children if not self.record_lost else ():
             if child.log_lost:
-                self._tell_lost_record(child.log_lost)
-        self._deal(self._crew.turn(STATUS_EVERY))
+                self._warn_lost_record(child.log_lost)
+        self._handle(self._monitor.turn(STATUS_EVERY))
 
-    def _ask(self) -> None:
-        self._asked_at = time.monotonic()
-        self._asked += 1
-        self._send(StatusRequest())
-
-    def _deal(self, events: Iterable[MonitorEvent]) -> None:
+    def _handle(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
-            if isinstance(event, Said):
-                self._said(event)
-            elif isinstance(event, Drew) and event.child in self._workers:
-                self.display.draw(str(self._workers[event.child]), event.rows, event.again, event.error)
-            elif isinstance(event, Exited):
-                self._exited(event)
-            elif isinstance(event, Ready):
-                self._hear()
-            elif isinstance(event, Signalled) and event.number in ENDING:
-                self._signalled(event.number)
+            self._handlers[type(event)](event)
 
-    def _signalled(self, number: int) -> None:
+    def _receive(self) -> None:
+        for message in self._coordinator.received():
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(message)
+
+    # Events of child processes, and signals.
+
+    def _on_signal(self, event: Signalled) -> None:
         """The first signal ends the job in order; a second one, or SIGQUIT, at once."""
-        self._signals += 2 if number == signal.SIGQUIT else 1
+        if event.number not in ENDING:
+            return
+        self._end.signals += 2 if event.number == signal.SIGQUIT else 1
         if not self._supervisor.ending:
-            self._interrupted = self._supervisor.ending = True  # what ends from now on ends because of it
-        elif self._signals == 1:
+            self._end.interrupted = self._supervisor.ending = True  # processes that end from now on end because of it
+        elif self._end.signals == 1:
             self.display.say("the job is ending, servers write what is left; again to end at once")
 
-    def _hurried(self) -> bool:
-        return self._signals > 1
-
-    def _said(self, event: Said) -> None:
-        if event.child in self._workers:
-            if (self._supervisor.ending or self._interrupted) and event.text.startswith(TOLD_TO_END):
-                return  # for the cause, which is said last
-            self.display.line(str(self._workers[event.child]), event.text, event.error)
+    def _on_line(self, event: Said) -> None:
+        rank = self._processes.workers.get(event.child)
+        if rank is not None:
+            if (self._supervisor.ending or self._end.interrupted) and event.text.startswith(TOLD_TO_END):
+                return  # for the cause, which is shown last
+            self.display.line(str(rank), event.text, event.error)
         elif not event.error and event.text.startswith('{"ready"'):
-            self._server_ready(self._servers[event.child], json.loads(event.text)["ready"])
+            self._on_ready(self._processes.servers[event.child], json.loads(event.text)["ready"])
         elif event.text and not self._supervisor.ending:
             self.display.line(event.child.label, event.text, event.error)
 
-    def _server_ready(self, index: int, addresses: list[str]) -> None:
-        self._ready[index] = addresses
-        if index == 0:
-            try:
-                self._control = StreamChannel(addresses[0].removeprefix("ipc://"), Pool(), 1 << 40)
-            except PeerError:  # it has died since, as its pidfd will tell
-                return
-            self._crew.watch(self._control.pollable(), "control")
-            self._send(Hello(role="launcher"))
-        if len(self._ready) == self.plan.shards and self.request.listen:
-            self._expect()
+    def _on_drawing(self, event: Drew) -> None:
+        rank = self._processes.workers.get(event.child)
+        if rank is not None:
+            self.display.draw(str(rank), event.rows, event.again, event.error)
 
-    def _expect(self) -> None:
-        """All servers listen: let workers of other hosts in."""
+    def _on_ready(self, server: int, addresses: list[str]) -> None:
+        """A server listens at these addresses; when all do, workers of other hosts may join."""
+        self._ready[server] = addresses
+        if server == 0 and not self._coordinator.open(addresses[0]):
+            return
+        if len(self._ready) < self.plan.shards or not self.request.listen:
+            return
         ports = [self._ready[index][1].rpartition(":")[2] for index in range(self.plan.shards)]
-        facts = self._told.facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
+        facts = self._processes.facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
         ranks = tuple(range(self.request.workers, self.request.size))
-        self._send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
-        if self._told.keys is not None:
-            path = self._folder.path / "workers.key"
-            write_key_file(path, self._told.keys.workers)
+        self._coordinator.send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
+        if self._processes.keys is not None:
+            path = self._processes.folder.path / "workers.key"
+            write_key_file(path, self._processes.keys.workers)
             how = f"--key-file {path.name}"
             self.display.say(f"key file for other hosts: {path}")
         else:
             how = "--insecure"
             self.display.say(
-                f"--insecure: whoever reaches {self.request.listen} can join and read the model; nothing is encrypted"
+                f"--insecure: all that reach {self.request.listen} can join and read the model; nothing is encrypted"
             )
         awaited = counted(self.request.expect, "worker")
         self.display.say(f"waiting for {awaited}: polytempo worker --join {self.request.listen} {how} SCRIPT")
 
-    def _exited(self, event: Exited) -> None:
+    def _on_exit(self, event: Exited) -> None:
         reason, cause = described(event.status)
-        if event.child in self._workers:
-            reason, cause = self._given_up.get(self._workers[event.child], (reason, cause))
-            self._worker_ended(self._workers[event.child], reason, cause)
+        rank = self._processes.workers.get(event.child)
+        if rank is not None:
+            self._worker_ended(rank, *self._given_up.get(rank, (reason, cause)))
             return
-        self._hear()  # its last words may be waiting
-        if not self._finished:
-            server = self._servers[event.child]
+        self._receive()  # its last messages may be waiting
+        if not self._end.finished:
+            server = self._processes.servers[event.child]
             if self._supervisor.ending and event.status:
-                self._lost = self._lost or f"server {server} {cause}"
-            self._obey(self._supervisor.server_exited(server, cause, self._saves.newest()), event.child)
+                self._end.note_lost(f"server {server} {cause}")
+            self._apply(self._supervisor.server_exited(server, cause, self._checkpoints.newest()), event.child)
 
     def _worker_ended(self, worker: int, reason: str, cause: str) -> None:
-        """Whether a script has failed too early the first server knows, as soon as it is ready.
+        """Whether a script failed before its first push the coordinator knows, as soon as it is ready.
 
-        When it does not answer it is about to end, as its pidfd will tell: that is the cause then, and this a consequence.
+        When it does not answer it is about to end, as its pidfd will tell: then that is the cause, and this a consequence.
         """
         if reason == "failed" and 0 in self._ready:
-            self._ask()
-            self._undecided.append((self._asked, worker, reason, cause))
+            self._undecided.append((self._coordinator.request_status(), worker, reason, cause))
         else:
-            self._obey(self._supervisor.exited(worker, reason, cause, accepted=reason != "failed"))
+            self._apply(self._supervisor.exited(worker, reason, cause, accepted=reason != "failed"))
 
-    def _decide(self, status: Status) -> None:
-        self._answered += 1
-        due = [ended for ended in self._undecided if ended[0] <= self._answered]
-        self._undecided = self._undecided[len(due) :]
-        if status.trains and not self._supervisor.trains:
-            self._obey(self._supervisor.training())
-        for _, worker, reason, cause in due:
-            self._obey(self._supervisor.exited(worker, reason, cause, status.workers[worker].accepted))
-
-    def _obey(self, orders: list[SupervisorAction], child: ChildProcess | None = None) -> None:
-        for order in orders:
-            if isinstance(order, FailureReport):
-                if order.warning and not self._interrupted:  # ends that were asked for are no news
-                    self.display.say(f"warning: {order.warning}")
-                self._send(Gone(worker=order.worker, incarnation=0, reason=order.reason, cause=order.cause))
-            elif isinstance(order, EndJob):
-                self._cause = order
+    def _apply(self, actions: list[SupervisorAction], child: ChildProcess | None = None) -> None:
+        for action in actions:
+            if isinstance(action, FailureReport):
+                if action.warning and not self._end.interrupted:  # ends that were asked for need no warning
+                    self.display.say(f"warning: {action.warning}")
+                self._coordinator.send(Gone(worker=action.worker, incarnation=0, reason=action.reason, cause=action.cause))
+            elif isinstance(action, EndJob):
+                self._end.cause = action
                 if child is not None and child.tail:
-                    self._cause = EndJob(f"{order.cause}\n" + "\n".join(child.tail))
-            elif isinstance(order, AllDone) and not self._supervisor.finished:
-                self._cause = EndJob("no worker finished")
+                    self._end.cause = EndJob(f"{action.cause}\n" + "\n".join(child.tail))
+            elif isinstance(action, AllDone) and not self._supervisor.finished:
+                self._end.cause = EndJob("no worker finished")
 
-    def _tell_lost_record(self, text: str) -> None:
-        """Once, and again at the end: a full disk is met by every file there is."""
+    def _warn_lost_record(self, text: str) -> None:
+        """Once, and again at the end: every file meets a full disk."""
         if not self.record_lost:
             self.record_lost = text
             self.display.say(f"warning: {text}")
 
-    # The first server.
+    # Messages of the coordinator.
 
-    def _send(self, message: AnyMessage) -> None:
-        if self._control is not None:
-            try:
-                self._control.send(encode(message))
-            except PeerError:
-                self._lose_control()
+    def _on_status(self, status: Status) -> None:
+        due = [ended for ended in self._undecided if ended[0] <= self._coordinator.answered]
+        self._undecided = self._undecided[len(due) :]
+        if status.trains and not self._supervisor.trains:
+            self._apply(self._supervisor.training())
+        for _, worker, reason, cause in due:
+            self._apply(self._supervisor.exited(worker, reason, cause, status.workers[worker].accepted))
+        self._note_progress(status.progress)
+        self.display.show(status)
+        self._check_timeout(status)
 
-    def _lose_control(self) -> None:
-        if self._control is not None:
-            self._crew.unwatch(self._control.pollable())
-            self._control.close()
-            self._control = None
+    def _on_notice(self, message: StoreValue) -> None:
+        if message.fatal and not self._supervisor.ending:
+            self._supervisor.ending = True
+            self._end.cause = EndJob(message.text)
+        elif message.about == "record":
+            self._warn_lost_record(message.text)
+        elif message.fatal and message.text != self._end.stopped:  # else it repeats the cause that the servers were told
+            self._end.note_lost(message.text)
+        elif not message.fatal:
+            self.display.say(message.text)
 
-    def _hear(self) -> None:
-        try:
-            while self._control is not None and (received := self._control.receive()) is not None:
-                self._take(decode(received[0]))
-        except PeerError:
-            self._lose_control()
+    def _on_finished(self, message: Finished) -> None:
+        self.summary = message.summary
+        last = message.summary.get("progress")
+        self._note_progress(TrainingProgress(**last) if last else None)
+        self._end.unsaved = message.cause
+        self._end.finished = True
 
-    def _take(self, message: AnyMessage) -> None:
-        if isinstance(message, Status):
-            self._decide(message)
-            self._take_progress(message.progress)
-            self.display.show(message)
-            self._watch_patience(message)
-        elif isinstance(message, StoreValue):
-            if message.fatal and not self._supervisor.ending:
-                self._supervisor.ending = True
-                self._cause = EndJob(message.text)
-            elif message.about == "record":
-                self._tell_lost_record(message.text)
-            elif message.fatal and message.text != self._stopped:  # else it is our own word, come back
-                self._lost = self._lost or message.text
-            elif not message.fatal:
-                self.display.say(message.text)
-        elif isinstance(message, Gone):  # from an agent on another host
-            self._worker_ended(message.worker, message.reason, message.cause)
-        elif isinstance(message, Finished):
-            self.summary = message.summary
-            last = message.summary.get("progress")
-            self._take_progress(TrainingProgress(**last) if last else None)
-            self._unsaved = message.cause
-            self._finished = True
-
-    def _take_progress(self, progress: TrainingProgress | None) -> None:
-        """Say once what of the request has no meaning for what trains without pushes."""
+    def _note_progress(self, progress: TrainingProgress | None) -> None:
+        """Say once which options mean nothing to a script that trains without pushes."""
         ignored = self.request.about_pushes()
         if progress is not None and self.progress is None and ignored:
             self.display.say(f"a pipeline pushes nothing to servers: it ignores {', '.join(ignored)}")
         self.progress = progress or self.progress
 
-    def _watch_patience(self, status: Status) -> None:
-        """`--timeout`: whoever is waited for too long is given up."""
+    def _check_timeout(self, status: Status) -> None:
+        """`--timeout`: a worker that others have waited for longer than that is given up."""
         limit = self.request.timeout
         late = waited_too_long(status, limit) if limit is not None else None
         if late is None or late in self._given_up:
             return
         self._given_up[late] = "lost", f"was given up: others had waited for it longer than {limit:g} s (--timeout)"
-        child = next((c for c, rank in self._workers.items() if rank == late), None)
+        child = self._processes.worker(late)
         if child is not None:
             child.kill(signal.SIGKILL)
         else:
-            self._obey(self._supervisor.exited(late, *self._given_up[late]))
+            self._apply(self._supervisor.exited(late, *self._given_up[late]))
 
     # Ending.
 
     def _finish(self) -> int:
         """End all processes in order: workers, then servers, which write what is left. The job's exit status."""
         if self.progress is not None and not self._supervisor.trains:
-            self._saves = CheckpointWatch(None, None)  # a pipeline, whose script saves for itself
-        saves = self._interrupted and self._saves.directory is not None and not self._hurried()
+            self._checkpoints = CheckpointWatch(None, None)  # of a pipeline, whose script saves for itself
+        end, processes = self._end, self._processes
+        saves = end.interrupted and self._checkpoints.directory is not None and not end.at_once
         if saves:
             limit = f"at most {self.request.grace:g} s; again to end at once"
-            self.display.say(f"interrupted: saving a checkpoint to {self._saves.directory} ({limit})")
-        cause = self._cause.cause if self._cause else ("interrupted" if self._interrupted else "")
+            self.display.say(f"interrupted: saving a checkpoint to {self._checkpoints.directory} ({limit})")
+        cause = end.in_words
         if cause:
-            self._stopped = cause
-            self._send(Stop(cause=cause))
-        self._deal(self._crew.end(self._workers, 1.0 if cause else LAST_WORDS, self._hurried))
-        status = INTERRUPTED if self._interrupted else int(bool(cause))
-        self._send(Finish(exit_status=status, cause=cause, save=saves))
-        patience = self.request.grace if saves else LAST_WORDS
-        deadline = time.monotonic() + patience
-        while not (self._finished or self._lost or self._hurried()) and self._control and time.monotonic() < deadline:
-            self._deal(self._crew.turn(0.1))
-        if not (self._finished or self._lost or self._hurried()) and self._control is not None:
-            self._lost = f"the servers were waited for longer than {patience:g} s"
-        self._deal(self._crew.end(self._servers, 1.0, self._hurried))
-        self._saves.clear()
+            end.stopped = cause
+            self._coordinator.send(Stop(cause=cause))
+        at_once = lambda: end.at_once  # noqa: E731
+        self._handle(self._monitor.end(processes.workers, 1.0 if cause else SERVERS_END, at_once))
+        status = INTERRUPTED if end.interrupted else int(bool(cause))
+        self._coordinator.send(Finish(exit_status=status, cause=cause, save=saves))
+        self._wait_for_servers(self.request.grace if saves else SERVERS_END)
+        self._handle(self._monitor.end(processes.servers, 1.0, at_once))
+        self._checkpoints.clear()
         self.display.close()
-        if self._interrupted or (self._hurried() and not self._finished):
-            trouble = "" if self._hurried() else self._unsaved or self._lost
-            self.display.say(f"interrupted; all processes have ended{self._saves.after(trouble)}")
+        return self._report()
+
+    def _wait_for_servers(self, patience: float) -> None:
+        end, deadline = self._end, time.monotonic() + patience
+        while not (end.finished or end.lost or end.at_once) and self._coordinator.is_open and time.monotonic() < deadline:
+            self._handle(self._monitor.turn(0.1))
+        if not (end.finished or end.lost or end.at_once) and self._coordinator.is_open:
+            end.note_lost(f"the servers were waited for longer than {patience:g} s")
+
+    def _report(self) -> int:
+        """The last lines; the exit status."""
+        end = self._end
+        if end.interrupted or (end.at_once and not end.finished):
+            trouble = "" if end.at_once else end.unsaved or end.lost
+            self.display.say(f"interrupted; all processes have ended{self._checkpoints.after(trouble)}")
             return INTERRUPTED
-        if self._cause is None:
-            self._cause = self._unfinished()
-        if self._cause is not None:
-            self._tell_cause(self._cause)
-        return int(self._cause is not None)
-
-    def _unfinished(self) -> EndJob | None:
-        """All workers have ended well; whether the servers have is not taken for granted."""
-        if self._finished:
-            stops = self._unsaved and self.request.checkpoint_errors == "stop"
-            return EndJob(self._unsaved) if stops else None
-        newest = self._saves.newest()
-        resume = f"; go on with --resume {newest}" if newest else ""
-        what = self._lost or "the servers ended"
-        return EndJob(f"{what} after the workers had finished: what was still to be written is missing{resume}")
-
-    def _tell_cause(self, cause: EndJob) -> None:
-        """Last; with the worker's error above it, unless that stands there already."""
-        child = next((c for c, rank in self._workers.items() if rank == cause.worker), None)
-        if child is not None and child.tail and self.display.latest != (str(cause.worker), True):
+        cause = end.cause or end.unfinished(self.request.checkpoint_errors == "stop", self._checkpoints.newest())
+        if cause is None:
+            return 0
+        child = self._processes.worker(cause.worker)
+        if child is not None and child.tail and self.display.latest != (str(cause.worker), True):  # else it is in sight
             self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))
         self.display.say(cause.cause)
-
-
-def keep_memory() -> dict[str, str]:
-    """What makes a process use its memory again, unless the user has settled that."""
-    return {} if any(name.startswith("MALLOC_") for name in os.environ) else KEEP_MEMORY
-
-
-def start_worker(
-    script: str,
-    arguments: Iterable[str],
-    job_file: Path,
-    rank: int,
-    variables: dict[str, str],
-    log: Path | None = None,
-    forks: bool = False,
-) -> ChildProcess:
-    """Start one worker process, by a fork of this one if `forks`; its output goes to the file `log` as well."""
-    environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
-    environment |= keep_memory()
-    return ChildProcess(f"worker {rank}", [sys.executable, script, *arguments], environment, log, forks=forks)
+        return 1

@@ -1,12 +1,12 @@
-"""Ends and clears away what a killed launcher or agent has left: `python janitor.py WHO PROCESS FOLDER MARK`.
+"""The janitor of a job folder: cleans up after a killed launcher or agent. `orphan_cleanup.py WHO PROCESS FOLDER MARK`
 
-Its standard input is a pipe whose other end only the launcher holds, so the kernel tells it of the launcher's end, whatever
-the signal was. A byte in that pipe says that nothing is left to do. Otherwise the processes of the job, which are known by
-an entry of their environment (MARK), get a moment to end by themselves, since servers tell other hosts; then they are
-killed, and the job's folder, with its key, is removed.
+Its standard input is a pipe whose other end only the launcher holds, so that the kernel reports the launcher's end, whatever
+the signal was. A byte in that pipe means that there is nothing to clean up. Otherwise the processes of the job, found by a
+variable in their environment (MARK), get a moment to end by themselves, since servers notify other hosts; then they are
+killed, and the job folder, with its key, is removed.
 
-It imports nothing of ours and is started without site-packages: it costs milliseconds. It is in a session of its own, so
-that what a terminal sends to its foreground does not end it.
+A program of its own: it imports nothing of this library and starts without site-packages, in milliseconds. It is in a
+session of its own, so that signals of the terminal do not reach it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import sys
 import time
 from contextlib import suppress
 
-#: How long processes may take to end by themselves.
+#: Seconds that processes may take to end by themselves.
 GRACE = 3.0
 
 
 def processes_with(mark: str) -> list[int]:
     """Pidfds of the processes started with this entry in their environment.
 
-    The pidfd is opened before the entry is read, so that it cannot be another process that is signalled.
+    The pidfd is opened before the entry is read, so that no other process can be signalled.
     """
     found = []
     for name in os.listdir("/proc"):
@@ -49,7 +49,7 @@ def processes_with(mark: str) -> list[int]:
 
 
 def all_ended(pidfds: list[int], seconds: float) -> bool:
-    """Wait so long at most for these processes to end."""
+    """Wait at most `seconds` for these processes to end."""
     waiting, deadline = set(pidfds), time.monotonic() + seconds
     poll = select.poll()
     for pidfd in waiting:
@@ -62,7 +62,7 @@ def all_ended(pidfds: list[int], seconds: float) -> bool:
 
 
 def end_processes(mark: str) -> None:
-    """Let all processes with this mark end, then make them; also those that they start meanwhile."""
+    """Wait for all processes with this mark to end, then kill them; also those that they start meanwhile."""
     seconds = GRACE
     while pidfds := processes_with(mark):
         ended = all_ended(pidfds, seconds)
@@ -77,12 +77,12 @@ def end_processes(mark: str) -> None:
 
 
 def main(who: str, process: str, folder: str, mark: str) -> None:
-    """Wait for the launcher's end; clear away what it has not."""
+    """Wait for the end of the launcher, then clean up."""
     if sys.stdin.buffer.read(1):
         return
     end_processes(mark)
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # whoever read it may be gone as well
+    with suppress(OSError):  # the reader may be gone as well
         sys.stderr.write(f"polytempo: the {who} (process {process}) was killed; its processes have ended too\n")
         sys.stderr.flush()
 

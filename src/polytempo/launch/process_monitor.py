@@ -1,4 +1,4 @@
-"""All children of a launcher or agent in one loop: their lines, their ends, signals, and whatever else is to be watched."""
+"""One loop over the child processes of a launcher or agent: their output, their ends, signals, and other descriptors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 from polytempo.launch.child_process import ChildProcess
 
-#: These end a job. Who was started to outlive its terminal (nohup) does, and SIGINT may be ignored where a shell has said so
-#: for all its background jobs, which is no word of the user's.
+#: These signals end a job. SIGHUP stays ignored under nohup; SIGINT does not: a shell ignores it for all background
+#: jobs.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-#: Between being asked to end, being told to, and being made to.
+#: Exit status of an interrupted job.
+INTERRUPTED = 130
+#: Seconds between the request to end and SIGKILL.
 GRACE = 1.0
 
 
@@ -31,17 +33,17 @@ class Said:
 
 @dataclass(frozen=True)
 class Drew:
-    """A child has changed rows that it has not ended, such as a progress bar; none: they are lines now, or gone."""
+    """A child has redrawn rows that have no newline yet, such as a progress bar; no rows: they are lines now, or erased."""
 
     child: ChildProcess
     rows: tuple[str, ...]
-    again: bool  #: drawn again and again, not a line whose end is still to come
+    again: bool  #: redrawn, such as a bar; not a line whose newline is still to come
     error: bool
 
 
 @dataclass(frozen=True)
 class Exited:
-    """A child has ended, and all it wrote was read."""
+    """A child has ended, and all its output was read."""
 
     child: ChildProcess
     status: int
@@ -49,14 +51,14 @@ class Exited:
 
 @dataclass(frozen=True)
 class Signalled:
-    """This process was sent a signal."""
+    """This process received a signal."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Something else that was watched has something to say."""
+    """Another descriptor that is watched is readable."""
 
     key: Any
 
@@ -65,7 +67,7 @@ MonitorEvent = Said | Drew | Exited | Signalled | Ready
 
 
 class ProcessMonitor:
-    """Watches children. Everything it holds is given back by `close`."""
+    """Watches child processes; `close` gives back its descriptors and signal handlers."""
 
     def __init__(self) -> None:
         self.children: list[ChildProcess] = []
@@ -87,17 +89,19 @@ class ProcessMonitor:
             self._selector.register(descriptor, selectors.EVENT_READ, child)
 
     def watch(self, descriptor: Any, key: Any) -> None:
-        """Watch something else."""
+        """Watch another descriptor; `Ready(key)` tells that it is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, Ready(key))
 
     def unwatch(self, descriptor: Any) -> None:
-        """No longer."""
+        """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
 
     def turn(self, timeout: float) -> Iterator[MonitorEvent]:
-        """Wait for something to happen; what did."""
+        """Wait for events, at most `timeout` seconds; signals come first."""
         ready = [key for key, _ in self._selector.select(timeout)]
-        for key in sorted(ready, key=lambda key: not isinstance(key.data, Signalled)):  # they may be why a child has ended
+        for key in sorted(
+            ready, key=lambda key: not isinstance(key.data, Signalled)
+        ):  # a signal may be why a child has ended
             if isinstance(key.data, Ready):
                 yield key.data
             elif isinstance(key.data, Signalled):
@@ -138,13 +142,16 @@ class ProcessMonitor:
         yield Exited(child, status)
 
     def running(self) -> list[ChildProcess]:
-        """Those who have not ended."""
+        """The children that have not ended."""
         return [child for child in self.children if child.status is None]
 
     def end(
         self, children: Iterable[ChildProcess], patience: float, at_once: Callable[[], bool] = lambda: False
     ) -> Iterator[MonitorEvent]:
-        """Let children end: wait, then ask them to, then make them, `at_once` if wanted; what happened on the way."""
+        """End children: wait `patience` seconds, ask them to end, then kill them; kill them at once when `at_once()`.
+
+        Returns: the events on the way.
+        """
         waiting = list(children)
         steps: list[tuple[float, Callable[[ChildProcess], None]]] = [
             (patience, ChildProcess.ask_to_end),
@@ -163,12 +170,12 @@ class ProcessMonitor:
                     then(child)
 
     def dismiss(self) -> None:
-        """End whatever is left, and all that it has started."""
+        """Kill the children that are left, and the processes they started."""
         for child in self.children:
             child.close()
 
     def close(self) -> None:
-        """End whatever is left, and give everything back: signals do what they did before."""
+        """Kill the children that are left; restore the signal handlers."""
         self.dismiss()
         self._selector.close()
         signal.set_wakeup_fd(self._wakeup)
@@ -179,7 +186,7 @@ class ProcessMonitor:
 
 
 def leave_terminal() -> None:
-    """The terminal is gone: what is still to be said is not, so that saying it is no error."""
+    """The terminal is gone: standard streams lead to /dev/null from now on, so that a write is no error."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)

@@ -1,4 +1,4 @@
-"""What `polytempo run` was asked for, checked before any process starts."""
+"""The options of `polytempo run`, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class RunRequest:
 
     @property
     def least(self) -> int:
-        """With fewer workers the job ends: all of them under plain `bsp`, else one, unless told."""
+        """The job ends with fewer workers: --min-workers; by default all under plain `bsp`, else one."""
         if self.min_workers is not None:
             return self.min_workers
         return self.size if parse_spec(self.sync).mode.name == "bsp" else 1
 
     @property
     def shards(self) -> int:
-        """Servers to start. One always is: without parameters it still decides who waits for whom."""
+        """Servers to start, at least one: without parameters it still runs the coordinator."""
         return 1 if self.servers is None else self.servers
 
     @property
@@ -68,7 +68,7 @@ class RunRequest:
         return self.via
 
     def _needs_servers(self) -> str:
-        """What of this request only a parameter server can do, in words; empty when nothing is."""
+        """The option that only a parameter server can fulfil; empty when there is none."""
         if parse_spec(self.sync).mode.name != "bsp":
             return f"--sync {self.sync}"
         options = {
@@ -79,14 +79,14 @@ class RunRequest:
         return next((name for name, value in options.items() if value is not None), "")
 
     def in_words(self) -> str:
-        """What is being started."""
+        """The line that says what is started."""
         workers = counted(self.workers, "worker")
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         return f"starting {workers}{servers}: {self.script}{by}"
 
     def about_pushes(self) -> list[str]:
-        """What of this request is about pushes to servers, and means nothing to those who make none."""
+        """Options about pushes to servers, which a script that trains without pushes ignores."""
         limits = self.limits
         options: dict[str, Any] = {
             "--sync": self.sync if self.sync != "bsp" else None,
@@ -106,10 +106,12 @@ class RunRequest:
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
         if self.via == "allreduce" and self._needs_servers():
-            raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that out")
+            raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
 
     def checked(self) -> CheckedRequest:
-        """Refuse what cannot work, in one line with the fix; find the checkpoint to go on from."""
+        """Check the request and find the checkpoint to resume from.
+
+        Raises: UsageError, one line with the fix, for what cannot work."""
         self._check_counts()
         parse_spec(self.sync).policy(self.size)
         self._check_via()
@@ -167,21 +169,21 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request that can be started."""
+    """A request that was checked, with its plan and the checkpoint to resume from."""
 
     request: RunRequest
     plan: JobPlan
     resume: Path | None
 
     def note(self) -> str:
-        """What to say of the checkpoint that was chosen; empty where there is no doubt."""
+        """A line about the chosen checkpoint where a newer file exists; else empty."""
         if self.resume is None or self.request.resume is None or self.resume == self.request.resume:
             return ""
         later = written_later(self.request.resume, self.resume)
         return f"going on from {self.resume}; {later} was written later: name it to go on from there" if later else ""
 
     def options(self) -> dict[str, Any]:
-        """For meta.json."""
+        """The options that meta.json records."""
         request = self.request
         return {
             "script": request.script,
@@ -195,7 +197,7 @@ class CheckedRequest:
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
-    """HOST:PORT."""
+    """Host and port of HOST:PORT."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 for {option}, got {text!r}")
@@ -203,7 +205,7 @@ def split_address(text: str, option: str) -> tuple[str, int]:
 
 
 def check_host_timeout(seconds: float) -> None:
-    """Beats come twice a second: less than a second would be given up at the first hiccup."""
+    """Heartbeats come twice a second: at least one second, or the first delay would end the job."""
     if not seconds >= 1:
         raise UsageError(f"expected --host-timeout of at least 1 second, got {seconds:g}")
 

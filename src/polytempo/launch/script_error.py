@@ -1,4 +1,4 @@
-"""What a worker says when its script ends with an error: the user's own lines, not this library's."""
+"""The traceback of a script that ends with an error: the frames of the script, not of this library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from polytempo.errors import PeerError, UsageError
 
-#: How a worker that was told to end begins its one line.
+#: Begins the one line of a worker whose job has ended.
 TOLD_TO_END = "polytempo: this worker ends: "
 OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 

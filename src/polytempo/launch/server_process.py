@@ -1,8 +1,8 @@
 """The program of a server process: `python -m polytempo.launch.server_process`, its configuration on standard input.
 
-Nothing secret stands on its command line. When it is ready it says so, with its addresses, in one line of JSON. Its standard
-input stays open as long as the launcher lives: its end is the launcher's. Signals that end a job are left to the launcher,
-also where a scheduler sends them to every process: servers must outlive the last checkpoint.
+Nothing secret is on its command line. When it listens it prints its addresses in one line of JSON. Its standard input stays
+open as long as the launcher lives; its end tells the end of the launcher. Signals that end a job are left to the launcher,
+also where a scheduler sends them to every process: servers must live until the last checkpoint is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE = 60.0
 
 
 def serve(config: dict[str, Any]) -> None:
-    """Be the server that the configuration describes, until the job is over."""
+    """Run the server that the configuration describes, until the job ends."""
     torch.set_num_threads(config["threads"])
     spare_compiler()
     index, pool = config["index"], Pool(SharedMemoryRegistry())
@@ -70,7 +70,7 @@ def serve(config: dict[str, Any]) -> None:
         )
         to_coordinator = None
     gc.collect()
-    gc.freeze()  # what is here now stays: looking through it again and again costs more than serving
+    gc.freeze()  # these objects stay: collecting among them would cost more than serving
     server = IoLoop(executor, endpoints, plan.size, coordinator, to_coordinator, sys.stdin.fileno(), credentials)
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Standard output and error of a command whose readers may go away: what cannot be written is dropped, and said once."""
+"""Standard output and error of a command whose reader may go away: what cannot be written is dropped, with one warning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StandardStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.lost = ""  #: why nothing can be written any more
+        self.lost = ""  #: why writing failed; then all later text is dropped
 
     def write(self, text: str) -> bool:
         """Write and flush; false when that failed just now, for the first time."""
@@ -31,7 +31,7 @@ class StandardStream:
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream that cannot be written lead nowhere, or what it still holds fails again when the process ends."""
+    """Redirect a stream that cannot be written to /dev/null, or its buffer fails again when the process ends."""
     with suppress(UnsupportedOperation):  # a stream of a test has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -39,7 +39,7 @@ def silence(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """A stream that was closed before the start leads nowhere: else the next file opened takes its number."""
+    """Open streams that were closed before the start on /dev/null: else the next file opened takes their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -49,4 +49,4 @@ def open_standard_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # what workers print need not fit this terminal's encoding
+            stream.reconfigure(errors="backslashreplace")  # the output of workers need not fit this terminal's encoding

@@ -1,4 +1,4 @@
-"""What follows from a process's end: go on, or end the job, and with which status. Pure: ends in, orders out."""
+"""What follows from the end of a process: go on, or end the job, and with which cause. Pure: ends in, actions out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polytempo.protocol.messages import Status
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Tell the sequencer that a worker is gone; `warning` is for people, where there is something to say."""
+    """Tell the coordinator that a worker is gone; `warning` is for the user, where there is one."""
 
     worker: int
     reason: str
@@ -21,7 +21,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class EndJob:
-    """End everything: this is the first cause."""
+    """End the job; `cause` is the first cause."""
 
     cause: str
     worker: int | None = None
@@ -29,7 +29,7 @@ class EndJob:
 
 @dataclass(frozen=True)
 class AllDone:
-    """Every worker is gone, and enough of them well."""
+    """Every worker has ended, and enough of them finished."""
 
 
 SupervisorAction = FailureReport | EndJob | AllDone
@@ -37,19 +37,19 @@ SupervisorAction = FailureReport | EndJob | AllDone
 
 @dataclass
 class Supervisor:
-    """Knows who is still there."""
+    """Counts the workers that finished and those that failed."""
 
     size: int
     least: int
-    tolerant: bool = False  #: was `least` said by the user?
-    trains: bool = False  #: has any worker made an optimizer?
+    tolerant: bool = False  #: the user has set `least` (--min-workers)
+    trains: bool = False  #: a worker has made an optimizer
     finished: set[int] = field(default_factory=set)
     dead: dict[int, str] = field(default_factory=dict)
     ending: bool = False
     _early: dict[int, str] = field(default_factory=dict)  # failed before a push, in a job that may make none
 
     def exited(self, worker: int, reason: str, cause: str, accepted: bool = True) -> list[SupervisorAction]:
-        """A worker's process has ended: "finished", "failed" or "lost". `accepted`: was any push of it counted?
+        """A worker's process has ended: "finished", "failed" or "lost". `accepted`: a push of it was applied.
 
         A script that fails before its first push has a mistake in it, or does not fit the others: the job ends, in every
         mode. Later failures, and deaths by a signal at any time, are what `--min-workers` is about. What makes no optimizer
@@ -74,7 +74,7 @@ class Supervisor:
         return [FailureReport(worker, reason, cause, warning), *self._whether_done()]
 
     def training(self) -> list[SupervisorAction]:
-        """A worker has made an optimizer: who failed before a push has failed too early after all."""
+        """A worker has made an optimizer: a worker that failed before its first push ends the job after all."""
         self.trains = True
         for worker, cause in self._early.items():
             return [] if self.ending else self._mistaken(worker, cause)
@@ -104,7 +104,7 @@ class Supervisor:
 
 
 def waited_too_long(status: Status, limit: float) -> int | None:
-    """A worker that another has waited for longer than `limit`, and that does not wait itself; None when there is none."""
+    """A worker that another has waited for longer than `limit` and that does not wait itself; None without one."""
     states = {worker.worker: worker.state for worker in status.workers}
     for worker in status.workers:
         if worker.held_s > limit:  # since its wait began some of those may have come
@@ -115,7 +115,7 @@ def waited_too_long(status: Status, limit: float) -> int | None:
 
 
 def last_error(written: Iterable[str]) -> list[str]:
-    """Of what a process wrote at its end, the last traceback with those it came from; without one, all."""
+    """The last traceback in the last lines of a process, with its causes; without a traceback, all lines."""
     lines = list(written)
     begin = "Traceback (most recent call last):"
     heads = [number for number, line in enumerate(lines) if line == begin]

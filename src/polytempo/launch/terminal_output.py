@@ -1,8 +1,8 @@
-"""What a process writes, as lines and as what it is still drawing. Pure: bytes in, lines out.
+"""The output of a process as complete lines and as rows that it is still drawing. Pure: bytes in, lines out.
 
 A progress bar writes a carriage return and the bar anew, again and again, and a newline only at its end; bars in several
 rows also move the cursor up. So a stream is read as a small screen: rows that can still change are kept apart from lines
-that are done. Whatever a process writes, what is kept of it is bounded.
+that are done. The memory is bounded, whatever a process writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Screen:
         self._seen: tuple[str, ...] = ()
 
     def news(self) -> tuple[str, ...] | None:
-        """What is being drawn, when it is not what it was at the last look; else None."""
+        """The rows being drawn, if they have changed since the last call; else None."""
         rows = self.rows
         if rows == self._seen:
             return None
@@ -47,16 +47,16 @@ class Screen:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What is being drawn now; empty when all lines are done."""
+        """The rows being drawn; empty when all lines are complete."""
         return tuple(row.rstrip() for row in self._rows if row.strip())
 
     @property
     def drawing(self) -> bool:
-        """Is something drawn again and again, rather than a line that has not ended?"""
+        """Whether rows are redrawn, rather than a line without its newline yet."""
         return any(self._redrawn)
 
     def feed(self, data: bytes, last: bool = False) -> list[str]:
-        """Take what was written; the lines that are done now. `last`: no more will come, so all is done."""
+        """Take output; the lines that are complete now. `last`: the output has ended, so all lines are complete."""
         text = self._escape + self._decoder.decode(data, last)
         self._escape = ""
         cut = None if last else _PARTIAL.search(text)

@@ -45,7 +45,22 @@ UPDATE = ScheduleAction("U")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of all replicas of all stages: `actions[stage][replica]`. `check` proves that they can run."""
+    """A pipeline schedule as data: the actions of every replica of every stage, in order.
+
+    It has a text form (`to_text`, `from_text`), and a checker that proves it before it runs (`pipeline/check.py`).
+
+    Args:
+        name: A name of one line.
+        microbatches: The microbatches of one step; of a schedule without flushes, of the part that is written down.
+        actions: `actions[stage][replica]` is a tuple of actions: forward F, backward B, update U.
+        recompute: Keep only the inputs of a stage; backward makes the forward again.
+        versions: Which weights a forward uses: the `"newest"` of its stage, or the version that the `"first"` stage used.
+        flushes: The list is one step: one update, at the end, with nothing under way.
+        spare: Activations of this number of further microbatches may be kept for deferred weight gradients.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
 
     name: str
     #: Of one step; of a schedule without a flush, of the part that was written down.
@@ -83,7 +98,15 @@ class Schedule:
         return tuple(map(len, self.actions))
 
     def replica_of(self, stage: int, microbatch: int) -> int:
-        """The replica of the stage that this microbatch visits, both ways."""
+        """The replica of a stage that computes a microbatch, forward and backward.
+
+        Args:
+            stage: The stage.
+            microbatch: The microbatch.
+
+        Returns:
+            The index of the replica.
+        """
         return microbatch % len(self.actions[stage])
 
     def each_replica(self) -> Iterator[tuple[int, int, ReplicaActions]]:
@@ -93,11 +116,27 @@ class Schedule:
                 yield stage, replica, actions
 
     def place(self, stage: int, replica: int) -> str:
-        """How texts name it: stage 2, or stage 2.1 when it has replicas."""
+        """The name of a stage or replica in texts: "stage 2", or "stage 2.1" where the stage has replicas.
+
+        Args:
+            stage: The stage.
+            replica: The replica.
+
+        Returns:
+            The name.
+        """
         return f"stage {stage}" if len(self.actions[stage]) == 1 else f"stage {stage}.{replica}"
 
     def recomputed(self, stage: int, replica: int) -> frozenset[int]:
-        """The microbatches whose backward recomputes the forward: not those whose forward comes directly before it."""
+        """The microbatches whose forward is recomputed in backward: not those whose forward has just been made.
+
+        Args:
+            stage: The stage.
+            replica: The replica.
+
+        Returns:
+            Their numbers; none without `recompute`.
+        """
         actions = self.actions[stage][replica]
         pairs = zip((UPDATE, *actions), actions, strict=False)
         again = (

@@ -37,28 +37,44 @@ Folder = str | Path
 
 
 class Pipeline:
-    """One stage of a model on this rank, connected to the stages of the other ranks.
+    """A model cut into stages, one process each, and trained by a schedule. This object is the stage of this rank.
+
+    Every rank builds the same model and calls the same methods; each keeps its own part. A schedule that flushes trains
+    as the
+    model would in one process, to rounding.
 
     Args:
-        model: a module, or its layers as a sequence; the same on every rank.
-        loss: `loss(output, target)`, the mean over a microbatch.
-        optimizer: makes the optimizer of a stage from the list of its parameters.
-        stages: the number of stages (balanced by parameters), the number of layers of each, a plan, or "auto" (rank 0
-            measures the model on `example` and plans; "auto:10Gb/s" and "auto:TOPOLOGY" say what links there are).
-            One stage for each rank by default.
-        schedule: a spec ("1f1b", "gpipe,recompute=0", "pipedream,vertical_sync=1"), a schedule as text, or a `Schedule`.
-        microbatches: into how many a batch is split; by default one for each rank.
-        replicas: the number of ranks of each stage.
-        seed: of dropout.
-        device: of this rank's stage; by default that of its parameters.
-        example: inputs of the model, for "auto" and for a model that torch.fx cannot trace symbolically.
-        checkpoint: a folder; each stage writes its part there when another rank is lost, at each flush, and every
-            `checkpoint_every` steps.
-        resume: a folder with a checkpoint to continue from.
-        clip_norm: the maximum norm of the gradients of the whole model.
+        model: An `nn.Sequential`, a list of layers, or a module that torch.fx can trace; the same on every rank.
+        loss: A function of outputs and targets, the mean over its microbatch.
+        optimizer: Makes the optimizer of a stage from a list of its parameters.
+        stages: The number of stages (cut by their parameters), the number of layers of each, a plan, or `"auto"`: rank 0
+            measures
+            the layers on `example` and plans. One for each rank by default.
+        schedule: `"sequential"`, `"gpipe"`, `"1f1b"`, `"pipedream"` with options (`"gpipe,recompute=0"`), a schedule
+            written as
+            text, or a `Schedule`.
+        microbatches: Into how many parts a batch is split; must divide it.
+        replicas: The number of ranks that share each stage; one by default.
+        seed: Of dropout, whose masks do not depend on the schedule.
+        device: Where this stage computes.
+        example: A tuple of inputs, for `stages="auto"` and for models that can only be traced on an input.
+        checkpoint: A directory in which each stage writes its part: at every flush of an endless schedule, when another
+            stage
+            is lost, and with `checkpoint_every`.
+        checkpoint_every: Write a checkpoint each time this number of steps is done; 0 for never.
+        resume: A directory of checkpoints to resume from, at the last step that is complete at all stages.
+        clip_norm: Clip the gradients of the whole model to this norm; not for schedules without a flush.
 
     Raises:
-        UsageError: the model, stages, schedule and ranks do not fit each other; the message says what would.
+        UsageError: The model cannot be cut so, or arguments do not fit each other or the number of ranks.
+        RankLost: In any method: the rank and the stage that ended.
+
+    Example:
+        ```python
+        pipe = pt.Pipeline(model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=4, microbatches=8)
+        for x, y in loader:
+            pipe.step(x, y)
+        ```
     """
 
     def __init__(
@@ -97,12 +113,12 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The rank of this process."""
         return self._built.rank
 
     @property
     def replica(self) -> int:
-        """Which replica of its stage this rank is."""
+        """The index of this rank among the replicas of its stage."""
         return self._built.replica
 
     @property
@@ -112,38 +128,49 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this stage; None where it has no parameters."""
+        """The optimizer of this stage; None where the stage has no parameters."""
         return self.stage.optimizer
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the whole model's gradients in the last step, before clipping; None without `clip_norm`."""
+        """The norm of the gradients of the whole model in the last step, before clipping; None without `clip_norm`."""
         clipping = self._built.runtime.gradient_sync.clipping
         return clipping.norm if clipping is not None else None
 
     @property
     def log(self) -> list[CompletedAction]:
-        """The actions of this rank so far (the last 100,000), with their times."""
+        """The actions of this rank so far, with their times."""
         return list(self._built.runtime.log)
 
     def record(self, directory: Folder) -> Path:
-        """Write this rank's actions and their times to a file in `directory`, for `polytempo picture DIRECTORY`."""
+        """Write a trace of this rank's actions; `polytempo picture DIRECTORY` draws those of all ranks.
+
+        Args:
+            directory: The folder, the same for all ranks.
+
+        Returns:
+            The file that was written.
+        """
         rank = {"stage": self.stage.number, "replica": self.replica, "rank": self.rank, "ranks": self._built.layout.size}
         return write_trace(self.log, rank, directory)
 
     # Training.
 
     def step(self, x: Any = None, y: Any = None) -> float | None:
-        """Train on a batch. Every rank calls this; only the first stage reads `x`, only the last reads `y`.
+        """Train on a batch. All ranks call it.
+
+        Args:
+            x: The inputs; read by the first stage only.
+            y: The targets; read by the last stage only.
 
         Returns:
-            The mean loss of the batch, the same on every rank. With a schedule that does not flush, the batch is still in
-            flight on return: the loss is that of the newest batch that all stages have completed, or None.
+            The mean loss of the batch, the same on every rank. Under a schedule without flushes the batch is still under
+            way, and the
+            loss is that of the newest batch that all stages have finished, or None.
 
         Raises:
-            PeerError: another rank failed; the message has its cause.
-            RankLost: another rank has ended.
-            UsageError: the batch cannot be split into equal microbatches.
+            UsageError: The batch cannot be split into the microbatches.
+            RankLost: Another stage has ended.
         """
         self._progress.begins()
         with self._failing_together():
@@ -155,10 +182,10 @@ class Pipeline:
         return loss
 
     def flush(self) -> float | None:
-        """Complete the minibatches in flight.
+        """Finish the batches under way, under a schedule without flushes. All ranks call it.
 
         Returns:
-            The loss of the last of them; None if there was none.
+            The loss of the last batch; None if none was under way.
         """
         if not self._training.in_flight:
             return None
@@ -171,26 +198,33 @@ class Pipeline:
     # Evaluation.
 
     def evaluate(self, x: Any = None, y: Any = None) -> float:
-        """The mean loss of a batch of any size, in evaluation mode and without training. Every rank calls this.
+        """The mean loss of a batch of any size, without training; all modules are in evaluation mode. All ranks call it.
+
+        Args:
+            x: The inputs; read by the first stage only.
+            y: The targets; read by the last stage only.
 
         Returns:
-            The loss, the same on every rank.
+            The mean loss, the same on every rank.
 
         Raises:
-            UsageError: minibatches are in flight (call `flush()`), or the model was traced in training mode.
+            UsageError: Batches are under way (call `flush()`), or the model was traced in training mode.
         """
         self._check_evaluation("evaluate")
         with self._failing_together():
             return self._evaluation.loss(x, y, self.stage.loss)
 
     def predict(self, x: Any = None) -> Any:
-        """The model's output for a batch of any size, in evaluation mode. Every rank calls this.
+        """The outputs of the model for a batch of any size, in evaluation mode. All ranks call it.
+
+        Args:
+            x: The inputs; read by the first stage only.
 
         Returns:
-            The output on the first replica of the last stage; None on other ranks.
+            The outputs, on the first replica of the last stage; None elsewhere.
 
         Raises:
-            UsageError: as `evaluate`.
+            UsageError: Batches are under way (call `flush()`), or the model was traced in training mode.
         """
         self._check_evaluation("predict")
         with self._failing_together():
@@ -207,22 +241,39 @@ class Pipeline:
     # State.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of the whole model, under its names before it was cut. Every rank calls this and gets all of it."""
+        """The values of the whole model, by the names it had before it was cut. All ranks call it, and all get all values.
+
+        Returns:
+            A dict that the uncut model loads.
+
+        Raises:
+            UsageError: Batches are under way; call `flush()`.
+        """
         self._check_flushed("state_dict")
         with self._failing_together():
             return self._state.gather()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load the state of a whole model; every rank calls this, with the same `state`.
+        """Load the values of a whole model. All ranks call it, with the same values.
+
+        Args:
+            state: As `state_dict()` of the uncut model.
 
         Raises:
-            UsageError: names or shapes are not those of the model.
+            UsageError: Names or shapes differ, or batches are under way.
         """
         self._check_flushed("load_state_dict")
         self._state.load(state)
 
     def save(self, directory: Folder) -> None:
-        """Write a checkpoint of all stages; it counts only once every stage has written. Every rank calls this."""
+        """Write a checkpoint of all stages. All ranks call it; it counts only if all have written.
+
+        Args:
+            directory: The folder, seen by all ranks.
+
+        Raises:
+            UsageError: Batches are under way; call `flush()`.
+        """
         self._check_flushed("save")
         with self._failing_together():
             self._state.save(Path(directory))
@@ -235,7 +286,7 @@ class Pipeline:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error on one rank ends the pipeline on all: the others are told the cause, and write their last state."""
+        """An error on one rank ends the pipeline on all: the others get the cause, and write their last state."""
         if self._broken is not None:
             raise PeerError(f"this pipeline has ended: {self._broken}")
         try:

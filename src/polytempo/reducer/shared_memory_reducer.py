@@ -136,8 +136,7 @@ class SharedMemoryReducer(Reducer):
             self._shared.round += 1
             mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
             nbytes = length * ITEM_SIZES[dtype]
-            client.bytes_sent += nbytes
-            client.bytes_received += nbytes
+            client.connections.count(nbytes)
             offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:

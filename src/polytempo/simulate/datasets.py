@@ -39,7 +39,15 @@ class TrainingTask:
 
 
 def digits(seed: int = 0) -> TrainingTask:
-    """1,797 handwritten digits of 8 by 8 pixels, 360 of them for testing; a network of one hidden layer."""
+    """A training task: 1,797 handwritten digits of 8 by 8 pixels, 360 of them for testing, and a perceptron with one hidden
+    layer.
+
+    Args:
+        seed: Of the initial weights.
+
+    Returns:
+        Model, data, loss and suggested learning rate and target.
+    """
     with files("polytempo").joinpath("data/digits.npz").open("rb") as file, np.load(file) as arrays:
         images = torch.tensor(arrays["images"], dtype=torch.float32).flatten(1) / 16
         labels = torch.tensor(arrays["labels"], dtype=torch.int64)
@@ -50,7 +58,19 @@ def digits(seed: int = 0) -> TrainingTask:
 
 
 def fashion_mnist(seed: int = 0, folder: Path = FASHION_MNIST) -> TrainingTask:
-    """60,000 pictures of clothes of 28 by 28 pixels, 10,000 for testing; a network of one hidden layer."""
+    """A training task: 60,000 pictures of clothes of 28 by 28 pixels, 10,000 for testing, and a perceptron with one hidden
+    layer.
+
+    Args:
+        seed: Of the initial weights.
+        folder: Where the files of the data set are; by default where Debian's package puts them.
+
+    Returns:
+        Model, data, loss and suggested learning rate and target.
+
+    Raises:
+        UsageError: The files are not there.
+    """
     train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
     test = _idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte")
     return TrainingTask(

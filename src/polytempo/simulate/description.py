@@ -45,14 +45,17 @@ def experiment_from(data: Any) -> Experiment:
 
 
 def cluster_from(data: Any, where: str = "cluster") -> Cluster:
-    """The cluster that plain data describes.
+    """Read a cluster from plain data, as in a YAML file: numbers, or texts with units ("1Gb/s", "200ms", "50MB").
 
     Args:
-        data: a mapping with the fields of `Cluster`; sizes, rates and times may be texts such as "100MB", "1Gb/s", "5ms".
-        where: how errors name the data.
+        data: A mapping with the keys of `cluster:` in the file (docs/simulate.md).
+        where: How errors name the place.
+
+    Returns:
+        The cluster.
 
     Raises:
-        ClusterError: an unknown key or a wrong value; one line with its place.
+        ClusterError: A key is unknown or a value cannot be read.
     """
     values = _keys(data, where, _CLUSTER)
     if "model" in values:

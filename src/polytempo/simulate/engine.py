@@ -1,16 +1,16 @@
-"""Discrete events in virtual time, driving the very policies of a live job.
+"""The discrete-event engine: virtual time drives the same policies as a live job.
 
-    computed -> (push under way) -> arrived -> policy -> apply, hold, release -> (answer under way) -> answered -> compute
+    computed -> (push in flight) -> arrived -> policy -> apply, hold, release -> (answer in flight) -> answered -> compute
 
 A heap holds what will happen; each entry is (time, order, what, worker, life, step, version). `order` makes equal times
 happen in the order they were planned, so a run is the same every time. `life` counts a rank's lives: what a crashed worker
-had under way meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
+had in flight meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
 the weights the step is computed on: with it the engine knows every gradient's staleness, and training in virtual time knows
 which weights to take.
 
 Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
-Where staleness is to be corrected, `Corrections` has a word on every update before it is made. Modes with local steps have
-an engine of their own, in `local`.
+`Corrections` may slow or drop an update before it is applied. Modes with local steps have an engine of their own
+(`local_engine.py`).
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class SimulationEngine:
         self._carry_out(actions, now)
 
     def _corrected(self, event: Event, now: float) -> list[Action]:
-        """What the policy orders, with a word on stale gradients: updates are slower, or become discards."""
+        """The actions of the policy, corrected for staleness: updates are slower, or become discards."""
         actions = self._policy.handle(event, now)
         return [self._judged(action) if type(action) is Apply else action for action in actions]
 

@@ -57,7 +57,25 @@ class WorkerOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one run under one mode."""
+    """The result of a simulated run under one mode. Seconds are virtual.
+
+    Args:
+        sync: The mode.
+        via: "ps", or the all-reduce algorithm.
+        seconds: The length of the run.
+        steps: Steps of all workers.
+        samples: Samples of all workers.
+        discarded: Pushes that the mode discarded.
+        updates: Updates of the weights.
+        samples_per_second: Throughput.
+        efficiency: Worker-seconds whose result was applied, over all worker-seconds.
+        waiting: The share of worker-seconds held by the mode.
+        communicating: The share of worker-seconds waiting for bytes.
+        staleness_mean: Of the applied gradients.
+        staleness_max: Of the applied gradients.
+        max_lead: The largest lead of a worker over the slowest, in steps.
+        workers: The same for each worker.
+    """
 
     sync: str
     via: str

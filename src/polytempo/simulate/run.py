@@ -36,25 +36,32 @@ def simulate_job(
     progress: Callable[[float], None] | None = None,
     **budget: Any,
 ) -> Outcome:
-    """Run a job in virtual time.
+    """Simulate a job in virtual time: the policies of a live job on a described cluster.
 
     Args:
-        cluster: the machines.
-        sync: a synchronisation spec such as "ssp:3".
-        via: "ps" (the default), "allreduce" (its cheapest algorithm on this cluster) or the name of an algorithm.
-        seed: of all random durations.
-        record: called with every line of the record.
-        trainer: computes real gradients beside the run; used by `train_virtually`.
-        observe_every: seconds of virtual time between evaluations of the trainer.
-        progress: called now and then with the share of the budget that is used.
-        **budget: any of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`.
+        cluster: The machines and links.
+        sync: The mode, such as `"ssp:3"`.
+        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`.
+        seed: Of everything random.
+        record: Called with every line of the record.
+        trainer: Computes real gradients along the run; `train_virtually` makes one.
+        observe_every: Virtual seconds between evaluations of the trainer.
+        progress: Called with the share of the budget that is used up.
+        **budget: At least one of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`.
 
     Returns:
-        Throughput, efficiency, waiting and staleness, for the job and for each worker.
+        Times, throughput, waiting and staleness.
 
     Raises:
-        UsageError: the spec, `via` and cluster do not fit each other.
-        StuckError: no event is left and a worker still waits; the message says which waits for which.
+        UsageError: The mode, the way or the budget cannot be used.
+        StuckError: The run cannot go on: which worker waits for which.
+
+    Example:
+        ```python
+        from polytempo.simulate import Cluster, simulate_job
+
+        simulate_job(Cluster(workers=8, slow={7: 3.0}), "ssp:3", steps=1000).efficiency
+        ```
     """
     spec = parse_spec(sync)
     way = resolve_via(spec, via, cluster)

@@ -98,13 +98,29 @@ def train_virtually(
     progress: Callable[[float], None] | None = None,
     **budget: Any,
 ) -> TrainingRun:
-    """Train a copy of `model` in virtual time.
+    """Train a copy of a model in virtual time: real gradients on the weights that each worker would hold, stale ones
+    included.
 
-    `data` is (train, test), each a pair of tensors or a data set. `optimizer` makes one from a list of parameters; in
-    barrier modes it steps once a round on the mean gradient, in the others once a push at its rate divided by the number
-    of active workers; `asup` brings its own, at the rate of the one given. `cluster` gives step times, batches, links and
-    the bytes that travel. The budget is any of `seconds`, `steps`, `samples` (summed over workers), `steps_each`. Same seed,
-    same result.
+    Args:
+        model: The model; it is not changed.
+        data: (train, test), each a pair of tensors or a data set.
+        loss: A function of outputs and targets.
+        sync: The mode, such as `"ssp:3"`.
+        cluster: The machines and links; four equal workers by default.
+        via: As in `simulate_job`.
+        optimizer: Makes an optimizer from a list of parameters; plain SGD at 0.1 by default.
+        metric: A function of outputs and targets of the test data; the accuracy by default.
+        evaluate_every: Virtual seconds between evaluations.
+        seed: Of everything random.
+        record: Called with every line of the record.
+        progress: Called with the share of the budget that is used up.
+        **budget: At least one of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`.
+
+    Returns:
+        The trained model, the curve of the metric against virtual seconds, and the figures of the run.
+
+    Raises:
+        UsageError: The mode, the way or the budget cannot be used.
     """
     spec = parse_spec(sync)
     train, test = as_tensors(data[0], "training data"), as_tensors(data[1], "test data")
@@ -364,7 +380,7 @@ class Replica:
         self.sent: deque[tuple[list[Gradient], Weights]] = deque()
 
     def settle(self, count: int) -> None:
-        """The next `count` steps were applied or dropped: the fetch under way lacks them, later ones do not."""
+        """The next `count` steps were applied or dropped: the fetch in flight lacks them, later ones do not."""
         self.settled += count
         self.forget()
 
@@ -425,13 +441,13 @@ class VirtualLocalTrainer(VirtualTrainer):
         replica.pending.append(gradient)
 
     def send(self, worker: int) -> None:
-        """The gradients since the last push are under way."""
+        """The gradients since the last push are in flight."""
         replica = self._replicas[worker]
         replica.sent.append((replica.pending, replica.read))
         replica.pending = []
 
     def lose(self, worker: int) -> None:
-        """The oldest push under way is not applied."""
+        """The oldest push in flight is not applied."""
         replica = self._replicas[worker]
         replica.settle(len(replica.sent.popleft()[0]))
 

@@ -15,10 +15,9 @@ import torch
 
 from polytempo.collectives import point_to_point
 from polytempo.collectives.cost import Choice
-from polytempo.collectives.group import RankGroup
+from polytempo.collectives.group import RankGroup, Then
+from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
-from polytempo.collectives.nested import Then
-from polytempo.collectives.nested import exchange as exchange_records
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
 from polytempo.session.session import current
@@ -49,6 +48,12 @@ class Group:
     def index(self, rank: int) -> int:
         """The index within the group of a rank of the job.
 
+        Args:
+            rank: The rank of the job.
+
+        Returns:
+            Its place in `ranks`.
+
         Raises:
             UsageError: The rank is not a member.
         """
@@ -58,7 +63,7 @@ class Group:
 
 
 AnyGroup: TypeAlias = Group | None
-Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+TensorOrList: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 def new_group(ranks: Sequence[int] | None = None) -> Group:
@@ -138,7 +143,7 @@ def _inner(group: Group) -> RankGroup:
     return group.inner
 
 
-def _list(tensors: Tensors) -> list[torch.Tensor]:
+def _list(tensors: TensorOrList) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -237,7 +242,7 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, 
 
 
 def all_reduce(
-    tensor: Tensors, op: object = "sum", group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
+    tensor: TensorOrList, op: object = "sum", group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
 ) -> Task | None:
     """Make a tensor, or each of a list (fused into few messages), the combination of that tensor over all ranks.
 
@@ -301,7 +306,7 @@ def reduce(
 
 
 def broadcast(
-    tensor: Tensors, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
+    tensor: TensorOrList, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
 ) -> Task | None:
     """Make a tensor, or each of a list (fused into few messages), that of rank `src`.
 
@@ -504,5 +509,5 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
-    """A call of several parts (`collectives/nested.py`): gather a record of each rank, and go on with `then`."""
+    """A call of several parts (`collectives/group.py`): gather a record of each rank, and go on with `then`."""
     return exchange_records(_inner(group), record, then, background)

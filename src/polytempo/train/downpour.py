@@ -158,14 +158,14 @@ class DownpourUpdate(Update):
     def _ask(self) -> None:
         """Start a fetch, unless one is under way; when no byte has moved for a while, ask for it again."""
         client, now = self._reducer.client, time.monotonic()
-        moved = client.moved()
+        moved = client.connections.moved()
         with self._reducer.session.lock:
             if self._fetch is None:
                 self._fetch = ParameterFetch(client.start_read(self._reducer.name, "params"), now, moved)
             elif moved != self._fetch.moved:
                 self._fetch.quiet_since, self._fetch.moved = now, moved
             elif now - self._fetch.quiet_since > client.retry:
-                client.ask_for(self._fetch.reading)
+                client.reads.ask_status(self._fetch.reading)
                 self._fetch.quiet_since = now
 
     def _install(self) -> None:
@@ -175,7 +175,7 @@ class DownpourUpdate(Update):
             reducer.client.poll()
             if self._fetch is None or len(self._fetch.reading.answers) < reducer.client.shards:
                 return
-            answers = reducer.client.end_read(self._fetch.reading)
+            answers = reducer.client.reads.take(self._fetch.reading)
         self._fetch = None
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange

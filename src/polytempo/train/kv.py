@@ -403,7 +403,11 @@ class KV:
         return {name: table.residual for name, table in self._tables.items() if table.residual is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore the residuals of `state_dict`."""
+        """Restore the residuals of `state_dict`.
+
+        Args:
+            state: Residuals by the name of their array.
+        """
         for name, residual in state.items():
             self[name].table.load_residual(residual)
 
@@ -423,8 +427,8 @@ class KV:
 
     # For the handles.
 
-    def pull(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> Future[torch.Tensor]:
-        """Rows of one array: these, or a span."""
+    def pull_rows(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> Future[torch.Tensor]:
+        """Pull rows of an array by its number: a list of ids, or a span."""
         table = list(self._tables.values())[number]
         if self._local is not None:
             here = self._local.pull(number, ids, span)
@@ -453,8 +457,8 @@ class KV:
 
         return Future(done, result)
 
-    def clock(self, number: int, span: tuple[int, int]) -> tuple[int, dict[int, int]]:
-        """The version and clocks of a span."""
+    def span_clock(self, number: int, span: tuple[int, int]) -> tuple[int, dict[int, int]]:
+        """The version and the clocks of a span of an array."""
         if self._local is not None:
             return self._local.clock(number, span)
         with self._session.lock:
@@ -462,26 +466,64 @@ class KV:
 
 
 class ArrayHandle:
-    """One array of a `KV`."""
+    """One array of a `KV`, as `kv["name"]` returns it."""
 
     def __init__(self, kv: KV, number: int, table: ArrayTable) -> None:
         self._kv, self._number, self.table = kv, number, table
         self.name, self.info = table.info.name, table.info
 
     def push(self, values: Any, *, rows: Any = None, start: int | None = None, samples: float = 1.0) -> Future[int]:
-        """One step of the clock: values for a list of rows, for a range from `start` on, or for the whole array."""
+        """Push to the array: one step of this worker's clock.
+
+        Args:
+            values: A tensor with the values of the rows.
+            rows: A list of row ids; None for a range or the whole array.
+            start: The first row of a range; None for the whole array.
+            samples: The weight of this push in the mean of a round.
+
+        Returns:
+            A future of the version of the array that contains the push.
+
+        Raises:
+            UsageError: A row is out of range or the values do not fit.
+        """
         return self._kv.push((self.name, values, start if rows is None else rows), samples=samples)
 
     def pull(self, *, rows: Any = None, start: int = 0, stop: int | None = None) -> Future[torch.Tensor]:
-        """Rows: a list of them in its order, a range, or the whole array."""
+        """Pull rows.
+
+        Args:
+            rows: A list of row ids; None for a range or the whole array.
+            start: The first row of a range.
+            stop: The row behind the range; None for the end of the array.
+
+        Returns:
+            A future of the rows, in the order of the list or the range.
+        """
         if rows is not None:
-            return self._kv.pull(self._number, checked_ids(rows, self.info), (0, 0))
-        return self._kv.pull(self._number, None, self.table.span(start, stop))
+            return self._kv.pull_rows(self._number, checked_ids(rows, self.info), (0, 0))
+        return self._kv.pull_rows(self._number, None, self.table.span(start, stop))
 
     def clock(self, start: int = 0, stop: int | None = None) -> dict[int, int]:
-        """For each worker its latest step that has reached all rows of a range."""
-        return self._kv.clock(self._number, self.table.span(start, stop))[1]
+        """The latest step of each worker that has reached all rows of a range.
+
+        Args:
+            start: The first row.
+            stop: The row behind the range; None for the end of the array.
+
+        Returns:
+            Rank to step.
+        """
+        return self._kv.span_clock(self._number, self.table.span(start, stop))[1]
 
     def version(self, start: int = 0, stop: int | None = None) -> int:
-        """The newest version in which a push covered any row of a range; -1 for none."""
-        return self._kv.clock(self._number, self.table.span(start, stop))[0]
+        """The newest version in which a push covered any row of a range.
+
+        Args:
+            start: The first row.
+            stop: The row behind the range; None for the end of the array.
+
+        Returns:
+            The version; -1 for none.
+        """
+        return self._kv.span_clock(self._number, self.table.span(start, stop))[0]

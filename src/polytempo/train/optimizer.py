@@ -195,7 +195,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.inner.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before it is wrapped."""
+        """Refused after wrapping: servers and peers know the parameters by then.
+
+        Args:
+            param_group: The group.
+
+        Raises:
+            UsageError: The optimizer is wrapped; add groups before.
+        """
         if self._ready:
             raise UsageError("add parameter groups before wrapping the optimizer: the job knows its parameters by now")
 
@@ -275,7 +282,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return bool(found) or not self._tables.is_finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of rows too."""
+        """Reset all gradients, those of table rows too; buckets that were sent without a `step()` are dropped.
+
+        Args:
+            set_to_none: As in torch.
+        """
         super().zero_grad(set_to_none)
         self._tables.drop()
 

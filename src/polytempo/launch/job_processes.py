@@ -1,0 +1,173 @@
+"""The processes of a job on this host: what each is told, and how it is started.
+
+A server reads its configuration from standard input, which stays open as long as the launcher lives. A worker finds the job
+file and its rank in its environment, beside the variables that torchrun would set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.display import Display
+from polytempo.launch.forked_process import preload
+from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
+from polytempo.launch.job_folder import JobFolder
+from polytempo.launch.process_monitor import ProcessMonitor
+from polytempo.launch.request import CheckedRequest, split_address
+from polytempo.transport.keys import JobKeys, make_keys, make_secret
+from polytempo.version import VERSION
+
+#: glibc gives large tensors back to the system and takes them anew, zeroed page by page, in every step: a tenth of the time.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+
+
+class JobProcesses:
+    """Servers and workers, the monitor that watches them, and the folder in which they meet."""
+
+    def __init__(self, checked: CheckedRequest) -> None:
+        self._checked, self._request, self._plan = checked, checked.request, checked.plan
+        self.keys: JobKeys | None = make_keys() if self._request.listen and not self._request.insecure else None
+        self._secret = make_secret()  # of the servers alone
+        self._port = free_port()
+        self.servers: dict[ChildProcess, int] = {}  #: with their shards
+        self.workers: dict[ChildProcess, int] = {}  #: with their ranks
+        if self._request.fork:
+            preload()
+        self.monitor = ProcessMonitor()  # from here on signals are waited for
+        self.folder = JobFolder("launcher")
+
+    def start(self, display: Display) -> None:
+        """Start all servers, then all workers."""
+        request = self._request
+        if request.record:
+            (request.record / "logs").mkdir(parents=True, exist_ok=True)
+        paths = [str(self.folder.path / f"server-{index}") for index in range(self._plan.shards)]
+        for index, path in enumerate(paths):
+            config = json.dumps(self._server_config(index, path, paths[0])).encode()
+            command = [sys.executable, "-m", "polytempo.launch.server_process"]
+            variables = {**self._threads(), **keep_memory(), **self.folder.mark()}
+            child = ChildProcess(f"server {index}", command, variables, self._log(f"server-{index}"), config, request.fork)
+            self.servers[child] = index
+            self.monitor.add(child)
+            display.detail(f"server {index} is process {child.process.pid}, at {path}")
+        facts = self.facts(tuple(f"ipc://{path}" for path in paths), asdict(self.keys.workers) if self.keys else None)
+        facts.write(self.folder.job_file)
+        for rank in range(request.workers):
+            variables = {**facts.torch_variables(rank), **self._threads()}
+            log = self._log(f"worker-{rank}")
+            file = self.folder.job_file
+            child = start_worker(request.script, request.arguments, file, rank, variables, log, request.fork)
+            self.workers[child] = rank
+            self.monitor.add(child)
+            display.detail(f"worker {rank} is process {child.process.pid}")
+
+    def worker(self, rank: int | None) -> ChildProcess | None:
+        """The process of a worker of this host; None for a worker of another."""
+        return next((child for child, own in self.workers.items() if own == rank), None)
+
+    def facts(self, addresses: tuple[str, ...], keys: dict[str, str] | None) -> JobFacts:
+        """The job file of workers that reach the servers at these addresses, with these keys."""
+        request = self._request
+        return JobFacts(
+            size=request.size,
+            addresses=addresses,
+            sync=request.sync,
+            seed=request.seed,
+            local_size=request.workers,
+            slow=request.slow,
+            hiccup=request.hiccup,
+            positions=tuple(self._plan.resumed.get("positions", ())),
+            keys=keys,
+            via="auto" if request.via == "auto" and request.way == "allreduce" else request.way,
+            meeting="" if request.expect else str(self.folder.path),
+            route=request.listen or "",
+            insecure=request.insecure,
+            port=self._port,
+        )
+
+    def _server_config(self, index: int, path: str, first: str) -> dict[str, Any]:
+        """Of one server, which listens at `path`; server 0 listens at `first`."""
+        request, plan = self._request, self._plan
+        listen = None
+        if request.listen:
+            host, port = split_address(request.listen, "--listen")
+            listen = f"tcp://{host}:{port if index == 0 else '*'}"
+        return {
+            "index": index,
+            "path": path,
+            "first": f"ipc://{first}",
+            "listen": listen,
+            "keys": asdict(self.keys) if self.keys else None,
+            "size": plan.size,
+            "shards": plan.shards,
+            "sync": plan.sync,
+            "limits": {name: None if value == float("inf") else value for name, value in asdict(plan.limits).items()},
+            "checkpoint_every": plan.checkpoint_every,
+            "resumed": plan.resumed,
+            "checkpoint": str(request.checkpoint) if request.checkpoint else None,
+            "resume": str(self._checked.resume) if self._checked.resume else None,
+            "record": str(request.record) if request.record else None,
+            "threads": int(self._threads()["OMP_NUM_THREADS"]),
+            "host_timeout": request.host_timeout,
+            "secret": self._secret,
+            "go_on_unsaved": request.checkpoint_errors == "continue",
+            "facts": self._meta() if index == 0 else {},
+        }
+
+    def _meta(self) -> dict[str, Any]:
+        versions = {"polytempo": VERSION, "python": platform.python_version(), "torch": installed_version("torch")}
+        host = {"name": platform.node(), "cores": os.cpu_count(), "system": platform.platform()}
+        return {
+            "spec": self._request.sync,
+            "size": self._request.size,
+            "first_step": self._plan.first_step,
+            "options": self._checked.options(),
+            "versions": versions,
+            "seed": self._request.seed,
+            "host": host,
+        }
+
+    def _threads(self) -> dict[str, str]:
+        """The processes share the cores, unless the user has set OMP_NUM_THREADS."""
+        busy = self._request.workers + (self._request.shards if self._request.way == "ps" else 0)
+        share = max(1, (os.cpu_count() or 1) // busy)
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
+
+    def _log(self, name: str) -> Path | None:
+        return self._request.record / "logs" / f"{name}.log" if self._request.record else None
+
+
+def keep_memory() -> dict[str, str]:
+    """Variables that make malloc keep freed memory; none where the user has set any of malloc's."""
+    return {} if any(name.startswith("MALLOC_") for name in os.environ) else KEEP_MEMORY
+
+
+def start_worker(
+    script: str,
+    arguments: Iterable[str],
+    job_file: Path,
+    rank: int,
+    variables: dict[str, str],
+    log: Path | None = None,
+    forks: bool = False,
+) -> ChildProcess:
+    """Start one worker process, by a fork of this one if `forks`; its output goes to the file `log` as well."""
+    environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
+    environment |= keep_memory()
+    return ChildProcess(f"worker {rank}", [sys.executable, script, *arguments], environment, log, forks=forks)
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
