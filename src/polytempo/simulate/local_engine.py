@@ -158,7 +158,7 @@ class LocalEngine(SimulationEngine):
         more = place.sent[apply.pushes[0].step][0] - 1
         worker.steps += more
         worker.staleness_sum += more * (self.updates - worker.used)
-        self._steps += more
+        self._used.steps += more
         super()._apply(apply, now)
         place.applied += 1
         del place.sent[apply.pushes[0].step]
