@@ -29,7 +29,7 @@ Span = tuple[float, float, str]
 
 
 def sleeping() -> Any:
-    """A model of so many layers, each of which sleeps both ways."""
+    """A model of layers that sleep, forward and backward."""
     import time
 
     import torch

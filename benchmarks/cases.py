@@ -22,7 +22,7 @@ def bytes_of(size: str) -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: what is asked of so many workers."""
+    """One row: a work, and the number of workers and servers."""
 
     name: str
     work: str
@@ -40,7 +40,7 @@ class Subject:
     """One column: who does the work, and how its cost is read off (seconds a round unless said)."""
 
     name: str
-    start: Callable[[Rig, int, int], None]  # for so many workers and servers
+    start: Callable[[Rig, int, int], None]  # given the numbers of workers and servers
     variant: str = ""
     groups: tuple[tuple[int, int], ...] | None = None  # only there
     meter: Callable[[Rig, str, str], float] = Rig.measure
@@ -77,7 +77,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about one table. `repeats`: so many, and so many with --quick."""
+    """Everything about one table. `repeats`: normally, and with --quick."""
 
     name: str
     title: str

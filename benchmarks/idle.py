@@ -1,4 +1,4 @@
-"""What a server costs while nobody asks it anything: CPU seconds of its process, by the system's clock (ticks of 10 ms)."""
+"""The cost of an idle server: CPU seconds of its process, by the system's clock (ticks of 10 ms)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WATCHED, SETTLE = 5.0, 0.5
 
 
 def server_cpu(rig: Rig, work: str, variant: str) -> float:
-    """A few exchanges, a moment to settle, then so many seconds in which nothing is asked."""
+    """A few exchanges, a moment to settle, then the given seconds without a message."""
     rig.measure(work, variant)
     time.sleep(SETTLE)
     before = _used(rig)

@@ -57,8 +57,7 @@ def plain_training(steps: int) -> int:
 
     import torch
 
-    from polytempo.simulate.datasets import digits
-    from polytempo.simulate.sharded_data import Shards
+    from polytempo.simulate.datasets import Shards, digits
 
     task = digits()
     model = copy.deepcopy(task.model)

@@ -4,7 +4,7 @@ Eight linear layers with ReLU between, SGD, one thread a process; the batch in f
 again in backward. The ideal is what one process needs for the whole batch, spread over K processes that wait for nothing but
 the schedule: (M + K - 1) / (M K) of it. One process multiplies matrices of M times as many rows, which costs less a row, and
 has the machine's memory and its caches for itself. So there is a second limit, "apart": both processes at once, each with
-its stage's layers and the same microbatches, where nobody waits for anybody; (M + K - 1) / M of that.
+its stage's layers and the same microbatches, where no process waits for another; (M + K - 1) / M of that.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup
+from polytempo.simulate.description import random_cluster
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict
@@ -122,7 +122,7 @@ def prediction(steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts"))
-    parser.add_argument("--seeds", type=int, help="so many instead of 10, 300, 5 and 400 (prediction: steps, 600)")
+    parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
     if arguments.only in (None, "prediction"):
         prediction(arguments.seeds or 600)

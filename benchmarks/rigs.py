@@ -1,4 +1,4 @@
-"""Processes to be measured: workers that wait, using no CPU, for "so many rounds of that work", and their servers.
+"""Processes to be measured: workers that wait, using no CPU, for a number of rounds of a work, and their servers.
 
 A rig that is not being measured is stopped (SIGSTOP): TensorPipe for one polls without end, and would take a core from the
 others. A rig owns all it started. `close` asks the workers to end, kills what has not ended and removes the rig's directory;
@@ -75,7 +75,7 @@ class Rig:
         return process
 
     def add_workers(self, target: Callable[..., None], count: int, *arguments: Any) -> None:
-        """`target(pipe, rank, *arguments)` in so many processes; returns when all are ready."""
+        """`target(pipe, rank, *arguments)` in each of `count` processes; returns when all are ready."""
         for rank in range(count):
             ours, theirs = self._context.Pipe()
             self.add_process(_worker, target, theirs, rank, *arguments)

@@ -24,7 +24,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Work:
-    """`"pull 1000 1000000"`: what to do, with so many rows of so many."""
+    """`"pull 1000 1000000"`: the operation, the number of rows, and the size of the table."""
 
     action: str
     batch: int

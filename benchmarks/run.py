@@ -14,7 +14,7 @@ backend    DDP over our back end and over gloo
 alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
-idle       CPU time of a server that nobody asks anything
+idle       CPU time of an idle server
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
 training   training in virtual time, beside a plain loop

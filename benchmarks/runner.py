@@ -55,7 +55,7 @@ class Stage:
         self._rigs[start].close()
 
     def measure(self, row: Measured, repeats: int, tick: Callable[[], None]) -> None:
-        """All subjects in turn, so many times."""
+        """All subjects in turn, `repeats` times."""
         for _ in range(repeats):
             for subject in self._subjects:
                 self._once(subject, row)

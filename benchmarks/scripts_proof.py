@@ -26,7 +26,7 @@ from measure import save
 from polytempo.report.table import TextTable
 
 OUT = Path("out/proof")
-#: Of all scripts at least so many must run to their end, so that it means something when none fails.
+#: The least share of scripts that must run to their end, so that the absence of failures means something.
 LEAST = 0.6
 PROCESSES = 20
 

@@ -79,7 +79,7 @@ def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | Non
 
 
 def ranked_worker(pipe: Connection, rank: int, directory: str, size: int) -> None:
-    """As torchrun starts it: there is no server, and nobody decides."""
+    """As torchrun starts it: without servers and without a coordinator."""
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -5,7 +5,8 @@
 
 A job of two workers runs in threads over Unix sockets, as the processes of one host do. After some warm-up steps one step
 (forward, backward, update) is profiled: every call of a function of `polytempo`, in the thread of rank 0 and in the threads
-of servers and progress engines. Printed are the files in the order of their first call, with the number of calls.
+of servers and progress engines. Printed are the files in the order of their first call, with the number of calls: first
+those that the worker's own thread enters, then those that only other threads enter.
 """
 
 from __future__ import annotations
@@ -37,21 +38,26 @@ class Walk:
     """Counts calls by source file while `recording`, in all threads but those of the other workers."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()  # in the order of the first call
+        self.worker: Counter[str] = Counter()  # in the order of the first call
+        self.others: Counter[str] = Counter()  # of servers and progress threads
         self.recording = False
-        self.others: set[int] = set()  # threads of workers that are not rank 0
+        self._threads: dict[int, int] = {}  # of workers: thread to rank
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.recording or event != "call" or threading.get_ident() in self.others:
+        if not self.recording or event != "call":
             return
-        path = frame.f_code.co_filename
-        if path.startswith(SOURCE) and frame.f_code.co_name != "<module>":
-            self.calls[path.removeprefix(SOURCE)] += 1
+        rank, path = self._threads.get(threading.get_ident()), frame.f_code.co_filename
+        if not rank and path.startswith(SOURCE) and frame.f_code.co_name != "<module>":
+            calls = self.others if rank is None else self.worker
+            calls[path.removeprefix(SOURCE)] += 1
+
+    def files(self) -> list[tuple[str, int, int]]:
+        """Path, calls in the worker's thread, calls in other threads."""
+        return [(path, self.worker[path], self.others[path]) for path in dict.fromkeys([*self.worker, *self.others])]
 
     def steps(self, rank: int, step: Callable[[], object], together: threading.Barrier) -> None:
         """Warm up, then one step that is recorded."""
-        if rank:
-            self.others.add(threading.get_ident())
+        self._threads[threading.get_ident()] = rank
         for _ in range(WARM):
             step()
         together.wait()
@@ -154,9 +160,11 @@ def main() -> None:
             run(walk, threading.Barrier(WORKERS))
         finally:
             threading.setprofile(None)
-        print(f"{name}: {title}: {len(walk.calls)} files, {walk.calls.total()} calls")
-        for place, (path, count) in enumerate(walk.calls.items(), 1):
-            print(f"{place:4}  {path:40} {count:6}")
+        files = walk.files()
+        print(f"{name}: {title}: {len(files)} files, {walk.worker.total() + walk.others.total()} calls")
+        print(f"      {'file':40} {'worker':>6} {'others':>6}")
+        for place, (path, *counts) in enumerate(files, 1):
+            print(f"{place:4}  {path:40} " + " ".join(f"{count or '':>6}" for count in counts))
         print()
         sys.stdout.flush()
 

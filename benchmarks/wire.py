@@ -61,7 +61,7 @@ def stream(folder: Path | None, sock: Any, sending: bool) -> Any:
 
 
 def sealed(key: bytes, sock: Any, sending: bool) -> Any:
-    """Each piece encrypted by itself, its number the nonce. The key is simply there: no handshake, nobody authenticated."""
+    """Each piece encrypted by itself, its number the nonce. The key is given: no handshake, no authentication."""
     cipher, box, numbers = AESGCM(key), memoryview(bytearray(MB + 16)), iter(range(1 << 62))
     move_box = stream(None, sock, sending)
 
@@ -99,7 +99,7 @@ def zeromq(setting: tuple[Any, bool], address: str, sending: bool) -> Any:
 
 
 def work(way: Any, secret: Any, where: Any, sending: bool, pipe: Any, bell: Any) -> None:
-    """A process: moves so many bytes so often, and says how many seconds, and seconds of a core, a GB took."""
+    """A process: moves a number of bytes repeatedly, and reports seconds, and seconds of a core, per GB."""
     move, right = way(secret, where, sending), numpy.random.default_rng(0).bytes(SIZES[-1] * MB)
     memory = memoryview(bytearray(right) if sending else bytearray(len(right)))
     pipe.send("ready")

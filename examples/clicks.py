@@ -98,7 +98,7 @@ def train() -> None:
 
 
 def report() -> None:
-    """On samples that nobody has trained on: the model, the truth, and who knows only how often there are clicks."""
+    """On held-out samples: the model, the true probabilities, and a constant predictor."""
     ids, clicks, truth = samples(HELD_OUT, options.held_out)
     with torch.no_grad():
         odds = model(ids)
@@ -115,7 +115,7 @@ pt.init()
 model = ClickModel()
 optimizer = pt.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.02), model)
 train()
-pt.barrier()  # everybody's last push is in
+pt.barrier()  # the last push of every worker is in
 if pt.rank() == 0:
     optimizer.consolidate()
     report()

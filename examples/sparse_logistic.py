@@ -124,7 +124,7 @@ def learn(filters: bool) -> None:
             asked, sent = asked + len(keep), sent + int(keep.sum())
     kv.finish()
     traffic = kv.stats["bytes_sent"] + kv.stats["bytes_received"] - before
-    pt.barrier()  # everybody's last push is in
+    pt.barrier()  # the last push of every worker is in
     report(worker, kv["weights"].pull().result(), filters, 1 - sent / asked, traffic)
 
 

@@ -27,7 +27,7 @@ PICTURES = {
     "gpipe": ("gpipe,recompute=0", "gpipe: all forwards, then all backwards"),
     "1f1b": ("1f1b", "1f1b: a backward as soon as there is one"),
     "pipedream": ("pipedream", "pipedream: no flush, an update after every backward"),
-    "later": ("1f1b", "1f1b, two stages that compute: gradients of weights when nobody waits for more"),
+    "later": ("1f1b", "1f1b, two stages that compute: gradients of weights done while the stage waits"),
 }
 #: Of the last picture: linear layers, their width, and the rows of a microbatch.
 LAYERS, WIDTH, ROWS = 8, 1024, 64
@@ -103,14 +103,14 @@ def work(name: str, folder: str) -> None:
 
 def draw(name: str) -> None:
     """What each rank did last, without the warming up."""
-    from polytempo.pipeline.trace_files import read_logs
+    from polytempo.pipeline.trace_files import read_traces
     from polytempo.report.pipeline_picture import draw_pipeline, last_updates
 
     title = PICTURES[name][1]
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(stages_of(name)), __file__, name, folder]
         subprocess.run(command, check=True)
-        lines = last_updates(read_logs(folder), STEPS * MICROBATCHES if name == "pipedream" else STEPS)
+        lines = last_updates(read_traces(folder), STEPS * MICROBATCHES if name == "pipedream" else STEPS)
         bubble = draw_pipeline(lines, HERE / f"pipeline-{name}.png", title)
     print(f"written: {HERE.name}/pipeline-{name}.png, bubble {100 * bubble:.1f} %")
 

@@ -61,10 +61,11 @@ class PeerError(PolytempoError, RuntimeError):
 
 
 class RankLost(PeerError):
-    """Ranks that this call needs have ended, by an exit or by a crash. `reform()` makes a group of the ranks that are left.
+    """Ranks that a call needs have ended, by an exit or by a crash. `reform()` makes a group of the ranks that are left.
 
-    Attributes:
-        ranks: The ranks of the job that are lost.
+    Args:
+        text: The message.
+        ranks: The ranks of the job that are lost; an attribute of the error.
     """
 
     def __init__(self, text: str, ranks: tuple[int, ...]) -> None:

@@ -43,7 +43,7 @@ class Syntax:
     options: Mapping[str, ArgumentReader] = field(default_factory=dict)
 
 
-class Choice(NamedTuple):
+class ParsedText(NamedTuple):
     """A text that was read: `argument` is None where none was given."""
 
     name: str
@@ -74,7 +74,7 @@ def parse(
     *,
     error: type[UsageError] = UsageError,
     planned: tuple[str, ...] = (),
-) -> Choice:
+) -> ParsedText:
     """Read a text by a table of names.
 
     Args:
@@ -93,7 +93,7 @@ def parse(
         raise error(_unknown(text, name, colon + argument, what, known, planned))
     if syntax.argument is None and "=" in argument:
         items, colon, argument = [argument, *items], "", ""
-    return Choice(name, _argument(name, colon, argument, syntax, error), _options(name, items, syntax.options, error))
+    return ParsedText(name, _argument(name, colon, argument, syntax, error), _options(name, items, syntax.options, error))
 
 
 def _argument(name: str, colon: str, argument: str, syntax: Syntax, error: type[UsageError]) -> Any:

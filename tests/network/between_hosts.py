@@ -20,7 +20,7 @@ here = next(host for host in world.hosts if rank in host)
 
 
 def sent(away: bool = False) -> int:
-    return sum(link.payload_sent for other, link in world.engine.links.items() if not away or other not in here)
+    return sum(link.payload_sent for other, link in world.engine.messages.links.items() if not away or other not in here)
 
 
 def tensor(of: int, length: int = 1000) -> torch.Tensor:

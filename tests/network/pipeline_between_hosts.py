@@ -48,9 +48,9 @@ if __name__ == "__main__":
         schedule="1f1b",
         microbatches=4,
     )
-    before = {rank: link.payload_sent for rank, link in world.engine.links.items()}
+    before = {rank: link.payload_sent for rank, link in world.engine.messages.links.items()}
     losses = [pipe.step(*batch(step)) for step in range(STEPS)]
-    sent = {rank: link.payload_sent - before[rank] for rank, link in world.engine.links.items()}
+    sent = {rank: link.payload_sent - before[rank] for rank, link in world.engine.messages.links.items()}
     wanted, state = alone()
     found = pipe.state_dict()
     torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-10)

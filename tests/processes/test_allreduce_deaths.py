@@ -19,8 +19,8 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 import polytempo as pt
-from polytempo.collectives.shared_mean import SharedMeanBuffer
-from polytempo.collectives.shared_mean import mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer
+from polytempo.collectives.shared_buffer import mean_in_place
 from polytempo.transport.local_peers import LocalPeers
 
 who, when, where, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -173,7 +173,7 @@ def test_a_death_while_the_job_begins_keeps_nobody_waiting(bench: Bench, who: in
         others = [rank for rank in range(MEMBERS) if rank != who]
         assert weights_of(bench, others[0]) == weights_of(bench, others[1])
     else:
-        assert "worker 0 is gone" in done.stderr or "worker 0 ended before the other workers" in done.stderr
+        assert "rank 0 is gone" in done.stderr or "worker 0 ended before the other workers" in done.stderr
 
 
 def test_two_deaths_at_once_leave_one_who_goes_on(bench: Bench) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from live import PACED, Bench, wait_until
 
-from polytempo.server.manifest import find_checkpoint
+from polytempo.checkpoints import find_checkpoint
 
 
 def servers_of(launcher: int) -> list[psutil.Process]:

@@ -84,7 +84,7 @@ def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
 def test_another_mode_is_refused(bench: Bench) -> None:
     done = bench.run("run", "-n", "2", "-q", "--sync", "asp", CALLS)
     assert done.returncode != 0
-    assert "Horovod scripts train in step, in no other mode: start with --sync bsp, got asp" in done.stderr
+    assert "expected --sync bsp for a Horovod script, got asp" in done.stderr
 
 
 def test_the_example(bench: Bench) -> None:

@@ -52,7 +52,7 @@ def die():
 
 
 def arm(engine):
-    original, left = engine.send, [sends]
+    original, left = engine.messages.send, [sends]
 
     def send(*about):
         if not left[0]:
@@ -60,7 +60,7 @@ def arm(engine):
         left[0] -= 1
         original(*about)
 
-    engine.send = send
+    engine.messages.send = send
 
 
 def total(group):

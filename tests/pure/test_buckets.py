@@ -1,4 +1,4 @@
-"""Buckets: every gradient is in one, in the order of the first backward, and pieces add up to a shard."""
+"""Buckets: every gradient is in one, pieces add up to a shard, and they leave in order while backward runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.values import BufferRange, TensorInfo
-from polytempo.reducer.buckets import plan_buckets, rest_of
+from polytempo.reducer.buckets import BucketScheduler, group_by_size, plan_buckets, rest_of
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
@@ -60,3 +60,73 @@ def test_the_usual_model_has_one_piece_a_bucket() -> None:
         (BufferRange(0, 800, 1600),),
         (BufferRange(0, 0, 800),),
     ]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=12),
+    limit=st.integers(1, 60),
+)
+@moderately
+def test_groups_have_one_kind_and_are_complete_at_the_limit(sizes: list[tuple[int, str]], limit: int) -> None:
+    groups = group_by_size([(index, size, kind) for index, (size, kind) in enumerate(sizes)], limit)
+    assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
+    for group in groups:
+        assert len({sizes[index][1] for index in group}) == 1
+        assert group == sorted(group)
+        assert sum(sizes[index][0] for index in group[:-1]) < limit
+    small = [sizes[group[0]][1] for group in groups if sum(sizes[index][0] for index in group) < limit]
+    assert len(small) == len(set(small))
+
+
+class Gradients:
+    """Gradients that have a version each, and what was launched of their buckets."""
+
+    def __init__(self, buckets: list[list[int]], **options: bool) -> None:
+        self.versions = [0] * sum(len(bucket) for bucket in buckets)
+        self.launched: list[int] = []
+        self.scheduler = BucketScheduler(buckets, self.launched.append, lambda index: self.versions[index], **options)
+
+    def complete(self, *indices: int) -> list[int]:
+        for index in indices:
+            self.versions[index] += 1
+            self.scheduler.complete(index)
+        return self.launched
+
+
+def test_buckets_of_collectives_leave_in_order_whatever_order_backward_takes() -> None:
+    gradients = Gradients([[5, 4], [3, 2], [1, 0]], in_order=True)
+    assert gradients.complete(3, 2, 5) == []
+    assert gradients.complete(4) == [0, 1]
+    assert gradients.complete(1, 0) == [0, 1, 2]
+    assert gradients.scheduler.changed() == []
+    gradients.versions[2] += 1
+    assert gradients.scheduler.changed() == [1]
+
+
+def test_the_last_bucket_may_be_held_until_the_end_and_the_rest_is_launched_then() -> None:
+    gradients = Gradients([[2], [1], [0]], in_order=True, hold_last=True)
+    assert gradients.complete(2, 0) == [0]
+    gradients.scheduler.launch_rest()
+    assert gradients.launched == gradients.scheduler.launched == [0, 1, 2]
+    gradients.scheduler.start_over()
+    assert gradients.scheduler.launched == gradients.scheduler.changed() == []
+    assert gradients.complete(2, 1, 0) == [0, 1, 2, 0, 1]
+
+
+def test_without_an_order_a_bucket_leaves_when_it_is_complete_and_again_when_all_of_it_is_again() -> None:
+    gradients = Gradients([[3, 2], [1, 0]], in_order=False)
+    assert gradients.complete(0, 1) == [1]
+    assert gradients.complete(0) == [1]
+    assert gradients.scheduler.changed() == [1]
+    assert gradients.complete(1) == [1, 1]
+    assert gradients.scheduler.changed() == []
+    assert gradients.complete(3, 2) == [1, 1, 0]
+
+
+def test_an_exact_comparison_replaces_stamps() -> None:
+    differing = set[int]()
+    scheduler = BucketScheduler([[0], [1]], lambda number: None, in_order=True, differs=differing.__contains__)
+    scheduler.launch_rest()
+    assert scheduler.changed() == []
+    differing.add(1)
+    assert scheduler.changed() == [1]

@@ -105,7 +105,7 @@ def test_a_whole_experiment() -> None:
         ({"stalls": [{"worker": 0, "at": 5}]}, r"cluster.stalls\[0\]: expected worker, at, seconds; got worker, at"),
         ({"stalls": {"worker": 0}}, "cluster.stalls: expected a list"),
         ({"joins": [{"worker": 0, "at": 5}]}, "joins names worker 0, which is there from the start"),
-        ({"joins": [{"worker": 7, "at": 5}]}, "nobody has rank 4"),
+        ({"joins": [{"worker": 7, "at": 5}]}, "no worker has rank 4"),
         ({"link": {"bandwidth": "fast"}}, "cluster.link.bandwidth as a rate such as 1Gb/s"),
         ({"link": {"bandwidth": 0}}, "expected a bandwidth above 0"),
         ({"link": {"shared": "yes"}}, "expected true or false"),

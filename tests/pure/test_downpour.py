@@ -14,7 +14,7 @@ from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.simulate.cluster import Cluster, Crash, Link
-from polytempo.simulate.random_cluster import random_cluster
+from polytempo.simulate.description import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release
 from polytempo.sync.spec import parse_spec

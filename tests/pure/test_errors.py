@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polytempo import errors
+from polytempo.checkpoints import MANIFEST, find_checkpoint
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.server.manifest import MANIFEST, find_checkpoint
 from polytempo.transport.keys import read_key_file
 
 BUILT_IN = {

@@ -108,9 +108,9 @@ def test_no_other_actions(kind: str, microbatch: int) -> None:
 def test_schedules_that_are_none() -> None:
     good = gpipe(2, 2)
     with pytest.raises(UsageError, match="a stage or more"):
-        replace(good, lines=())
+        replace(good, actions=())
     with pytest.raises(UsageError, match=re.escape("got replicas (0, 1)")):
-        replace(good, lines=((), good.lines[1]))
+        replace(good, actions=((), good.actions[1]))
     with pytest.raises(UsageError, match="versions must be newest or first, not 'old'"):
         replace(good, versions="old")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a name of one line"):
@@ -119,10 +119,10 @@ def test_schedules_that_are_none() -> None:
 
 def test_which_forwards_are_made_again() -> None:
     schedule = gpipe(2, 4)
-    assert schedule.made_again(0, 0) == schedule.made_again(1, 0) == {0, 1, 2}
-    assert gpipe(2, 4, recompute=False).made_again(0, 0) == set()
+    assert schedule.recomputed(0, 0) == schedule.recomputed(1, 0) == {0, 1, 2}
+    assert gpipe(2, 4, recompute=False).recomputed(0, 0) == set()
     late = from_text("recompute: yes\nstage 0: F0 F1 B0 B1 U F2 U B2 U F3 B3 U")
-    assert late.made_again(0, 0) == {0, 1, 2}
+    assert late.recomputed(0, 0) == {0, 1, 2}
 
 
 def test_replicas_take_turns() -> None:
@@ -130,7 +130,7 @@ def test_replicas_take_turns() -> None:
     assert schedule.replicas == (3, 1, 2)
     assert [schedule.replica_of(stage, 8) for stage in range(3)] == [2, 0, 0]
     assert [schedule.place(*place) for place in ((0, 2), (1, 0), (2, 1))] == ["stage 0.2", "stage 1", "stage 2.1"]
-    assert [(stage, replica) for stage, replica, _ in schedule.each_line()] == [
+    assert [(stage, replica) for stage, replica, _ in schedule.each_replica()] == [
         (0, 0),
         (0, 1),
         (0, 2),

@@ -45,7 +45,7 @@ def complaint(schedule: Schedule | str) -> str:
         ("stage 0: F0 B0 U F1 B1 U\nflushes: yes", "update: stage 0 updates 2 times in a step; expected one U, at the end"),
         (
             "stage 0.0: F0 B0 F2 B2 U\nstage 0.1: F1 B1 U F3 B3 U",
-            "update: stage 0.0 makes 1 updates and stage 0.1 makes 2; replicas meet at every update",
+            "update: stage 0.0 makes 1 updates and stage 0.1 makes 2; replicas synchronise at every update",
         ),
         (
             "stage 0: F0 F1 B0 B1 U\nstage 1: F1 B1 F0 B0 U\nstage 2: F0 B0 F1 B1 U",
@@ -94,7 +94,7 @@ def test_many_that_wait_are_counted() -> None:
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2)])
 def test_nothing_can_be_left_out_nor_done_twice(spec: str, replicas: tuple[int, ...]) -> None:
     schedule = make(spec, 3, 5, replicas)
-    for stage, replica, line in schedule.each_line():
+    for stage, replica, line in schedule.each_replica():
         for index, action in enumerate(line):
             merges = spec == "pipedream" and replicas[0] == 1 and action == UPDATE and index < len(line) - 1
             if not merges:  # two gradients in one update, which is as good
@@ -103,9 +103,9 @@ def test_nothing_can_be_left_out_nor_done_twice(spec: str, replicas: tuple[int, 
 
 
 def changed(schedule: Schedule, stage: int, replica: int, line: ReplicaActions) -> Schedule:
-    replicas = list(schedule.lines[stage])
+    replicas = list(schedule.actions[stage])
     replicas[replica] = line
-    return replace(schedule, lines=(*schedule.lines[:stage], tuple(replicas), *schedule.lines[stage + 1 :]))
+    return replace(schedule, actions=(*schedule.actions[:stage], tuple(replicas), *schedule.actions[stage + 1 :]))
 
 
 def test_versions_that_a_reader_still_needs_are_kept() -> None:
@@ -133,7 +133,7 @@ def test_a_replica_without_a_microbatch_takes_part() -> None:
 def second_opinion(schedule: Schedule) -> Facts | None:
     """The facts but for the order, slowly; None when a rule is broken."""
     stages, numbers = range(schedule.stages), range(schedule.microbatches)
-    for stage, replica, line in schedule.each_line():
+    for stage, replica, line in schedule.each_replica():
         mine = [number for number in numbers if number % schedule.replicas[stage] == replica]
         wanted = Counter(ScheduleAction(kind, number) for kind in ("F", "B") for number in mine)
         if Counter(action for action in line if action != UPDATE) != wanted:
@@ -142,7 +142,7 @@ def second_opinion(schedule: Schedule) -> Facts | None:
             return None
         if any(UPDATE not in line[line.index(ScheduleAction("B", number)) :] for number in mine):
             return None
-    counts = [{line.count(UPDATE) for line in schedule.lines[stage]} for stage in stages]
+    counts = [{line.count(UPDATE) for line in schedule.actions[stage]} for stage in stages]
     if any(len(count) != 1 for count in counts) or (schedule.flushes and any(count != {1} for count in counts)):
         return None
     updates = tuple(
@@ -163,13 +163,13 @@ def second_opinion(schedule: Schedule) -> Facts | None:
     except CycleError:
         return None
     flight = tuple(max(prefixes(line)) for line in best_lines(schedule, prefixes))
-    kept = tuple(max(max(versions(line, used[stage])) for line in schedule.lines[stage]) for stage in stages)
+    kept = tuple(max(max(versions(line, used[stage])) for line in schedule.actions[stage]) for stage in stages)
     whole = tuple(1 for _ in stages) if schedule.recompute else flight
     return Facts(flight, whole, kept, tuple(map(tuple, used)), updates, ())
 
 
 def version_at(schedule: Schedule, stage: int, action: ScheduleAction) -> int:
-    line = schedule.lines[stage][action.microbatch % schedule.replicas[stage]]
+    line = schedule.actions[stage][action.microbatch % schedule.replicas[stage]]
     return line[: line.index(action)].count(UPDATE)
 
 
@@ -179,7 +179,7 @@ def prefixes(line: ReplicaActions) -> list[int]:
 
 
 def best_lines(schedule: Schedule, measure: Any) -> list[ReplicaActions]:
-    return [max(replicas, key=lambda line: max(measure(line))) for replicas in schedule.lines]
+    return [max(replicas, key=lambda line: max(measure(line))) for replicas in schedule.actions]
 
 
 def versions(line: ReplicaActions, used: list[int]) -> list[int]:
@@ -195,7 +195,7 @@ def versions(line: ReplicaActions, used: list[int]) -> list[int]:
 def edges(schedule: Schedule) -> dict[Any, set[Any]]:
     """What each action waits for; an update is one thing for all replicas of a stage."""
     graph: dict[Any, set[Any]] = {}
-    for stage, _, line in schedule.each_line():
+    for stage, _, line in schedule.each_replica():
         before, updates = None, 0
         for action in line:
             updates += action == UPDATE
@@ -217,12 +217,12 @@ def mutants(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
     several = st.lists(st.integers(1, 3), min_size=stages, max_size=stages)
     replicas = [count] * stages if "vertical" in spec else draw(several)
     schedule = make(spec, stages, draw(st.integers(max(replicas), 7)), replicas)
-    lines = [[list(line) for line in stage] for stage in schedule.lines]
+    lines = [[list(line) for line in stage] for stage in schedule.actions]
     for _ in range(draw(st.integers(1, 3))):
         replicas_of_one = draw(st.sampled_from(lines))
         line, other = draw(st.sampled_from(replicas_of_one)), draw(st.sampled_from(replicas_of_one))
         change(draw, line, other)
-    return schedule, replace(schedule, lines=tuple(tuple(map(tuple, stage)) for stage in lines))
+    return schedule, replace(schedule, actions=tuple(tuple(map(tuple, stage)) for stage in lines))
 
 
 def change(draw: st.DrawFn, line: list[ScheduleAction], other: list[ScheduleAction]) -> None:
@@ -282,10 +282,10 @@ def test_some_changes_are_refused_and_some_are_not() -> None:
 )
 def test_the_order_respects_everybody(schedule: Schedule) -> None:
     order = check(schedule).order
-    assert sorted(order) == [(*place, at) for *place, line in schedule.each_line() for at in range(len(line))]
+    assert sorted(order) == [(*place, at) for *place, line in schedule.each_replica() for at in range(len(line))]
     graph, done, updates = edges(schedule), set[Any](), Counter[tuple[int, int]]()
     for stage, replica, at in order:
-        action = schedule.lines[stage][replica][at]
+        action = schedule.actions[stage][replica][at]
         updates[stage, replica] += action == UPDATE
         node = (stage, "U", updates[stage, replica]) if action == UPDATE else (stage, action)
         if node in done:  # an update, of a replica that comes next to the one before

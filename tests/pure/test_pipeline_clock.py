@@ -137,7 +137,7 @@ def test_every_action_starts_as_soon_as_it_can(job: tuple[Schedule, list[list[in
     schedule, (forward, backward, recompute, update, transfer) = job
     timeline = run(schedule, forward, backward, transfer, recompute, update)
     ends = {(s, span.action): span.end for s, stage in enumerate(timeline.spans) for line in stage for span in line}
-    for stage, replica, line in schedule.each_line():
+    for stage, replica, line in schedule.each_replica():
         spans = timeline.spans[stage][replica]
         assert [span.action for span in spans] == list(line)
         for at, (before, span) in enumerate(zip((None, *spans), spans, strict=False)):

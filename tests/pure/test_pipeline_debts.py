@@ -38,32 +38,32 @@ def B(number: int) -> ScheduleAction:  # noqa: N802
 
 
 def test_an_update_needs_everything_and_a_forward_needs_room() -> None:
-    debts = DeferredGradients(2)
+    deferred = DeferredGradients(2)
     for action in (F(0), F(1)):
-        assert not debts.due(action, again=False)
-        debts.did(action, again=False)
-    debts.did(B(0), again=False, pieces=2)
-    assert debts.due(UPDATE, again=False)
-    assert debts.due(F(2), again=False), "1 is kept, 0 is owed for: there is no room"
-    assert not debts.due(F(2), again=True), "nothing is kept of it"
-    assert not debts.due(B(1), again=False)
-    assert [debts.pay(), debts.pay()] == [0, 0]
-    assert not debts
-    assert not debts.due(F(2), again=False)
-    assert not debts.due(UPDATE, again=False)
-    assert debts.most_held == 2
+        assert not deferred.due(action, recompute=False)
+        deferred.completed(action, recompute=False)
+    deferred.completed(B(0), recompute=False, pieces=2)
+    assert deferred.due(UPDATE, recompute=False)
+    assert deferred.due(F(2), recompute=False), "1 is kept, 0 is owed for: there is no room"
+    assert not deferred.due(F(2), recompute=True), "nothing is kept of it"
+    assert not deferred.due(B(1), recompute=False)
+    assert [deferred.pop(), deferred.pop()] == [0, 0]
+    assert not deferred
+    assert not deferred.due(F(2), recompute=False)
+    assert not deferred.due(UPDATE, recompute=False)
+    assert deferred.peak_held == 2
 
 
 def test_a_forward_that_is_made_again_needs_room_then() -> None:
-    debts = DeferredGradients(1)
+    deferred = DeferredGradients(1)
     for number in range(3):
-        debts.did(F(number), again=True)
-    assert not debts.due(B(2), again=True)
-    debts.did(B(2), again=True, pieces=1)
-    assert debts.due(B(1), again=True)
-    assert debts.pay() == 2
-    assert not debts.due(B(1), again=True)
-    assert debts.most_held == 1
+        deferred.completed(F(number), recompute=True)
+    assert not deferred.due(B(2), recompute=True)
+    deferred.completed(B(2), recompute=True, pieces=1)
+    assert deferred.due(B(1), recompute=True)
+    assert deferred.pop() == 2
+    assert not deferred.due(B(1), recompute=True)
+    assert deferred.peak_held == 1
 
 
 @st.composite
@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, list[float], list[float], list[flo
 def replayed(timeline: Timeline, stage: int, replica: int) -> int:
     """Every microbatch has its backward, then all its pieces, then its update; the most that have activations at once."""
     schedule, owed, kept, most = timeline.schedule, set[int](), set[int](), 0
-    again = schedule.made_again(stage, replica)
+    again = schedule.recomputed(stage, replica)
     for span in timeline.spans[stage][replica]:
         kind, number = span.action.kind, span.action.microbatch
         if kind == "F" and number not in again:
@@ -107,12 +107,12 @@ def test_whatever_the_times_no_more_is_held_than_the_schedule_says_and_all_is_do
 ) -> None:
     schedule, forward, backward, weights, pieces = case
     split = run(schedule, forward, backward, weights=weights, pieces=pieces)
-    for stage, replica, _ in schedule.each_line():
+    for stage, replica, _ in schedule.each_replica():
         assert replayed(split, stage, replica) <= check(schedule).activations[stage]
         spans = split.spans[stage][replica]
         assert all(before.end <= after.start for before, after in pairwise(spans))
         work = [span.action for span in spans if span.action.kind != "W"]
-        assert work == [*schedule.lines[stage][replica]]
+        assert work == [*schedule.actions[stage][replica]]
     busy = sum(span.end - span.start for stage in split.spans for line in stage for span in line)
     whole = run(schedule, forward, [b + w for b, w in zip(backward, weights, strict=True)])
     assert busy == pytest.approx(sum(span.end - span.start for stage in whole.spans for line in stage for span in line))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from polytempo.errors import BrokenInvariant
 from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction
-from polytempo.pipeline.schedules import in_flight, make
-from polytempo.pipeline.steady_state import SteadyState
+from polytempo.pipeline.schedules import SteadyState, in_flight, make
 
 
 def endless(stage: int, replica: int, replicas: tuple[int, ...]) -> SteadyState:
@@ -23,7 +22,7 @@ counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
 @given(replicas=counts, minibatches=st.integers(3, 70))
 def test_calls_and_the_rest_are_the_line(replicas: tuple[int, ...], minibatches: int) -> None:
     written = make("pipedream", len(replicas), minibatches, replicas)
-    for stage, replica, line in written.each_line():
+    for stage, replica, line in written.each_replica():
         made = endless(stage, replica, replicas)
         actions = [action for number in range(minibatches) for action in made.call(number)]
         assert (*actions, *made.rest(minibatches)) == line
@@ -58,5 +57,5 @@ def test_a_line_that_does_not_repeat_itself_is_refused() -> None:
         line = (*early, *rest, *[x for a in late for x in ((a, UPDATE) if a.kind == "B" else (a,))])
         return Schedule("odd", count, ((line,),), flushes=False)
 
-    with pytest.raises(BrokenInvariant, match="must repeat itself"):
+    with pytest.raises(BrokenInvariant, match="must be periodic"):
         SteadyState(odd, 0, 0, (1,))

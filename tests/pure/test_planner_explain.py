@@ -41,7 +41,7 @@ def test_data_parallelism_in_words() -> None:
     assert lines[0] == "known: 1 stage (4) on 4 devices"
     assert "data parallelism: 3250 ms, which is this plan" in lines
     assert lines[-1] == "why: exchanging 63 B of weights among all devices is cheaper than any cut"
-    assert why(KNOWN, plan(KNOWN, parse_topology("1:1B/s"))) == "one device has nobody to share with"
+    assert why(KNOWN, plan(KNOWN, parse_topology("1:1B/s"))) == "there is only one device"
 
 
 def test_what_limits_a_plan() -> None:

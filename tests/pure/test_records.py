@@ -17,8 +17,8 @@ from polytempo.records.files import EVENTS, META, RecordWriter, read_events, rea
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import decisions, replay
 from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.description import random_cluster
 from polytempo.simulate.outcome import meta_of
-from polytempo.simulate.random_cluster import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 

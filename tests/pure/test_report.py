@@ -15,8 +15,7 @@ from polytempo.report.picture import check_picture
 from polytempo.report.table import comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.run import simulate_job
-from polytempo.simulate.scaling import scaling
+from polytempo.simulate.run import scaling, simulate_job
 
 OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.scaling import scaling
+from polytempo.simulate.run import scaling
 
 
 def test_server_saturates_shards_help_ring_stays_flat() -> None:

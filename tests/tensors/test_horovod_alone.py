@@ -14,9 +14,8 @@ import torch
 
 import polytempo.horovod as hvd
 from polytempo.errors import PeerError, UsageError
-from polytempo.horovod.gradient_buckets import GradientBucket, Travel, buckets_of
-from polytempo.horovod.negotiation_matching import Matching
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, read_row, row_of
+from polytempo.horovod.gradient_buckets import GradientBucket, GradientStamp, ReductionOptions, bucket_indices
+from polytempo.horovod.negotiation import Call, CallKind, Matching, call_of, decode_call, digest, encode_call
 from polytempo.train.safe_serialization import decode, encode
 
 ARGUMENTS: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
@@ -120,7 +119,7 @@ def test_gradients_of_one() -> None:
         (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not offered"),
         (lambda: hvd.allreduce(torch.ones(1), op=7), "expected op to be one of Average, Sum, Min, Max, Product .* got 7"),
         (lambda: hvd.allreduce(torch.ones(1), op=2), "op=Adasum is not offered"),
-        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "twice"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "both name the operation; give op alone"),
         (lambda: hvd.allreduce(3), "needs tensors, got int"),
         (lambda: hvd.allreduce(torch.ones(2, 2).to_sparse()), r"use \.to_dense\(\)"),
         (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
@@ -141,7 +140,7 @@ def test_gradients_of_one() -> None:
         (lambda: hvd.synchronize(7), "expected a handle"),
         (lambda: hvd.add_process_set([0, 1]), "ranks from 0 to 0"),
         (lambda: hvd.add_process_set([0, 0]), "each once"),
-        (lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0])), "is not known; call add_process_set"),
+        (lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0])), "is not registered; call add_process_set"),
         (lambda: hvd.allreduce(torch.ones(1), process_set=0), "expected process_set to be a ProcessSet, got 0"),
         (lambda: hvd.broadcast_parameters({"a": 3}), "needs tensors, got int for a"),
         (lambda: hvd.broadcast_object(object()), "expected plain data .* got object; other objects would need pickles"),
@@ -230,21 +229,27 @@ def test_buckets_go_backwards_and_keep_dtypes_apart(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("polytempo.horovod.gradient_buckets.CAPACITY", 16)
     dtypes = (torch.float32, torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
     params = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
-    buckets = buckets_of(params, Travel(hvd.Average, hvd.Compression.none))
-    places = [[next(i for i, p in enumerate(params) if p is param) for param in bucket.params] for bucket in buckets]
-    assert places == [[4], [5, 3], [1], [2, 0]]
+    assert bucket_indices(params) == [[4], [5, 3], [1], [2, 0]]
+    assert bucket_indices(params, [params[5]]) == [[4], [3, 2], [1], [0]]
 
 
-def test_a_bucket_knows_what_was_changed_and_who_had_none() -> None:
+def test_a_stamp_differs_for_a_gradient_that_was_changed_or_replaced() -> None:
+    grad = torch.arange(4.0)
+    before = GradientStamp(grad)
+    assert before == GradientStamp(grad)
+    assert before != GradientStamp(grad.clone())
+    assert GradientStamp(None) == GradientStamp(None) != before
+    grad.mul_(2)
+    assert before != GradientStamp(grad)
+
+
+def test_a_bucket_knows_which_parameters_had_no_gradient() -> None:
     params = [torch.nn.Parameter(torch.zeros(2, 2).t()), torch.nn.Parameter(torch.zeros(3))]
-    bucket = GradientBucket(params, Travel(hvd.Average, hvd.Compression.none))
+    bucket = GradientBucket(params, ReductionOptions(hvd.Average, hvd.Compression.none))
     params[0].grad = torch.arange(4.0).view(2, 2)
     bucket.fill()
-    assert not bucket.is_outdated()
-    params[0].grad.mul_(2)
-    assert bucket.is_outdated()
     params[0].grad = None
-    bucket.hand_out()
+    bucket.assign_gradients()
     assert torch.equal(params[0].grad, torch.arange(4.0).view(2, 2))
     assert params[1].grad is None
 
@@ -253,7 +258,8 @@ def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
     param = torch.nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]).to_sparse(1)
     apart, dense = (
-        GradientBucket([param], Travel(hvd.Average, hvd.Compression.none, sparse_as_dense=it)) for it in (False, True)
+        GradientBucket([param], ReductionOptions(hvd.Average, hvd.Compression.none, sparse_as_dense=it))
+        for it in (False, True)
     )
     for bucket in (apart, dense):
         bucket.fill()
@@ -261,7 +267,7 @@ def test_a_sparse_gradient_is_not_in_a_bucket_or_comes_out_sparse() -> None:
     assert not apart.had_dense(param)
     assert dense.sparse_params() == []
     param.grad = None  # as on a rank that had none
-    dense.hand_out()
+    dense.assign_gradients()
     assert param.grad.is_sparse
     assert param.grad.to_dense().tolist() == [[0, 0], [1, 2], [0, 0]]
 
@@ -283,13 +289,13 @@ def test_a_record_comes_back_as_it_was() -> None:
         named("x"),
         call_of(CallKind.BROADCAST, "layer.weight", dtype=3, root=1, scale=digest(2.0), own=-1),
     ):
-        assert read_row(row_of(call)) == call
+        assert decode_call(encode_call(call)) == call
     long = call_of(CallKind.ALLGATHER, "ä" * 60)
-    assert (read_row(row_of(long)).key, read_row(row_of(long)).name) == (long.key, "ä" * 28)
+    assert (decode_call(encode_call(long)).key, decode_call(encode_call(long)).name) == (long.key, "ä" * 28)
 
 
 def test_calls_that_differ_are_named() -> None:
-    assert [match.error for match in Matching([0, 1]).hear([REDUCE, REDUCE]).matches] == [""]
+    assert [match.error for match in Matching([0, 1]).match_round([REDUCE, REDUCE]).matches] == [""]
     for calls, words in (
         ([REDUCE, REDUCE, BARRIER], "rank 0 calls allreduce(10 float32, Sum) where rank 2 calls barrier;"),
         ([REDUCE, replace(REDUCE, shape=7)], "allreduce(10 float32, Sum) with another shape; all ranks must"),
@@ -297,52 +303,52 @@ def test_calls_that_differ_are_named() -> None:
         ([Call(CallKind.STEP, count=1), Call(CallKind.STEP, count=2)], "step() with another size"),
     ):
         table = Matching(range(len(calls)))
-        (match,) = table.hear(calls).matches
+        (match,) = table.match_round(calls).matches
         assert words in match.error
         assert set(match.calls) == set(range(len(calls)))
-        assert [match.error for match in table.hear([REDUCE] * len(calls)).matches] == [""], "later calls go on"
+        assert [match.error for match in table.match_round([REDUCE] * len(calls)).matches] == [""], "later calls go on"
 
 
 def test_named_calls_come_in_any_order() -> None:
     """Each rank calls three in its own order; a rank that waits adds nothing."""
     table, a, b, c = Matching([0, 1, 2]), named("a"), named("b"), named("c")
-    assert table.hear([a, b, c]).matches == []
-    assert [match.key[0] for match in table.hear([b, c, b]).matches] == [b.key]
-    heard = table.hear([c, a, a])
+    assert table.match_round([a, b, c]).matches == []
+    assert [match.key[0] for match in table.match_round([b, c, b]).matches] == [b.key]
+    heard = table.match_round([c, a, a])
     assert [match.key[0] for match in heard.matches] == [a.key, c.key], "in the order in which they were first called"
     assert all(not match.error and len(match.calls) == 3 for match in heard.matches)
-    assert table.hear([a, WAIT, a]).matches == []
-    assert [match.key[0] for match in table.hear([WAIT, a, b]).matches] == [a.key]
+    assert table.match_round([a, WAIT, a]).matches == []
+    assert [match.key[0] for match in table.match_round([WAIT, a, b]).matches] == [a.key]
 
 
 def test_when_all_wait_all_are_told() -> None:
     table = Matching([0, 1])
-    assert table.hear([named("a"), named("b")]).matches == []
-    texts = [match.error for match in table.hear([WAIT, WAIT]).matches]
+    assert table.match_round([named("a"), named("b")]).matches == []
+    texts = [match.error for match in table.match_round([WAIT, WAIT]).matches]
     assert len(texts) == 2
     assert (
         "rank 0 calls allreduce(10 float32, Sum, name='a') where rank 1 calls allreduce(10 float32, Sum, name='b')"
         in texts[0]
     )
     assert "and all ranks wait; all ranks must make the same calls, by name" in texts[1]
-    assert [match.error for match in table.hear([named("a"), named("a")]).matches] == [""], "later calls go on"
-    assert table.hear([named("c"), WAIT]).matches == []
-    (match,) = table.hear([WAIT, WAIT]).matches
+    assert [match.error for match in table.match_round([named("a"), named("a")]).matches] == [""], "later calls go on"
+    assert table.match_round([named("c"), WAIT]).matches == []
+    (match,) = table.match_round([WAIT, WAIT]).matches
     assert "rank 0 calls allreduce(10 float32, Sum, name='c') where rank 1 calls nothing" in match.error
 
 
 def test_what_goes_on_after_a_join() -> None:
     table = Matching([0, 1])
     for kind in (CallKind.ALLREDUCE, CallKind.STEP, CallKind.BARRIER):
-        (match,) = table.hear([Call(kind), JOIN]).matches
+        (match,) = table.match_round([Call(kind), JOIN]).matches
         assert (match.error, set(match.calls)) == ("", {0})
-    (match,) = table.hear([Call(CallKind.BROADCAST, count=3), JOIN]).matches
+    (match,) = table.match_round([Call(CallKind.BROADCAST, count=3), JOIN]).matches
     assert "rank 0 calls broadcast(3 float32, root_rank=0), but rank 1 has called join()" in match.error
-    assert table.hear([JOIN, JOIN]).last == 0, "the last one to come"
-    assert [match.error for match in table.hear([REDUCE, REDUCE]).matches] == [""], "calls are counted anew"
-    assert table.hear([named("a"), named("b")]).matches == []
-    assert [set(match.calls) for match in table.hear([JOIN, WAIT]).matches] == [{1}]
-    heard = table.hear([JOIN, JOIN])
+    assert table.match_round([JOIN, JOIN]).last == 0, "the last one to come"
+    assert [match.error for match in table.match_round([REDUCE, REDUCE]).matches] == [""], "calls are counted anew"
+    assert table.match_round([named("a"), named("b")]).matches == []
+    assert [set(match.calls) for match in table.match_round([JOIN, WAIT]).matches] == [{1}]
+    heard = table.match_round([JOIN, JOIN])
     assert ([set(match.calls) for match in heard.matches], heard.last) == ([{0}], 1), "called before it joined"
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.model_part import ModelPart, tied
-from polytempo.pipeline.partition import balanced, cut, layers_of
+from polytempo.pipeline.partition import ModelPart, balanced, cut, layers_of, tied
 from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, pack, unpacked
 
 CPU = torch.device("cpu")
@@ -174,7 +173,7 @@ def test_inputs_unlike_the_example_are_refused_and_other_batches_are_not() -> No
         x = torch.randn(samples, 2, 4)
         assert torch.equal(through(parts, x), model(x))
     for shape in ((6, 3, 4), (6, 1, 4), (6, 3, 4)):  # they could be computed, but with the example's number of layers
-        with pytest.raises(UsageError, match=r"these are not like it: Guard failed: x.size\(\)\[1\] == 2"):
+        with pytest.raises(UsageError, match=r"these inputs are not like it: Guard failed: x.size\(\)\[1\] == 2"):
             through(parts, torch.randn(shape))
 
 

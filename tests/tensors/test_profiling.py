@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.auto_stages import topology_of
+from polytempo.pipeline.builder import topology_of
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.profiler import profile
 from polytempo.pipeline.topology import Level
@@ -154,7 +154,7 @@ def test_what_cannot_be_planned_is_said_by_all() -> None:
         ({"example": (torch.ones(4, 7),)}, "layer '0' cannot be run on the example"),
         ({"example": (torch.ones(4, 8),), "replicas": [2]}, "chooses replicas itself, got replicas=[2]; leave them out"),
         ({"stages": "auto:1000TB/s", "schedule": "pipedream", "example": (torch.ones(4, 8),)}, "a schedule that flushes"),
-        ({"schedule": "stage 0: F0 B0 U"}, "needs a schedule by its name"),
+        ({"schedule": "stage 0: F0 B0 U"}, "needs the name of a schedule"),
     ):
         first, second = built(**{"stages": "auto"} | options)
         assert text in first

@@ -12,11 +12,9 @@ from scalar import SPEEDS, START, Downpour, gradients, train
 from torch import nn
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import digits
+from polytempo.simulate.datasets import Shards, digits
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.sharded_data import Shards
-from polytempo.simulate.virtual_local_trainer import Replica, VirtualLocalTrainer
-from polytempo.simulate.virtual_training import train_virtually
+from polytempo.simulate.virtual_training import Replica, VirtualLocalTrainer, train_virtually
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from polytempo.pipeline.weight_gradients import Job, SplitBackward, may_split
+from polytempo.pipeline.weight_gradients import SplitBackward, WeightGradient, may_split
 
 X = torch.randn(4, 6, dtype=torch.float64)
 PICTURES = torch.randn(4, 3, 7, 6, dtype=torch.float64)
@@ -42,20 +42,20 @@ class Heads(nn.Module):
         return self.out(self.attention(rows, rows, rows)[0])
 
 
-def halves(module: nn.Module, x: torch.Tensor) -> tuple[Any, list[torch.Tensor | None], list[Job], list[bool]]:
-    """The gradient of the input after the first half, those of the parameters after the second, the jobs, and whether
+def halves(module: nn.Module, x: torch.Tensor) -> tuple[Any, list[torch.Tensor | None], list[WeightGradient], list[bool]]:
+    """The gradient of the input after the first half, those of the parameters after the second, the pieces, and whether
     each parameter had a gradient in between."""
-    split, jobs = SplitBackward(), list[Job]()
+    split, pieces = SplitBackward(), list[WeightGradient]()
     x = x.clone().requires_grad_()
     with split:
         out = module(x)
-    split.jobs = jobs
+    split.deferred = pieces
     out.square().sum().backward()
-    split.jobs = None
+    split.deferred = None
     between = [param.grad is not None for param in module.parameters()]
-    for job in jobs:
-        job.do()
-    return x.grad, [param.grad for param in module.parameters()], jobs, between
+    for piece in pieces:
+        piece.compute()
+    return x.grad, [param.grad for param in module.parameters()], pieces, between
 
 
 def whole(module: nn.Module, x: torch.Tensor) -> tuple[Any, list[torch.Tensor | None]]:
@@ -65,7 +65,7 @@ def whole(module: nn.Module, x: torch.Tensor) -> tuple[Any, list[torch.Tensor | 
     return x.grad, [param.grad for param in module.parameters()]
 
 
-def assert_equal(make: Callable[[], nn.Module], x: torch.Tensor, jobs: int) -> list[bool]:
+def assert_equal(make: Callable[[], nn.Module], x: torch.Tensor, pieces: int) -> list[bool]:
     """Both ways, twice: gradients are added up."""
     torch.manual_seed(0)
     module = make().double()
@@ -73,7 +73,7 @@ def assert_equal(make: Callable[[], nn.Module], x: torch.Tensor, jobs: int) -> l
     for _ in range(2):
         found, gradients, left, _ = halves(module, x)
         wanted, expected = whole(other, x)
-        assert len(left) == jobs
+        assert len(left) == pieces
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
         torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
     for param in module.parameters():
@@ -82,7 +82,7 @@ def assert_equal(make: Callable[[], nn.Module], x: torch.Tensor, jobs: int) -> l
 
 
 @pytest.mark.parametrize(
-    ("make", "jobs"),
+    ("make", "pieces"),
     [
         (lambda: nn.Linear(6, 3), 1),
         (lambda: nn.Linear(6, 3, bias=False), 1),
@@ -91,10 +91,10 @@ def assert_equal(make: Callable[[], nn.Module], x: torch.Tensor, jobs: int) -> l
     ],
     ids=["linear", "no-bias", "layers", "one-weight-twice"],
 )
-def test_linear_layers_owe_the_gradients_of_their_weights(make: Callable[[], nn.Module], jobs: int) -> None:
-    assert not any(assert_equal(make, X, jobs))
-    assert not any(assert_equal(make, X.view(2, 2, 6), jobs))
-    assert not any(assert_equal(make, X[0], jobs))
+def test_linear_layers_owe_the_gradients_of_their_weights(make: Callable[[], nn.Module], pieces: int) -> None:
+    assert not any(assert_equal(make, X, pieces))
+    assert not any(assert_equal(make, X.view(2, 2, 6), pieces))
+    assert not any(assert_equal(make, X[0], pieces))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_convolutions_owe_them_too(options: dict[str, Any]) -> None:
 
 def test_what_is_traced_owes_as_much() -> None:
     traced = torch.export.export(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).double(), (X,)).module()
-    *_, jobs, between = halves(traced, X)
-    assert (len(jobs), any(between)) == (2, False)
+    *_, pieces, between = halves(traced, X)
+    assert (len(pieces), any(between)) == (2, False)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_who_looks_at_a_parameter_sees_its_gradient_in_time() -> None:
 def test_frozen_weights_owe_nothing() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
     module[1].weight.requires_grad_(False)
-    *_, jobs, between = halves(module, X)
-    assert len(jobs) == 1
+    *_, pieces, between = halves(module, X)
+    assert len(pieces) == 1
     assert between == [False, False, False, True], "a layer whose weight is frozen is autograd's"
     assert module[1].weight.grad is None
 
@@ -166,8 +166,8 @@ def test_frozen_weights_owe_nothing() -> None:
 def test_a_frozen_bias_gets_no_gradient() -> None:
     module = nn.Linear(6, 3).double()
     module.bias.requires_grad_(False)
-    *_, jobs, between = halves(module, X)
-    assert (len(jobs), between) == (1, [False, False])
+    *_, pieces, between = halves(module, X)
+    assert (len(pieces), between) == (1, [False, False])
     assert module.bias.grad is None
 
 
@@ -189,9 +189,9 @@ def test_autocast_is_left_alone() -> None:
     with split, torch.autocast("cpu", dtype=torch.bfloat16):
         out = module(X.float().requires_grad_())
     assert out.dtype == torch.bfloat16
-    split.jobs = []
+    split.deferred = []
     out.float().sum().backward()
-    assert not split.jobs
+    assert not split.deferred
     assert module.weight.grad is not None
 
 

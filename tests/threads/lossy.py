@@ -112,7 +112,7 @@ class LossyJob(ThreadJob):
 
 def channels_of(session: Session) -> list[UnreliableChannel]:
     assert session.client is not None
-    return session.client._channels  # type: ignore[return-value]
+    return session.client.connections.channels  # type: ignore[return-value]
 
 
 def disturb(session: Session, fate: Callable[[int], Fate | None]) -> None:

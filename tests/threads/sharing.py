@@ -54,7 +54,7 @@ class Pair(Wire):
 
     def __init__(self, limit: int = 1 << 40) -> None:
         super().__init__("ipc", limit)
-        self.shelf = self.pool.shelf = SharedMemoryRegistry()
+        self.registry = self.pool.registry = SharedMemoryRegistry()
 
     def join(self) -> tuple[StreamChannel, Peer]:
         """A new channel, and the endpoint's side of it."""
@@ -84,9 +84,9 @@ def pair(nothing_is_left: None) -> Iterator[Pair]:
     made.close()
 
 
-def shared(shelf: SharedMemoryRegistry | None, size: int = SIZE, seed: int = 0) -> Bytes:
-    assert shelf is not None
-    memory = shelf.allocate(size)
+def shared(registry: SharedMemoryRegistry | None, size: int = SIZE, seed: int = 0) -> Bytes:
+    assert registry is not None
+    memory = registry.allocate(size)
     memory[:] = filled(size, seed)
     return memory
 

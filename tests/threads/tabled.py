@@ -66,12 +66,12 @@ def count_pulls(session: Session) -> SentPulls:
     """From now on, note the pulls that this worker sends."""
     assert session.client is not None
     pulls, sent = session.client.pulls, SentPulls()
-    tell = pulls._tell
+    send = pulls._send_message
 
     def note(shard: int, pull: Pull, buffers: Sequence[Bytes]) -> None:
         sent.append(pull)
         sent.lists.append(as_tensor(buffers[0], "int64").clone() if buffers else None)
-        tell(shard, pull, buffers)
+        send(shard, pull, buffers)
 
-    pulls._tell = note
+    pulls._send_message = note  # type: ignore[assignment]
     return sent

@@ -34,7 +34,7 @@ def sent_by(worlds: list[World], work: Callable[[RankGroup], object]) -> Sent:
     """What each rank sends to each other, while all do this in a new group."""
 
     def counted(world: World) -> dict[int, int]:
-        return {rank: link.payload_sent for rank, link in world.engine.links.items()}
+        return {rank: link.payload_sent for rank, link in world.engine.messages.links.items()}
 
     groups = {world.rank: group for world, group in zip(worlds, fresh_groups(worlds), strict=True)}
     for group in groups.values():
@@ -188,16 +188,16 @@ def test_a_single_message_counts_once_and_only_its_payload(worlds_of: Cache, kin
 
 def test_calls_and_heads_are_counted_as_overhead(worlds_of: Cache) -> None:
     worlds = worlds_of("memory", 2)
-    before = [world.engine.links[1 - world.rank].overhead_sent for world in worlds]
+    before = [world.engine.messages.links[1 - world.rank].overhead_sent for world in worlds]
     sent_by(worlds, lambda group: group.barrier().wait())
-    after = [world.engine.links[1 - world.rank].overhead_sent for world in worlds]
+    after = [world.engine.messages.links[1 - world.rank].overhead_sent for world in worlds]
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_sends_is_what_the_others_receive(worlds_of: Cache, kind: str) -> None:
     worlds = worlds_of(kind, 4)
-    before = [world.engine.payload_received for world in worlds]
+    before = [world.engine.messages.payload_received for world in worlds]
     sent = sent_by(worlds, all_reduce(10_000, "ring"))
-    received = [world.engine.payload_received - then for world, then in zip(worlds, before, strict=True)]
+    received = [world.engine.messages.payload_received - then for world, then in zip(worlds, before, strict=True)]
     assert received == [sum(counts.get(rank, 0) for counts in sent) for rank in range(4)]

@@ -36,13 +36,13 @@ class Scripted(Channel):
     def __init__(self, shards: int) -> None:
         self.sent: list[AnyMessage] = []
         self.inbox: deque[tuple[bytes, list[Bytes]]] = deque()
-        self._bell = WakeUp()
+        self._wake_up = WakeUp()
         self.on_send: Callable[[AnyMessage], object] = lambda message: None
         self.say(Welcome(size=1, shards=shards))
 
     def say(self, message: AnyMessage) -> None:
         self.inbox.append((encode(message), []))
-        self._bell.ring()
+        self._wake_up.ring()
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
         self.sent.append(decode(header))
@@ -53,10 +53,10 @@ class Scripted(Channel):
         return self.inbox.popleft() if self.inbox else None
 
     def pollable(self) -> int:
-        return self._bell.fileno
+        return self._wake_up.fileno
 
     def close(self) -> None:
-        self._bell.close()
+        self._wake_up.close()
 
 
 def answer(shard: int, place: int, version: int) -> Answer:
@@ -69,13 +69,13 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
     channels = [Scripted(2), Scripted(2)]
     client = Client(channels, 0, 0, Pool())
     line = ClientState("0", joined=True)
-    client._lines["0"] = line
+    client.exchanges.states["0"] = line
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[], []]))
-    client.repeat("0")
+    client.exchanges.repeat("0")
     assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 2], "to each shard again"
     channels[0].say(answer(0, place=1, version=1))
     channels[1].say(answer(1, place=2, version=5))
-    client._receive(0)
+    client.poll()
     assert (line.released, line.version) == (-1, 0)
     channels[2 - late].say(answer(2 - late, place=late, version={1: 1, 2: 5}[late]))
     client.wait_for_release("0", 1)

@@ -56,7 +56,7 @@ def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, c
     store = one_who_has_said(*words)
     (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.1)))
     assert isinstance(outcome, PeerError), outcome
-    ends = f"rank {rank} has waited 0.1 s for rank {1 - rank}|rank 1 cannot reach rank 0|ranks 1 have not come"
+    ends = f"rank {rank} has waited 0.1 s for rank {1 - rank}|rank 1 cannot reach rank 0|rank 1 did not connect"
     assert re.search(ends, str(outcome))
     lines = capsys.readouterr().err.splitlines()
     assert lines

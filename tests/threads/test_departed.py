@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.timeout(20
 
 
 def die_with_sockets_kept(mesh: LocalPeers) -> list[int]:
-    kept = [os.dup(sock.fileno()) for sock in mesh._sockets.values()]
+    kept = [os.dup(link.fileno) for link in mesh._links.values()]
     mesh.close()
     return kept
 
@@ -25,7 +25,7 @@ def test_nobody_waits_for_one_who_is_said_to_be_gone(place: Place) -> None:
     read, write = os.pipe()
     os.write(write, b"x")
     first.wait([1], 1, 0, 0, also=[(read, lambda: first.forget(1))])
-    assert first.gone == {1}
+    assert first.lost == {1}
     for descriptor in (read, write, *kept):
         os.close(descriptor)
 
@@ -36,6 +36,6 @@ def test_what_it_said_before_counts(place: Place) -> None:
     kept = die_with_sockets_kept(second)
     first.forget(1)
     assert first.heard(1, 1, 0) == 7
-    assert first.gone == {1}
+    assert first.lost == {1}
     for descriptor in kept:
         os.close(descriptor)

@@ -92,7 +92,7 @@ def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None
         params, optimizer = made(session, lr=0.1)
         client = session.client
         assert client is not None
-        hear, kept = client._hear, deque[Any]()
+        hear, kept = client.connections._handle, deque[Any]()
 
         def hear_late(shard: int, message: Any, buffers: Any) -> None:
             kept.append((shard, message, [buffer.copy() for buffer in buffers]))
@@ -109,7 +109,7 @@ def test_one_worker_is_plain_sgd_when_everything_arrives_late(late: int) -> None
             wait(*args)
             waits[0] = False
 
-        client._hear, client._wait = hear_late, wait_for_all  # type: ignore[method-assign]
+        client.connections._handle, client._wait = hear_late, wait_for_all  # type: ignore[method-assign]
         path = []
         for rate, gradients in zip(rates, GRADIENTS[0] * 5, strict=True):
             optimizer.param_groups[0]["lr"] = rate

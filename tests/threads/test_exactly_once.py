@@ -101,7 +101,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.repeat(waiting.push.id.track)
+        client.exchanges.repeat(waiting.push.id.track)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -146,7 +146,7 @@ def replace_connections(sync: str, servers: int) -> None:
             push(waiting, *ahead)
             if waiting.push.id.step % 2 == 0:
                 shard = (waiting.push.id.step // 2 + session.rank) % servers
-                client.reconnect(shard, job.connect(shard, client.pool))
+                client.connections.reconnect(shard, job.connect(shard, client.pool))
 
         client.push = push_and_cut  # type: ignore[method-assign]
 

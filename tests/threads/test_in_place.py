@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
-from polytempo.collectives import shared_mean as board_module
-from polytempo.collectives import shared_mean as in_place_module
+from polytempo.collectives import shared_buffer
 from polytempo.collectives.reduce_ops import weighted_mean
-from polytempo.collectives.shared_mean import SharedMeanBuffer, mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
 from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.shared_memory import Segment
@@ -38,10 +37,10 @@ def test_without_room_for_a_board_it_is_said_what_to_do(place: Place, monkeypatc
     def no_room(size: int) -> Segment:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(board_module, "make_segment", no_room)
-    (mesh,) = place.open(0)
-    with pytest.raises(PeerError, match=r"2 workers need 16384 bytes .*No space left on device.*use --via ps"):
-        SharedMeanBuffer(mesh, [0, 1], 0, 4096)
+    monkeypatch.setattr(shared_buffer, "make_segment", no_room)
+    (peers,) = place.open(0)
+    with pytest.raises(PeerError, match=r"2 ranks need 16384 bytes .*No space left on device.*use --via ps"):
+        SharedMeanBuffer(peers, [0, 1], 0, 4096)
 
 
 def test_without_the_one_who_makes_the_memory_nobody_waits(place: Place) -> None:
@@ -50,7 +49,7 @@ def test_without_the_one_who_makes_the_memory_nobody_waits(place: Place) -> None
     first.close()
     opening.join(PATIENCE)
     assert isinstance(opening.error, PeerError)
-    assert "worker 0 is gone, and with it the memory" in str(opening.error)
+    assert "rank 0 is gone, and with it the memory" in str(opening.error)
 
 
 # Deaths while a mean is made in place.
@@ -63,44 +62,44 @@ class Died(Exception):
 class Member:
     """One who takes part in means, perhaps not to the end."""
 
-    def __init__(self, mesh: LocalPeers, members: Sequence[int], length: int) -> None:
-        self.mesh, self.length = mesh, length
-        self.board = SharedMeanBuffer(mesh, members, 0, max(1, 8 * length))
+    def __init__(self, peers: LocalPeers, members: Sequence[int], length: int) -> None:
+        self.peers, self.length = peers, length
+        self.buffer = SharedMeanBuffer(peers, members, 0, max(1, 8 * length))
 
     def die(self, *_: object) -> None:
-        self.mesh.close()
+        self.peers.close()
         raise Died
 
     def doom(self, point: str) -> None:
         """Let it end at some point of the next round."""
-        finish, tell, meet = self.board.finish, self.mesh.tell, self.board.meet
+        finish, tell, meet = self.buffer.finish, self.peers.tell, self.buffer.meet
         if point == "before it finished":
-            self.board.finish = self.spoil_and_die  # type: ignore[method-assign]
+            self.buffer.finish = self.spoil_and_die  # type: ignore[method-assign]
         elif point == "before it told":
-            self.board.finish = lambda: (finish(), self.die())  # type: ignore[method-assign]
+            self.buffer.finish = lambda: (finish(), self.die())  # type: ignore[method-assign]
         elif point == "after it told one":
-            self.mesh.tell = lambda ranks, *note: (tell(list(ranks)[:1], *note), self.die())  # type: ignore[method-assign]
+            self.peers.tell = lambda ranks, *note: (tell(list(ranks)[:1], *note), self.die())  # type: ignore[method-assign]
         elif point == "after it told all":
-            self.mesh.tell = lambda ranks, *note: (tell(ranks, *note), self.die())  # type: ignore[method-assign]
+            self.peers.tell = lambda ranks, *note: (tell(ranks, *note), self.die())  # type: ignore[method-assign]
         elif point == "while it made up for others":
-            self.board.meet = (  # type: ignore[method-assign]
+            self.buffer.meet = (  # type: ignore[method-assign]
                 lambda name, members: self.die() if name == "recovered" else meet(name, members)
             )
 
     def spoil_and_die(self) -> None:
         """What it has added up so far is nothing to go by."""
-        own = in_place_module.own_part(self.board.members, self.mesh.rank, self.length)
-        self.board.result(torch.float64, self.length)[own.start : own.stop] = float("nan")
+        own = shared_buffer.own_part(self.buffer.members, self.peers.rank, self.length)
+        self.buffer.result(torch.float64, self.length)[own.start : own.stop] = float("nan")
         self.die()
 
     def mean(self, members: Sequence[int], weights: Sequence[float]) -> bool:
         """Take part, and use the slot again at once; did it live?"""
-        self.board.round += 1
+        self.buffer.round += 1
         try:
-            mean_in_place(self.board, members, weights, torch.float64, self.length, 0)
+            mean_in_place(self.buffer, members, weights, torch.float64, self.length, 0)
         except Died:
             return False
-        self.board.slot(self.mesh.rank, torch.float64, self.length).fill_(float("nan"))
+        self.buffer.slot(self.peers.rank, torch.float64, self.length).fill_(float("nan"))
         return True
 
 
@@ -108,14 +107,14 @@ POINTS = ["before it finished", "before it told", "after it told one", "after it
 
 
 def crew(place: Place, count: int, length: int) -> list[Member]:
-    meshes = place.met(count)
-    return [Member(mesh, range(count), length) for mesh in meshes]  # the first hands over, and waits for nobody
+    endpoints = place.met(count)
+    return [Member(peers, range(count), length) for peers in endpoints]  # the first hands over, and waits for nobody
 
 
 def fill(members: Sequence[Member], seed: int) -> list[torch.Tensor]:
-    terms = [made(torch.float64, member.length, seed=seed + member.mesh.rank) for member in members]
+    terms = [made(torch.float64, member.length, seed=seed + member.peers.rank) for member in members]
     for member, term in zip(members, terms, strict=True):
-        member.board.slot(member.mesh.rank, torch.float64, member.length).copy_(term)
+        member.buffer.slot(member.peers.rank, torch.float64, member.length).copy_(term)
     return terms
 
 
@@ -124,11 +123,11 @@ def check_round(members: Sequence[Member], weights: Sequence[float], seed: int) 
     terms = fill(members, seed)
     wanted = torch.empty(members[0].length, dtype=torch.float64)
     weighted_mean(terms, weights, wanted)
-    ranks = [member.mesh.rank for member in members]
+    ranks = [member.peers.rank for member in members]
     lived = together([lambda m=m: m.mean(ranks, weights) for m in members])
     survivors = [member for member, alive in zip(members, lived, strict=True) if alive]
     for member in survivors:
-        assert torch.equal(member.board.result(torch.float64, member.length), wanted)
+        assert torch.equal(member.buffer.result(torch.float64, member.length), wanted)
     return survivors
 
 
@@ -139,7 +138,7 @@ def test_survivors_have_the_undisturbed_mean(place: Place, who: int, point: str)
     assert check_round(members, [1.0, 2.0, 5.0], 0) == members
     members[who].doom(point)
     survivors = check_round(members, [3.0, 1.0, 0.5], 10)
-    assert [member.mesh.rank for member in survivors] == [rank for rank in range(3) if rank != who]
+    assert [member.peers.rank for member in survivors] == [rank for rank in range(3) if rank != who]
     assert check_round(survivors, [1.0, 4.0], 20) == survivors, "and they go on without it"
 
 
@@ -157,7 +156,7 @@ def test_whoever_dies_wherever_the_mean_is_the_same(points: list[str], weights: 
             member.doom(point)
         survivors = check_round(members, weights[: len(members)], 0)
         assert members[0] in survivors
-        assert [m.mesh.rank for m in survivors if points[m.mesh.rank - 1] in POINTS[:4] and m.mesh.rank] == []
+        assert [m.peers.rank for m in survivors if points[m.peers.rank - 1] in POINTS[:4] and m.peers.rank] == []
         members.clear()
         survivors.clear()
     finally:
@@ -170,14 +169,14 @@ def test_nobody_writes_to_its_slot_while_another_makes_up_for_the_dead(
     members = crew(place, 3, 1000)
     members[1].doom("before it finished")
     returned, slow = threading.Event(), members[2]
-    original, calls = slow.board.has_finished, list[int]()
+    original, calls = slow.buffer.has_finished, list[int]()
 
     def slowly(rank: int) -> bool:
         calls.append(rank)
         assert not returned.wait(0.3), "worker 0 has gone on, and its slot with it"
         return original(rank)
 
-    monkeypatch.setattr(slow.board, "has_finished", slowly)
+    monkeypatch.setattr(slow.buffer, "has_finished", slowly)
     mean = members[0].mean
     monkeypatch.setattr(members[0], "mean", lambda *about: (mean(*about), returned.set())[0])
     assert check_round(members, [1.0, 2.0, 3.0], 0) == [members[0], slow]
@@ -190,9 +189,9 @@ def test_one_who_died_before_the_round_is_made_up_for(place: Place) -> None:
     members = crew(place, 3, 500)
     terms, wanted = fill(members, 7), torch.empty(500, dtype=torch.float64)
     weighted_mean(terms, [1.0, 1.0, 1.0], wanted)
-    members[2].mesh.close()
+    members[2].peers.close()
     assert together([lambda m=m: m.mean([0, 1, 2], [1.0, 1.0, 1.0]) for m in members[:2]]) == [True, True]
-    assert torch.equal(members[0].board.result(torch.float64, 500), wanted)
+    assert torch.equal(members[0].buffer.result(torch.float64, 500), wanted)
 
 
 def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
@@ -200,7 +199,7 @@ def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
 ) -> None:
     """Each stops in the middle of the dead one's part until the other is there, too."""
     members, both_in_the_middle = crew(place, 3, 500), threading.Barrier(2, timeout=PATIENCE)
-    dead = in_place_module.own_part([0, 1, 2], 2, 500)
+    dead = shared_buffer.own_part([0, 1, 2], 2, 500)
 
     def in_two_steps(terms: list[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
         out.copy_(terms[0] + terms[1])
@@ -208,12 +207,12 @@ def test_survivors_who_add_up_at_the_same_time_do_not_add_to_each_other(
             both_in_the_middle.wait()
         out.add_(terms[2]).mul_(1 / 3)
 
-    monkeypatch.setattr(in_place_module, "weighted_mean", in_two_steps)
+    monkeypatch.setattr(shared_buffer, "weighted_mean", in_two_steps)
     first, *_ = terms = fill(members, 3)
     wanted = (terms[0] + terms[1]).add_(terms[2]).mul_(1 / 3)
-    members[2].mesh.close()
+    members[2].peers.close()
     assert together([lambda m=m: m.mean([0, 1, 2], [1.0, 1.0, 1.0]) for m in members[:2]]) == [True, True]
-    assert torch.equal(members[0].board.result(torch.float64, 500), wanted)
+    assert torch.equal(members[0].buffer.result(torch.float64, 500), wanted)
 
 
 @pytest.fixture(autouse=True)

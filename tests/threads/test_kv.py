@@ -17,8 +17,7 @@ from polytempo.launch.job_facts import JobFacts
 from polytempo.protocol.messages import AnyMessage, Push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -268,13 +267,13 @@ def test_lists_that_come_again_are_not_sent_again(servers: int) -> None:
 
 
 BAD: list[tuple[tuple[Any, ...], str]] = [
-    (("w", torch.ones(3), [0, 1]), "3 values came for 2 rows"),
+    (("w", torch.ones(3), [0, 1]), "expected 2 values, one for each row, got 3"),
     (("w", torch.ones(2), [0, 6]), "expected ids from 0 to 5, got 6"),
     (("w", torch.ones(2), 5), "expected a range within 0 to 6, got 5 to 7"),
-    (("w", torch.ones(5), None), "5 values came for 6 rows"),
+    (("w", torch.ones(5), None), "expected 6 values, got 5"),
     (("w", torch.ones(6, 1), None), "expected values of shape"),
     (("v", torch.ones(1), 0), "there is no array 'v'"),
-    (("c", torch.ones(4), None), "twice"),
+    (("c", torch.ones(4), None), "each array once"),
 ]
 
 
@@ -304,8 +303,8 @@ def test_a_push_with_one_bad_part_changes_nothing(servers: int) -> None:
         (lambda: under(alone(), KV, {"w": Array(3)}, sync="asp,dc=0.04"), "is for models"),
         (lambda: under(alone(), KV, {"w": Array(3)}, sync="asp,momentum=async"), "is for models"),
         (lambda: under(alone(), KV, {"w": Array(3, rule="min", compression="topk:0.1")}), "cannot wait"),
-        (lambda: under(alone(), KV, {"w": Array(None, compression="topk:0.1")}), "needs a bound"),
-        (lambda: under(alone(), KV, {"w": Array(3, compression="sign")}), "is for dense pushes"),
+        (lambda: under(alone(), KV, {"w": Array(None, compression="topk:0.1")}), "needs a number of rows"),
+        (lambda: under(alone(), KV, {"w": Array(3, compression="sign")}), "compresses dense pushes"),
         (lambda: under(alone(), KV, {"w": Array(3)}).push(samples=0), "expected samples to be a number above 0"),
         (lambda: Array(0), "expected rows to be a number from 1 on"),
         (lambda: Array(3, rule="ad"), "add"),

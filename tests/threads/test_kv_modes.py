@@ -18,8 +18,7 @@ from sessions import within
 from polytempo.launch.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -173,7 +172,7 @@ def test_under_delay_at_most_so_many_pushes_and_one_are_under_way(delay: int) ->
         opener.start()
         for _ in range(12):
             kv["w"].push(torch.ones(4))
-            under_way.append(len(kv._line.outstanding))
+            under_way.append(len(kv._state.outstanding))
         kv.finish()
         return kv["w"].pull().result()
 
@@ -211,7 +210,7 @@ def test_what_is_lost_or_doubled_on_the_way_is_added_once(sync: str, copies: int
         disturb(session, lambda shard: sometimes(copies, 2 * shard + session.rank))
         for step in range(8):
             kv["w"].push([1.0, 10.0, 100.0], rows=[0, 3, 5] if step % 2 else [1, 2, 6])
-            assert len(kv._line.outstanding) <= (3 if sync == "delay:2" else 1)
+            assert len(kv._state.outstanding) <= (3 if sync == "delay:2" else 1)
         kv.finish()
         done.wait(20)
         return kv["w"].pull().result().tolist()

@@ -47,16 +47,16 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World, open_by_name, open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.transport import rendezvous
+from polytempo.transport import rendezvous, unix_socket
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import WorkerKeys, make_keys
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, HEAD, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
 from polytempo.transport.peer_link import KINDS as MESSAGE_KINDS
 from polytempo.transport.poller import Poller
-from polytempo.transport.rendezvous import RANK
 from polytempo.transport.shared_memory import make_segment
 from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.unix_socket import HELLO
 
 __all__ = ["nothing_left", "opening"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -75,7 +75,7 @@ def beside_a_fake(timeout: float | None = None) -> Iterator[tuple[World, socket.
     name = unused_name()
     opening = Client(lambda: open_by_name(name, 0, 2, PATIENCE, timeout))
     fake = connected(name, 0)
-    fake.sendall(RANK.pack(1, 2))
+    fake.sendall(HELLO.pack(1, 2))
     (world,) = results(opening)
     try:
         yield world, fake
@@ -477,30 +477,31 @@ def close_if_broken(worlds: list[World], found: list[Any]) -> None:
 
 def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both by who listens and by who connects."""
-    monkeypatch.setattr(rendezvous, "peer_uid", lambda sock: os.getuid() + 1)
+    for module in (rendezvous, unix_socket):
+        monkeypatch.setattr(module, "peer_uid", lambda sock: os.getuid() + 1)
     name = unused_name()
     found = outcomes(*[Client(lambda rank=rank: open_by_name(name, rank, 2, 0.5)) for rank in range(2)])
     assert isinstance(found[1], UsageError), found
-    assert "rank 0 belongs to another user; it was not talked to" in str(found[1])
+    assert "rank 0 is a process of another user" in str(found[1])
     assert isinstance(found[0], PeerError), found
-    assert "ranks 1 have not come; were they started?" in str(found[0])
+    assert "rank 1 did not connect in 0.5 s; were they started?" in str(found[0])
 
 
 def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real rank comes after it."""
     name, uids = unused_name(), iter([os.getuid() + 1])
-    real = rendezvous.peer_uid
-    monkeypatch.setattr(rendezvous, "peer_uid", lambda sock: next(uids, None) or real(sock))
+    real = unix_socket.peer_uid
+    monkeypatch.setattr(unix_socket, "peer_uid", lambda sock: next(uids, None) or real(sock))
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
     with connected(name, 0) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        stranger.sendall(RANK.pack(1, 2))
+        stranger.sendall(HELLO.pack(1, 2))
         assert stranger.recv(1) == b"", "it was turned away"
     worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
     everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     close_all(worlds)
 
 
-@pytest.mark.parametrize("words", [b"", b"abc", RANK.pack(5, 2), RANK.pack(0, 2), RANK.pack(2**32 - 1, 2)])
+@pytest.mark.parametrize("words", [b"", b"abc", HELLO.pack(5, 2), HELLO.pack(0, 2), HELLO.pack(2**32 - 1, 2)])
 def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes) -> None:
     name = unused_name()
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
@@ -508,7 +509,7 @@ def test_a_stranger_who_says_nothing_sensible_does_not_take_a_place(words: bytes
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
         worlds = results(first, Client(lambda: open_by_name(name, 1, 2, PATIENCE)))
-    assert sorted(worlds[0].engine.links) == [1]
+    assert sorted(worlds[0].engine.messages.links) == [1]
     everywhere(worlds, lambda world: Call("all_reduce").make(world.all_ranks).check())
     close_all(worlds)
 
@@ -524,7 +525,7 @@ def test_one_who_claims_a_rank_that_has_come_is_turned_away(monkeypatch: pytest.
     opening = [Client(lambda rank=rank: open_by_name(name, rank, 3, PATIENCE)) for rank in (0, 1)]
     assert has_come.wait(PATIENCE)
     with connected(name, 0) as second:
-        second.sendall(RANK.pack(1, 3))
+        second.sendall(HELLO.pack(1, 3))
         worlds = results(*opening, Client(lambda: open_by_name(name, 2, 3, PATIENCE)))
         found = attempts(worlds, lambda world: Call("all_reduce", "ring").make(world.all_ranks).check())
     close_all(worlds)
@@ -538,7 +539,7 @@ def test_sizes_that_disagree_are_an_error() -> None:
         Client(lambda: open_by_name(name, 1, 3, 0.5)),
     )
     assert isinstance(found[0], UsageError), found
-    assert "rank 1 says there are 3 ranks, and this one says 2" in str(found[0])
+    assert "rank 1 expects 3 ranks, and rank 0 expects 2" in str(found[0])
     assert isinstance(found[1], PeerError | UsageError), found
     assert "rank" in str(found[1])
 
@@ -546,7 +547,7 @@ def test_sizes_that_disagree_are_an_error() -> None:
 def test_who_believes_in_fewer_ranks_learns_of_it_by_his_first_call() -> None:
     name = unused_name()
     found = outcomes(Client(lambda: open_by_name(name, 0, 3, 0.5)), Client(lambda: open_by_name(name, 1, 2, 0.5)))
-    assert "rank 1 says there are 2 ranks, and this one says 3" in str(found[0])
+    assert "rank 1 expects 2 ranks, and rank 0 expects 3" in str(found[0])
     if isinstance(found[1], World):
         (outcome,) = outcomes(Client(lambda: found[1].all_ranks.barrier().wait()))
         assert isinstance(outcome, RankLost)
@@ -597,7 +598,7 @@ def test_a_forked_child_does_not_keep_its_parents_rank() -> None:
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        (0, "ranks 1, 2 have not come; were they started?"),
+        (0, "ranks 1, 2 did not connect in 0.1 s; were they started?"),
         (2, "rank 2 cannot reach rank 0: Connection refused; was it started?"),
     ],
 )

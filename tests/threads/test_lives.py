@@ -188,7 +188,7 @@ def test_unreliable_channels_are_counted() -> None:
                 optimizer.step()
             client = session.client
             assert client is not None
-            channel = client._channels[0]
+            channel = client.connections.channels[0]
             assert isinstance(channel, UnreliableChannel)
             assert lost == [0, 1]
             return channel.disturbed
@@ -198,14 +198,14 @@ def test_unreliable_channels_are_counted() -> None:
 
 @pytest.mark.parametrize("item", [Failed(cause="no memory"), Saved(shard=1, name="x", file="y", digest="z", tensors={})])
 def test_a_server_that_fails_when_the_first_is_gone_still_tells_its_workers(item: Failed | Saved) -> None:
-    """What its store has to report cannot be delivered any more: it stops, and its thread does not die of it."""
+    """The report of its shard executor cannot be delivered any more: it stops, and its thread does not die of it."""
     told: list[str] = []
     with ThreadJob(1, 2) as job:
         pass
     second = job.servers[1]
-    second.over = False
-    second.stop = told.append  # type: ignore[method-assign,assignment]
-    second._deliver(item)
+    second._stop = told.append  # type: ignore[method-assign,assignment]
+    second.executor._out.append(item)
+    second._deliver()
     assert len(told) == 1
 
 

@@ -90,8 +90,8 @@ def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Shard
             taker.step()
             for server in range(2):
                 store = store_of(job, server)
-                store._pool.shelf.collect()
-                assert (store._loan.count, store._pool.shelf._out, store._earlier) == (0, {}, [])
+                store._pool.registry.collect()
+                assert (store._loan.count, store._pool.registry._granted, store._earlier) == (0, {}, [])
 
     with ThreadJob(1, 2, "asp") as job:
         job.run(work)
@@ -173,9 +173,9 @@ def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Shard]) ->
             return
         taker.let_go()
         assert gone.wait(10)
-        store, shelf = store_of(job), store_of(job)._pool.shelf
+        store, registry = store_of(job), store_of(job)._pool.registry
         until(lambda: not job.servers[0].facts()["workers"][1:], "the server hears that worker 1 is gone")
-        until(lambda: not shelf.collect() and not shelf._out, "all loans are back")
+        until(lambda: not registry.collect() and not registry._granted, "all loans are back")
         assert store._loan.count == 0
         assert all(loan.count == 0 for _, loan in store._earlier)
         before = len(flats)

@@ -51,7 +51,7 @@ class Died(BaseException):
 
 def doom(world: World, sends: int, when: Callable[[LinkMessage], bool] = lambda message: True) -> None:
     """Let this rank end after so many messages of a kind, without another word."""
-    original, left = world.engine.send, [sends]
+    original, left = world.engine.messages.send, [sends]
 
     def send(to: int, message: LinkMessage, *about: Any) -> None:
         if when(message):
@@ -60,7 +60,7 @@ def doom(world: World, sends: int, when: Callable[[LinkMessage], bool] = lambda 
             left[0] -= 1
         original(to, message, *about)
 
-    world.engine.send = send  # type: ignore[method-assign]
+    world.engine.messages.send = send  # type: ignore[method-assign]
 
 
 def until_death(world: World, work: Callable[[World], Any], politely: bool = False) -> Any:
@@ -68,7 +68,7 @@ def until_death(world: World, work: Callable[[World], Any], politely: bool = Fal
     try:
         return work(world)
     except Died as death:
-        world.engine.__dict__.pop("send", None)
+        world.engine.messages.__dict__.pop("send", None)
         world.close(politely)
         return death
 
@@ -293,7 +293,7 @@ def test_a_rank_that_has_done_its_part_may_leave_before_others_begin(
 
     def seen_to_leave(world: World) -> bool:
         world.engine.look()
-        return early in world.engine.left
+        return early in world.engine.messages.left
 
     for world in worlds:
         if world.rank != early:

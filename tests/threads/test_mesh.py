@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
+import numpy
 import pytest
 from helpers import until
 from sharing import PATIENCE, Place, nothing_is_left, place, together
@@ -16,7 +18,8 @@ from wires import Client
 from polytempo.errors import PeerError
 from polytempo.transport import deadline
 from polytempo.transport import local_peers as mesh_module
-from polytempo.transport.local_peers import HANDED_OVER, NOTE, RANK, LocalPeers
+from polytempo.transport.local_peers import HANDED_OVER, LocalPeers
+from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.shared_memory import make_segment
 
 __all__ = ["nothing_is_left", "place"]
@@ -46,7 +49,7 @@ def test_everybody_hears_what_everybody_told(place: Place) -> None:
 
     heard = together([lambda m=m: talk(m) for m in meshes])
     assert heard == [[11, 12, 13], [10, 12, 13], [10, 11, 13], [10, 11, 12]]
-    assert all(mesh.gone == set() for mesh in meshes)
+    assert all(mesh.lost == set() for mesh in meshes)
 
 
 def test_a_note_means_at_least_so_far(place: Place) -> None:
@@ -74,30 +77,15 @@ def test_kinds_boards_and_peers_are_told_apart(place: Place) -> None:
 def test_many_notes_come_in_order(place: Place) -> None:
     first, second = place.met(2)
     numbers: list[int] = []
-    original = second._read
+    arrived = second.arrived
 
-    def read(rank: int) -> None:
-        original(rank)
+    def counted(*about: Any) -> None:
+        arrived(*about)
         numbers.append(second.heard(0, 1, 0))
 
-    second._read = read  # type: ignore[method-assign]
+    second.arrived = counted  # type: ignore[method-assign]
     together([lambda: [first.tell([1], 1, 0, n) for n in range(3000)], lambda: second.wait([0], 1, 0, 2999)])
-    assert numbers == sorted(numbers)
-    assert numbers[-1] == 2999
-
-
-def test_notes_are_whole_however_their_bytes_come(place: Place) -> None:
-    (mesh,) = place.open(0)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.connect(f"{place.directory}/peer-0")
-        sock.sendall(RANK.pack(1))
-        mesh.meet([1])
-        data = NOTE.pack(1, 0, 2, 77) + NOTE.pack(2, 0, 2, 78)
-        for part in (data[:5], data[5:20], data[20:]):
-            assert mesh.heard(1, 2, 2) == -1
-            sock.sendall(part)
-            mesh._read(1)
-        assert (mesh.heard(1, 1, 2), mesh.heard(1, 2, 2)) == (77, 78)
+    assert numbers == list(range(3000))
 
 
 # Memory.
@@ -134,7 +122,7 @@ def test_nobody_waits_for_one_who_has_closed(place: Place) -> None:
     second.close()
     third.tell([0], 1, 0, 9)
     first.wait([1, 2], 1, 0, 9)
-    assert first.gone == {1}
+    assert first.lost == {1}
     assert first.heard(1, 1, 0) == 4, "what it said before is known"
     first.tell([1, 2], 1, 0, 1)  # to nobody, and to somebody
     third.wait([0], 1, 0, 1)
@@ -147,7 +135,7 @@ def test_one_who_closes_while_it_is_waited_for_is_noticed_at_once(place: Place) 
     second.close()
     waiting.join(PATIENCE)
     assert waiting.over(), "it waits for nobody"
-    assert (waiting.error, first.gone) == (None, {1})
+    assert (waiting.error, first.lost) == (None, {1})
     assert time.monotonic() - began < deadline.FIRST_REPORT, "the kernel says so; nobody has to look"
 
 
@@ -157,7 +145,7 @@ def test_what_a_peer_said_last_is_heard_though_it_can_be_told_nothing(place: Pla
     second.close()
     first.tell([1], 1, 0, 4)
     first.wait([1], 1, 0, 4)
-    assert first.gone == {1}
+    assert first.lost == {1}
     assert first.heard(1, 1, 0) == 4
 
 
@@ -167,7 +155,7 @@ def test_meeting_notices_one_who_died_before_it_connected(place: Place, me: int)
     ranks = [0, 2]
     meshes = place.open(*ranks)
     together([lambda m=m: m.meet([0, 1, 2], PATIENCE) for m in meshes])
-    assert place.meshes[me].gone == {1}
+    assert place.meshes[me].lost == {1}
     place.meshes[me].wait([1], 1, 0, 1)
     os.unlink(f"{place.directory}/peer-1")
 
@@ -179,9 +167,9 @@ def test_whoever_is_seen_already_listens(place: Place, monkeypatch: pytest.Monke
 
     class Slow(socket.socket):
         def listen(self, backlog: int = 0) -> None:
-            refused.append(second._is_gone(0))
+            refused.append(second._has_ended(0))
             super().listen(backlog)
-            refused.append(second._is_gone(0))
+            refused.append(second._has_ended(0))
 
     monkeypatch.setattr(mesh_module.socket, "socket", Slow)
     place.open(0)
@@ -195,7 +183,7 @@ def test_meeting_waits_for_those_who_are_late(place: Place) -> None:
     others = place.open(0, 1)
     together([lambda m=m: m.meet(range(3)) for m in others])
     meeting.join(PATIENCE)
-    assert (meeting.error, last.gone) == (None, set())
+    assert (meeting.error, last.lost) == (None, set())
 
 
 @pytest.mark.parametrize(("rank", "words"), [(0, "waited 0.1 s for rank 1"), (1, "rank 0 does not listen")])
@@ -270,7 +258,7 @@ sock.settimeout(10)
 os.setgroups([]); os.setgid(user); os.setuid(user)
 sock.connect(path)
 try:
-    sock.sendall(bytes([1, 0, 0, 0]))
+    sock.sendall(bytes([1, 0, 0, 0, 0, 0, 0, 0]))
     print("let in" if sock.recv(1) else "turned away")
 except (ConnectionResetError, BrokenPipeError):
     print("turned away")
@@ -301,3 +289,10 @@ def test_one_who_only_looks_is_nobody(place: Place) -> None:
     together([lambda: first.meet([1]), lambda: second.meet([0])])
     first.tell([1], 1, 0, 1)
     second.wait([0], 1, 0, 1)
+
+
+def test_a_payload_ends_the_link(place: Place) -> None:
+    first, second = place.met(2)
+    second._links[0].send(LinkMessage(DATA, 0, 0), numpy.zeros(8, dtype=numpy.uint8))
+    first.wait([1], 1, 0, 1)
+    assert first.lost == {1}

@@ -27,7 +27,7 @@ from worlds import (
     worlds_of,
 )
 
-from polytempo.collectives import progress_engine as engine_module
+from polytempo.collectives import call_queues
 from polytempo.collectives.cost import Speeds
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.point_to_point import receive, send
@@ -121,7 +121,7 @@ def go_on(group: RankGroup, text: str) -> None:
             assert BOTH.search(str(outcome)), outcome
             outcome = attempt(lambda: Call("all_reduce").make(group).check())
     assert outcome is None, f"the group is never usable again: {outcome}"
-    assert group.lane.generation == 1, "what was left of the calls that failed has failed the group once more"
+    assert group.queue.generation == 1, "what was left of the calls that failed has failed the group once more"
     for call in (Call("broadcast", size=30_000), Call("all_gather", "ring"), Call("all_reduce", size=50_000)):
         call.make(group).check()
 
@@ -360,7 +360,7 @@ def test_who_is_far_ahead_is_compared_as_far_back_as_calls_are_remembered(
     worlds_of: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A root may be many broadcasts ahead."""
-    monkeypatch.setattr(engine_module, "REMEMBERED", 1000)
+    monkeypatch.setattr(call_queues, "REMEMBERED", 1000)
     groups = fresh_groups(worlds_of("memory", 2))
 
     def work(rank: int) -> str:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from piped import everywhere
 
 from polytempo.errors import PeerError, RankLost
-from polytempo.pipeline import message_slots as slots_module
-from polytempo.pipeline.message_slots import PLACE, MessageSlot, MessageSlots
-from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
+from polytempo.pipeline import point_to_point
+from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, REFERENCE, PointToPoint
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.session.session import Session
-from polytempo.transport.shared_memory import Segment, make_segment
+from polytempo.transport import shared_memory
+from polytempo.transport.shared_memory import LeasedBlocks, Segment, make_segment
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
@@ -112,23 +112,25 @@ def test_large_parcels_lie_in_memory_that_is_shared_and_used_again() -> None:
         carrier.settle()
         if session.rank == 1:
             return 0, 0
-        slots = carrier._slots[1]._slots
-        return sum(map(len, slots.values())), sum(link.payload_sent for link in session.world().engine.links.values())
+        slots = carrier._blocks[1]._blocks
+        return sum(map(len, slots.values())), sum(
+            link.payload_sent for link in session.world().engine.messages.links.values()
+        )
 
     slots, sent = everywhere(2, work)[0]
     assert 3 <= slots <= 4
     assert sent < 20_000, "an announcement, and places"
 
 
-def test_slots_of_one_size_share_segments_and_open_few_files() -> None:
-    slots, made = MessageSlots(), []
+def test_blocks_of_one_size_share_segments_and_open_few_files() -> None:
+    blocks, made = LeasedBlocks(), []
     for _ in range(200):
-        slot, segment = slots.take(20_000)
-        slot.room[:20_000:100] = 1  # its own
+        block, segment = blocks.take(20_000)
+        block.room[:20_000:100] = 1  # its own
         made += [segment] if segment is not None else []
     assert len(made) < 25
     assert sum(segment.size for segment in made) < 1.3 * 200 * 20_480
-    assert slots.take(100_000)[1] is not None, "another size"
+    assert blocks.take(100_000)[1] is not None, "another size"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none")])
@@ -144,7 +146,7 @@ def test_without_room_for_shared_memory_bytes_travel(
         allowed.pop()
         return make_segment(size)
 
-    monkeypatch.setattr(slots_module, "make_segment", sometimes)
+    monkeypatch.setattr(shared_memory, "make_segment", sometimes)
 
     def work(session: Session) -> list[float]:
         carrier = carrier_of(session)
@@ -164,7 +166,14 @@ def test_without_room_for_shared_memory_bytes_travel(
 
 @pytest.mark.parametrize(("number", "offset"), [(7, 0), (0, 1 << 40), (0, -64)])
 def test_a_place_that_is_nowhere_is_refused(number: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MessageSlot, "place", property(lambda slot: PLACE.pack(number, offset)))
+    class Wrong:
+        size, unpack = REFERENCE.size, staticmethod(REFERENCE.unpack)
+
+        @staticmethod
+        def pack(*_: int) -> bytes:
+            return REFERENCE.pack(number, offset)
+
+    monkeypatch.setattr(point_to_point, "REFERENCE", Wrong)
 
     def work(session: Session) -> None:
         carrier = carrier_of(session)
@@ -176,7 +185,7 @@ def test_a_place_that_is_nowhere_is_refused(number: int, offset: int, monkeypatc
 
     error = everywhere(2, work)[1]
     assert isinstance(error, PeerError)
-    assert f"a message lies at {offset} of memory {number}, which is not so" in str(error)
+    assert f"invalid shared-memory reference from rank 0 (segment {number}, offset {offset})" in str(error)
 
 
 def test_who_sends_and_receives_on_one_host_needs_no_thread() -> None:

@@ -102,7 +102,7 @@ def test_pipedream_evaluates_between_flushes_with_the_newest_weights() -> None:
     def work(pipe: Pipeline) -> Any:
         for x, y in data:
             pipe.step(x, y)
-        with pytest.raises(UsageError, match=r"evaluate\(\) while 5 minibatches may be under way; call flush\(\) first"):
+        with pytest.raises(UsageError, match=r"evaluate\(\) while 5 minibatches may be in flight; call flush\(\) first"):
             pipe.evaluate(*data[0])
         pipe.flush()
         state = pipe.state_dict()
@@ -128,7 +128,7 @@ def test_a_mode_that_was_traced_is_refused_before_anything_and_training_goes_on(
     x, y = batches(1, 8)[0]
 
     def work(pipe: Pipeline) -> Any:
-        with pytest.raises(UsageError, match="dropout was traced in training mode, and cannot be told to evaluate"):
+        with pytest.raises(UsageError, match="dropout was traced in training mode and cannot be switched to evaluation"):
             pipe.evaluate(x, y)
         with pytest.raises(UsageError, match="traced in training mode"):
             pipe.predict(x)
@@ -154,6 +154,6 @@ def test_outputs_may_be_tuples_and_nothing_else() -> None:
     torch.testing.assert_close(outcome, (torch.tanh(x) + 1, 2 * torch.tanh(x)))
     first, second = evaluated(nn.Sequential(nn.Tanh(), Named()), 2, lambda pipe: pipe.predict(x), stages=[1, 1])
     assert isinstance(second, UsageError)
-    assert "predict() puts outputs together that are tensors, or tuples of them; got dict" in str(second)
+    assert "predict() joins outputs that are tensors or tuples of tensors; got dict" in str(second)
     assert isinstance(first, PeerError)
     assert "stage 1 (rank 1) failed" in str(first)

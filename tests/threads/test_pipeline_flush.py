@@ -48,20 +48,20 @@ def test_each_rank_does_its_line_and_keeps_what_the_checker_says(spec: str) -> N
     outcomes = piped(layered(7), batches(2, 6), 4, stages=4, schedule=spec, microbatches=6)
     for stage, outcome in enumerate(outcomes):
         log = [done for done in outcome.pipe.log if done.action.kind != "W"]
-        assert [done.action for done in log] == [*schedule.lines[stage][0]] * 2
+        assert [done.action for done in log] == [*schedule.actions[stage][0]] * 2
         assert all(done.version == step for step in range(2) for done in log[step * 13 : step * 13 + 12])
         assert all(before.end <= after.start for before, after in pairwise(outcome.pipe.log))
         assert all(before.end <= after.start - after.waited for before, after in pairwise(log))
-        assert outcome.pipe.stage.most_kept == outcome.pipe.facts.in_flight[stage]
-        assert outcome.pipe._runtime.debts.most_held == outcome.pipe.facts.activations[stage]
-        assert outcome.pipe.stage.most_versions == 1
-        assert not outcome.pipe.stage.kept
+        assert outcome.pipe.stage.peak_in_flight == outcome.pipe.facts.in_flight[stage]
+        assert outcome.pipe._built.runtime.deferred.peak_held == outcome.pipe.facts.activations[stage]
+        assert outcome.pipe.stage.peak_versions == 1
+        assert not outcome.pipe.stage.in_flight
 
 
 def test_one_forward_one_backward_keeps_few_activations() -> None:
     outcomes = piped(layered(7), batches(1, 8), 4, stages=4, schedule="1f1b", microbatches=8)
-    assert [outcome.pipe.stage.most_kept for outcome in outcomes] == [4, 3, 2, 1]
-    assert [outcome.pipe._runtime.debts.most_held for outcome in outcomes] == [4, 3, 2, 1], (
+    assert [outcome.pipe.stage.peak_in_flight for outcome in outcomes] == [4, 3, 2, 1]
+    assert [outcome.pipe._built.runtime.deferred.peak_held for outcome in outcomes] == [4, 3, 2, 1], (
         "what is owed for later is counted, too"
     )
 

@@ -270,7 +270,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     train(3, batches(1, 4), checkpoint=tmp_path, checkpoint_every=1, microbatches=2)
     assert message(resume=tmp_path)[0].endswith("parts of 3 stages are there, of no step all")
     train(2, batches(1, 4), checkpoint=tmp_path / "two", checkpoint_every=1, microbatches=2)
-    assert "was cut elsewhere" in message(resume=tmp_path / "two", stages=[3, 1])[0]
+    assert "has other stages" in message(resume=tmp_path / "two", stages=[3, 1])[0]
     part = next((tmp_path / "two").glob("step-*/stage-1-of-2.safetensors"))
     part.write_bytes(b"no such thing")
     outcomes = everywhere(
@@ -283,7 +283,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
 def test_stages_that_prune_at_the_same_time_do_not_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking and removing, another stage has removed the folder."""
     for step in range(4):
-        write_part(tmp_path, step, 0, 2, 0, {"step": step})
+        write_part(tmp_path, step, 0, 2, {"step": step})
     listing = Path.glob
 
     def late(self: Path, pattern: str) -> Any:

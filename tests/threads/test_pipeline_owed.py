@@ -11,7 +11,7 @@ import torch
 from piped import PLAIN, alone, assert_same, batches, layered, piped
 from torch import nn
 
-from polytempo.pipeline.weight_gradients import Job
+from polytempo.pipeline.weight_gradients import WeightGradient
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
@@ -48,9 +48,9 @@ class Gate(nn.Module):
 def test_what_is_owed_is_done_while_a_stage_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage does not begin its second backward before the first stage has done what it owes for the first."""
     did, calls = threading.Event(), []
-    do = Job.do
+    do = WeightGradient.compute
 
-    def noted(job: Job) -> None:
+    def noted(job: WeightGradient) -> None:
         do(job)
         if job.weight.shape == (6, 5):
             did.set()
@@ -60,7 +60,7 @@ def test_what_is_owed_is_done_while_a_stage_would_wait(monkeypatch: pytest.Monke
         if len(calls) == 2:
             assert did.wait(PATIENCE)
 
-    monkeypatch.setattr(Job, "do", noted)
+    monkeypatch.setattr(WeightGradient, "compute", noted)
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6), Gate(second_waits), nn.Linear(6, 6)).double()
     piped(model, batches(1, 4, width=5), 2, PLAIN, stages=[1, 3], schedule="gpipe,recompute=0", microbatches=2)
     assert len(calls) == 2
@@ -69,14 +69,14 @@ def test_what_is_owed_is_done_while_a_stage_would_wait(monkeypatch: pytest.Monke
 def test_a_gradient_is_sent_before_the_weights_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage does not do what it owes before the first stage has done its backward."""
     came = threading.Event()
-    do = Job.do
+    do = WeightGradient.compute
 
-    def later(job: Job) -> None:
+    def later(job: WeightGradient) -> None:
         if job.weight.shape == (6, 6):
             assert came.wait(PATIENCE)
         do(job)
 
-    monkeypatch.setattr(Job, "do", later)
+    monkeypatch.setattr(WeightGradient, "compute", later)
     model = nn.Sequential(nn.Linear(6, 5), Gate(came.set), nn.Linear(5, 6), nn.Linear(6, 6)).double()
     data = batches(1, 4)
     outcomes = piped(model, data, 2, PLAIN, stages=[2, 2], schedule="1f1b", microbatches=2)
@@ -90,7 +90,7 @@ def test_with_spare_room_it_trains_the_same(spec: str) -> None:
     assert_same(outcomes, alone(model, data), 1e-12)
     for stage, outcome in enumerate(outcomes):
         least = 1 if "recompute" in spec else 2 - stage
-        assert least <= outcome.pipe._runtime.debts.most_held <= outcome.pipe.facts.activations[stage]
+        assert least <= outcome.pipe._built.runtime.deferred.peak_held <= outcome.pipe.facts.activations[stage]
 
 
 @pytest.mark.parametrize("spec", ["gpipe,recompute=0", "gpipe", "1f1b", "pipedream"])

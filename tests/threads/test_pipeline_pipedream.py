@@ -166,11 +166,11 @@ def test_versions_are_those_of_the_checker(vertical: int) -> None:
             log = {done.action.microbatch: done.version for done in outcome.pipe.log if done.action.kind == kind}
             assert [log[number] for number in range(12)] == [*facts.used[stage]]
         held = outcome.pipe.stage
-        assert held.most_kept == facts.in_flight[stage] == in_flight((1,) * 4, stage)
-        assert held.most_versions <= facts.versions_kept[stage] + vertical
-        assert vertical or held.most_versions <= held.most_kept
+        assert held.peak_in_flight == facts.in_flight[stage] == in_flight((1,) * 4, stage)
+        assert held.peak_versions <= facts.versions_kept[stage] + vertical
+        assert vertical or held.peak_versions <= held.peak_in_flight
         assert held.versions == 1
-        assert not held.kept
+        assert not held.in_flight
 
 
 # What is really read, seen from inside autograd.

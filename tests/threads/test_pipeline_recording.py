@@ -11,7 +11,7 @@ from piped import Outcome, batches, layered, piped
 
 from polytempo.cli.main import run
 from polytempo.errors import UsageError
-from polytempo.pipeline.trace_files import FIELDS, read_logs, write_log
+from polytempo.pipeline.trace_files import FIELDS, read_traces
 from polytempo.report.pipeline_picture import bars_of, last_updates
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,7 +27,7 @@ def written(folder: Path, spec: str = "1f1b", ranks: int = 3) -> list[Outcome]:
 @pytest.mark.parametrize("spec", ["1f1b", "gpipe", "pipedream"])
 def test_every_action_is_read_back_with_its_place_and_version(tmp_path: Path, spec: str) -> None:
     outcomes = written(tmp_path / "new", spec)
-    lines = read_logs(tmp_path / "new")
+    lines = read_traces(tmp_path / "new")
     assert all(line.keys() == FIELDS for line in lines)
     assert [line["start"] for line in lines] == sorted(line["start"] for line in lines)
     for rank, outcome in enumerate(outcomes):
@@ -41,8 +41,8 @@ def test_every_action_is_read_back_with_its_place_and_version(tmp_path: Path, sp
 def test_replicas_are_told_apart(tmp_path: Path) -> None:
     outcomes = piped(layered(5), batches(1, 8), 3, stages=2, replicas=(2, 1), microbatches=4)
     for outcome in outcomes:
-        write_log(outcome.pipe, tmp_path)
-    assert {(line["rank"], line["stage"], line["replica"]) for line in read_logs(tmp_path)} == {
+        outcome.pipe.record(tmp_path)
+    assert {(line["rank"], line["stage"], line["replica"]) for line in read_traces(tmp_path)} == {
         (0, 0, 0),
         (1, 0, 1),
         (2, 1, 0),
@@ -54,32 +54,32 @@ def test_the_clock_is_the_hosts_steady_one(tmp_path: Path, monkeypatch: pytest.M
     last = outcomes[0].pipe.log[-1].end
     monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 5000.0)
-    path = write_log(outcomes[0].pipe, tmp_path / "b")
+    path = outcomes[0].pipe.record(tmp_path / "b")
     monkeypatch.undo()
     assert json.loads(path.read_text().splitlines()[-1])["end"] == pytest.approx(last + 4000)
 
 
 def test_writing_twice_leaves_each_action_once(tmp_path: Path) -> None:
     outcomes = written(tmp_path)
-    before = read_logs(tmp_path)
+    before = read_traces(tmp_path)
     for outcome in outcomes:
-        write_log(outcome.pipe, tmp_path)
-    assert len(read_logs(tmp_path)) == len(before) == sum(len(outcome.pipe.log) for outcome in outcomes)
+        outcome.pipe.record(tmp_path)
+    assert len(read_traces(tmp_path)) == len(before) == sum(len(outcome.pipe.log) for outcome in outcomes)
 
 
 def test_what_is_left_of_a_run_with_a_lost_rank_is_read(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "pipeline-1.jsonl").unlink()
-    assert {line["rank"] for line in read_logs(tmp_path)} == {0, 2}
+    assert {line["rank"] for line in read_traces(tmp_path)} == {0, 2}
 
 
 def test_folders_that_are_no_record_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"got none that has a line; let every rank of the script call pipeline\.record\("):
-        read_logs(tmp_path)
+        read_traces(tmp_path)
     written(tmp_path, ranks=3)
     written(tmp_path, ranks=2)
     with pytest.raises(UsageError, match=r"got runs of \[2, 3\] ranks; give each its own folder"):
-        read_logs(tmp_path)
+        read_traces(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "3", '{"stage": 0}'])
@@ -88,7 +88,7 @@ def test_a_line_that_is_no_action_is_named(tmp_path: Path, text: str) -> None:
     with (tmp_path / "pipeline-2.jsonl").open("a") as file:
         file.write(text + "\n")
     with pytest.raises(UsageError, match=rf"pipeline-2\.jsonl, line {lines + 1}: expected an action, got ") as caught:
-        read_logs(tmp_path)
+        read_traces(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -108,7 +108,7 @@ def test_a_run_is_drawn_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_last_updates_of_each_stage_are_what_belongs_to_them(tmp_path: Path) -> None:
     written(tmp_path)
-    lines = read_logs(tmp_path)
+    lines = read_traces(tmp_path)
     last = last_updates(lines, 1)
     for stage in range(3):
         mine = [line for line in last if line["stage"] == stage]

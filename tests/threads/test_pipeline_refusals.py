@@ -64,10 +64,10 @@ def test_too_few_ranks() -> None:
 
 
 def test_modules_that_cannot_be_cut() -> None:
-    assert "Undecided cannot be traced by symbols" in refused(2, Undecided().double())
+    assert "Undecided cannot be traced symbolically" in refused(2, Undecided().double())
     assert "give its layers as nn.Sequential or a list" in refused(2, Undecided().double())
     example = refused(2, Undecided().double(), example=(X,))
-    assert "can be traced neither by symbols nor by an example" in example
+    assert "can be traced neither symbolically nor with an example" in example
     assert "expected a module or a list of modules" in refused(2, [1, 2])
 
 
@@ -80,8 +80,8 @@ def test_tied_weights_need_a_flush() -> None:
 
 def test_clipping_needs_a_flush_and_a_norm() -> None:
     assert refused(2, layered(), schedule="pipedream", clip_norm=1.0) == (
-        "clip_norm needs a moment at which all stages have their gradients, and pipedream has none; use a schedule that "
-        "flushes (1f1b), or clip in the optimizer that you hand in"
+        "clip_norm needs a point at which all stages have their gradients, and pipedream has none; use a schedule that "
+        "flushes (1f1b), or clip in the optimizer that you pass"
     )
     for norm in (0, -1.0, float("nan")):
         assert refused(2, layered(), clip_norm=norm) == f"expected clip_norm above 0, got {norm}"
@@ -158,7 +158,7 @@ def test_nothing_but_steps_while_minibatches_are_under_way() -> None:
         pipe = Pipeline(layered(), loss=mse, optimizer=PLAIN, schedule="pipedream")
         assert pipe.step(X, Y) is None
         for call in (pipe.state_dict, lambda: pipe.save("nowhere"), lambda: pipe.load_state_dict({})):
-            with pytest.raises(UsageError, match=r"while 1 minibatches may be under way; call flush\(\) first"):
+            with pytest.raises(UsageError, match=r"while 1 minibatches may be in flight; call flush\(\) first"):
                 call()
         pipe.flush()
         assert pipe.flush() is None
@@ -188,4 +188,4 @@ def test_parameters_that_are_given_other_memory(schedule: str) -> None:
             assert all(change.abs().max() > 0 for change in outcome)
     if schedule == "pipedream":
         errors = [str(outcome) for outcome in everywhere(2, work)]
-        assert any("weight was given other memory after the pipeline was built" in text for text in errors), errors
+        assert any("weight was moved to other memory after the pipeline was built" in text for text in errors), errors

@@ -242,7 +242,7 @@ def test_when_worker_0_is_gone_before_it_gave_its_values_the_next_ones_count(reg
             if registered:
                 client = session.client
                 assert client is not None
-                client._send_seed = fail  # type: ignore[method-assign]
+                client.exchanges.send_seed = fail  # type: ignore[method-assign]
             else:
                 fail("0")
         DistributedOptimizer(torch.optim.SGD(params, lr=0.1))

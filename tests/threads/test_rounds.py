@@ -202,16 +202,16 @@ def die_in(session: Session, point: str) -> None:
         vote = made._vote
         made._vote = lambda *a: (vote(*a), die())[0]  # type: ignore[method-assign]
     elif point == "while it voted":
-        tell = world.engine.tell
+        tell = world.engine.messages.notify
 
         def tell_one(ranks: list[int], *note: int) -> None:  # in the thread that drives, which cannot close the world
             tell(list(ranks)[:1], *note)
-            for link in list(world.engine.links.values()):
+            for link in list(world.engine.messages.links.values()):
                 link.close()
             raise Died
 
         def vote(*ballot: object) -> None:
-            world.engine.tell = tell_one  # type: ignore[method-assign, assignment]
+            world.engine.messages.notify = tell_one  # type: ignore[method-assign, assignment]
             type(made)._vote(made, *ballot)  # type: ignore[arg-type]
 
         made._vote = vote  # type: ignore[method-assign, assignment]

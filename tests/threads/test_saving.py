@@ -16,13 +16,11 @@ import torch
 from helpers import until
 from torch import nn
 
+from polytempo.checkpoints import digest_of_file, find_checkpoint, newest_since, publish, whole_checkpoints
 from polytempo.errors import JobEnded, PeerError
 from polytempo.launch.local_job import CheckpointWatch
 from polytempo.launch.request import RunRequest
-from polytempo.server import checkpoint as checkpoint_module
 from polytempo.server import checkpoint as checkpoints
-from polytempo.server.checkpoint import finish_checkpoint
-from polytempo.server.manifest import find_checkpoint, newest_since, whole_checkpoints
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -36,7 +34,7 @@ def made(directory: Path, step: int, name: str = "", at: int = 0, text: bytes = 
     path = directory / (name or f"step-{step:08d}")
     path.mkdir(parents=True)
     (path / "shard-0.safetensors").write_bytes(text)
-    digest = checkpoints._digest(path / "shard-0.safetensors")
+    digest = digest_of_file(path / "shard-0.safetensors")
     manifest = {"step": step, "files": [{"file": "shard-0.safetensors", "digest": digest, "tensors": {}}]}
     (path / "manifest.json").write_text(json.dumps(manifest))
     if at:
@@ -79,7 +77,7 @@ def test_a_job_that_went_back_removes_what_is_behind_it_and_nothing_of_the_other
         made(tmp_path, step)
     for step in (20, 30, 40):
         made(tmp_path, step, f"step-{step:08d}.partial")
-        finish_checkpoint(tmp_path, f"step-{step:08d}", {"step": step}, [])
+        publish(tmp_path, f"step-{step:08d}", {"step": step}, [], 3)
     left = [path.name for path in whole_checkpoints(tmp_path)]
     assert left == [f"step-{step:08d}" for step in (20, 30, 40, 100, 110, 120)]
 
@@ -163,7 +161,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
             for name in names:
                 patched.setattr(os, name, dies(name))
             try:
-                finish_checkpoint(directory, f"step-{step:08d}", {"step": step}, files)
+                publish(directory, f"step-{step:08d}", {"step": step}, files, 3)
                 over = True
             except Crash:
                 over = False
@@ -251,7 +249,7 @@ def test_a_manifest_that_cannot_be_written_is_the_same(tmp_path: Path, monkeypat
     def fails(*_: Any) -> Path:
         raise OSError(errno.EIO, "Input/output error", "manifest.json")
 
-    monkeypatch.setattr(checkpoint_module, "finish_checkpoint", fails)
+    monkeypatch.setattr(checkpoints, "publish", fails)
     with ThreadJob(1, 1, checkpoint=tmp_path, go_on_unsaved=True) as job:
         job.run(lambda session: train(session, 3))
     assert "Input/output error: manifest.json; going on" in job.notices[0]

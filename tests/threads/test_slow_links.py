@@ -16,12 +16,11 @@ from wires import filled, same
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
-from polytempo.collectives.shutdown import politely_closed
+from polytempo.collectives.messaging import close_with_goodbye
 from polytempo.protocol.messages import Push, PushStatus
 from polytempo.protocol.values import PushId
 from polytempo.session.session import Session
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.transport import zmq_link
 from polytempo.transport.buffer_pool import Pool
@@ -95,7 +94,7 @@ def test_a_link_that_closes_over_a_slow_cable_first_delivers_what_it_was_given(
         while not link.established:
             link.handle(poller.poll(50))
         link.send(LinkMessage(DATA, 0, 0), filled(SIZE))
-        politely_closed(link)
+        close_with_goodbye(link)
         near.close()
 
     ending, poller = Doing(send_and_end), Poller()
@@ -129,7 +128,7 @@ class Creeping(Scripted):
 
 def pushed_over(channel: Scripted) -> Client:
     client = Client([channel], 0, 0, Pool(), retry=0.001)
-    client._lines["0"] = ClientState("0", joined=True)
+    client.exchanges.states["0"] = ClientState("0", joined=True)
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0)), [[]]))
     return client
 

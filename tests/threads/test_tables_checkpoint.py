@@ -17,8 +17,7 @@ from torch import nn
 from polytempo.errors import PolytempoError
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 

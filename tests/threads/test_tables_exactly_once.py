@@ -23,8 +23,7 @@ from polytempo.protocol.messages import Answer, AnyMessage, Push
 from polytempo.protocol.values import Pull, PulledRows, UnknownKeys
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.kv import KV
-from polytempo.train.kv_arrays import Array
+from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
 
@@ -145,7 +144,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.repeat(waiting.push.id.track)
+        client.exchanges.repeat(waiting.push.id.track)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -173,7 +172,7 @@ def test_a_connection_replaced_in_the_middle_of_an_exchange_loses_and_doubles_no
             push(waiting, *ahead)
             if waiting.push.id.step % 2 == 0:
                 shard = (waiting.push.id.step // 2 + session.rank) % 2
-                client.reconnect(shard, job.connect(shard, client.pool))
+                client.connections.reconnect(shard, job.connect(shard, client.pool))
 
         client.push = push_and_cut  # type: ignore[method-assign]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.tasks import CallQueue, Steps, Wait
+from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.transport.buffer_pool import Pool
@@ -48,12 +49,12 @@ def test_a_closed_bell_takes_no_ring_from_the_one_that_has_its_number_now() -> N
 
 def test_a_link_that_was_closed_while_its_bell_rang_is_not_read() -> None:
     engine = ProgressEngine(0)
-    link, other = MemoryLink.pair((0, engine), (1, ProgressEngine(1)))
+    link, other = MemoryLink.pair((0, engine.messages), (1, ProgressEngine(1).messages))
     link.attach(Poller())
     other._give(None)
     link.close()
     taken = WakeUp()
-    assert taken.fileno == link._bell.fileno
+    assert taken.fileno == link._wake_up.fileno
     taken.ring()
     link.handle({taken.fileno: 1})
     assert rings(taken.fileno)
@@ -98,15 +99,15 @@ def at_line(number: int, call: Callable[[], object], of: str, act: Callable[[], 
 def test_a_failure_in_a_group_that_is_just_being_made_is_not_forgotten() -> None:
     for line in range(1, 20):
         engine = ProgressEngine(0)
-        link, _ = MemoryLink.pair((0, engine), (1, ProgressEngine(1)))
+        link, _ = MemoryLink.pair((0, engine.messages), (1, ProgressEngine(1).messages))
         engine.attach([link])
         made: list[CallQueue] = []
         failed = LinkMessage(FAILED, 7, 0, b"rank 1 failed")
         lasts = at_line(
             line,
-            lambda engine=engine, made=made: made.append(engine.open_lane(7, (0, 1))),
-            "open_lane",
-            lambda engine=engine, failed=failed: engine.arrived(1, failed, None),
+            lambda engine=engine, made=made: made.append(engine.queues.open(7, (0, 1))),
+            "open",
+            lambda engine=engine, failed=failed: engine.messages.arrived(1, failed, None),
         )
         if lasts:
             assert str(made[0].failed) == "rank 1 failed", f"it came before line {line} of open_lane"
@@ -130,7 +131,7 @@ def test_a_server_that_ends_waits_for_the_norms_of_no_update(monkeypatch: pytest
 
 def test_a_link_that_cannot_be_closed_keeps_no_task_and_no_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ProgressEngine(0)
-    links = [MemoryLink.pair((0, engine), (rank, ProgressEngine(rank)))[0] for rank in (1, 2)]
+    links = [MemoryLink.pair((0, engine.messages), (rank, ProgressEngine(rank).messages))[0] for rank in (1, 2)]
     engine.attach(links)
 
     def steps() -> Steps:
@@ -139,7 +140,7 @@ def test_a_link_that_cannot_be_closed_keeps_no_task_and_no_thread_waiting(monkey
     def broken() -> None:
         raise OSError("no such descriptor")
 
-    task = engine.start(engine.open_lane(0, (0, 1, 2)), "waiting", steps(), False)
+    task = engine.start(engine.queues.open(0, (0, 1, 2)), "waiting", steps(), False)
     monkeypatch.setattr(links[0], "close", broken)
     with pytest.raises(OSError, match="no such descriptor"):
         engine.close()

@@ -240,11 +240,13 @@ def test_a_worker_that_sends_what_cannot_be_is_turned_away_and_the_job_goes_on(w
     def misbehaves(session: Session, job: ThreadJob) -> None:
         client = session.client
         assert client is not None
-        client._channels[0].send(encode(case.message), case.buffers)
+        client.connections.channels[0].send(encode(case.message), case.buffers)
         try:
-            client._channels[0].send(encode(StoreGet(key="manifest/0")))  # answered behind whatever is said of the message
-            while "manifest/0" not in client._found:
-                client._receive(1.0)
+            client.connections.channels[0].send(
+                encode(StoreGet(key="manifest/0"))
+            )  # answered behind whatever is said of the message
+            while "manifest/0" not in client._stored:
+                client.connections.receive(1.0)
         except (UsageError, PeerError) as error:
             told.append(str(error))
         session.client = None
@@ -263,7 +265,7 @@ def test_what_is_said_before_and_after_a_workers_time_changes_nothing() -> None:
     def misbehaves(session: Session, job: ThreadJob) -> None:
         client = session.client
         assert client is not None
-        channel = client._channels[0]
+        channel = client.connections.channels[0]
         leave = Leave(worker=ME, incarnation=0, reason="finished")
         for message, buffers in [(leave, ()), (leave, ()), (GOOD, WHOLE), (leave, ()), (Heartbeat(), ())]:
             channel.send(encode(message), buffers)

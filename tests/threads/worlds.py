@@ -135,7 +135,7 @@ def _open_on_hosts(hosts: Hosts, timeout: float | None) -> list[World]:
     mets = [Met(hosts) for _ in range(size)]
     for high in range(size):
         for low in range(high):
-            one, two = MemoryLink.pair((low, engines[low]), (high, engines[high]))
+            one, two = MemoryLink.pair((low, engines[low].messages), (high, engines[high].messages))
             mets[low].links.append(one)
             mets[high].links.append(two)
     return [World(engine, size, met, timeout) for engine, met in zip(engines, mets, strict=True)]

@@ -10,7 +10,7 @@ import typer
 
 from polytempo.cli.options import Option
 from polytempo.errors import UsageError
-from polytempo.pipeline.trace_files import read_logs
+from polytempo.pipeline.trace_files import read_traces
 from polytempo.report.pipeline_picture import draw_pipeline, last_updates
 
 
@@ -24,7 +24,7 @@ def picture(
     """Draw the timeline of a pipeline: forward, backward, update and idle time of each stage."""
     if last is not None and last < 1:
         raise UsageError(f"expected --last of at least 1, got {last}")
-    lines = last_updates(read_logs(folder), last) if last is not None else read_logs(folder)
+    lines = last_updates(read_traces(folder), last) if last is not None else read_traces(folder)
     path = out or folder / "pipeline.png"
     bubble = draw_pipeline(lines, path, title or folder.name, _moments(between) if between is not None else None)
     sys.stdout.write(f"written: {path}, bubble {100 * bubble:.1f} %\n")

@@ -26,12 +26,11 @@ from polytempo.records.files import RecordWriter, read_events, read_meta
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
-from polytempo.simulate.description import Experiment, experiment_from
+from polytempo.simulate.description import Experiment, cluster_from_record, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal, as_duration
-from polytempo.simulate.from_record import cluster_from_record
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import resolve_via, simulate_job
-from polytempo.simulate.scaling import scaling as measure_scaling
+from polytempo.simulate.run import scaling as measure_scaling
 from polytempo.summation import in_order
 from polytempo.sync.spec import parse_spec
 from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size

@@ -148,9 +148,9 @@ class RowTraffic:
 
     def _shared(self, buffer: Bytes, blocks: list[Bytes]) -> Bytes:
         """The same bytes in memory that servers of this host can read."""
-        if self._client.pool.shelf is None or buffer.nbytes < SHARE_FROM:
+        if self._client.pool.registry is None or buffer.nbytes < SHARE_FROM:
             return buffer
-        block = self._client.arena.take(buffer.nbytes)
+        block = self._client.exchanges.arena.take(buffer.nbytes)
         blocks.append(block)
         block[: buffer.nbytes] = buffer
         return block[: buffer.nbytes]

@@ -1,22 +1,23 @@
-"""Carries out one plan: what every rank's steps (`steps.py`) do to a list of tensors.
+"""The executor of plans: what a rank's steps (`steps.py`) do to a list of tensors.
 
-All stores that will arrive are posted at the start, so that they go straight to their tensors. That is safe for these plans:
-what is stored in a chunk was made from what this rank has sent of it before. What is combined waits in memory of the pool.
+All receives are posted at the start, so that data goes straight into the tensors. That is safe for these plans: what is
+stored in a chunk was made from what this rank has sent of it before. What is to be combined waits in memory of the pool.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 
 from polytempo.collectives.mailbox import Receipt
-from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.reduce_ops import COMBINE, total
-from polytempo.collectives.shared_slots import SharedSlotBuffer
+from polytempo.collectives.shared_buffer import SlotBuffer
 from polytempo.collectives.steps import Combine, Copy, Fetch, Meet, Put, Receive, Send, Step, Total
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
@@ -29,44 +30,35 @@ NOTHING = torch.empty(0)
 
 @dataclass
 class ExecutionStage:
-    """What a plan is carried out on. Plans number ranks from 0; `ranks` says who they are."""
+    """What a plan is carried out on. Plans number ranks from 0; `ranks` are their ranks in the job."""
 
-    engine: ProgressEngine
+    messages: Messaging
     context: int
     tag: int
     ranks: Sequence[int]
-    meta: bytes = b""  #: the call, for those who get the first message of it
+    meta: bytes = b""  #: the description of the call, sent with its first message to a rank
     op: str = "sum"
-    board: SharedSlotBuffer | None = None
+    buffer: SlotBuffer | None = None
     offsets: Sequence[int] = ()  #: where in a slot each chunk lies
-    meetings: Iterator[int] = field(default_factory=count)  #: numbers of the notes in this context
-    met: bool = False  #: the call was told with a note
+    barriers: Iterator[int] = field(default_factory=count)  #: numbers of the barriers of this context
+    announced: bool = False  #: the call was described in a notification
 
 
 def perform(stage: ExecutionStage, steps: Sequence[Step], chunks: Sequence[torch.Tensor]) -> Steps:
     """Carry out the steps of this rank."""
-    performance = _Performance(stage, chunks)
-    performance.post(steps)
+    execution = _Execution(stage, chunks)
+    execution.post(steps)
     for step in steps:
-        if isinstance(step, Send):
-            performance.send(step)
-        elif isinstance(step, Receive):
-            yield from performance.arrival()
-        elif isinstance(step, Combine):
-            yield from performance.combine(step)
-        elif isinstance(step, Meet):
-            yield from performance.meet(step)
-        elif isinstance(step, Copy):
-            chunks[step.chunk].copy_(chunks[step.source])
-        else:
-            performance.share(step)
-    yield from performance.all_sent()
+        waits = ACTIONS[type(step)](execution, step)
+        if waits is not None:
+            yield from waits
+    yield from execution.all_sent()
 
 
-class _Performance:
+class _Execution:
     def __init__(self, stage: ExecutionStage, chunks: Sequence[torch.Tensor]) -> None:
         self.stage, self.chunks = stage, chunks
-        self.engine = stage.engine
+        self.messages = stage.messages
         self._receipts: list[Receipt] = []
         self._next = 0
         self._unsent: Counter[int] = Counter()
@@ -77,7 +69,9 @@ class _Performance:
             if isinstance(step, Receive | Combine):
                 chunk, sender = self.chunks[step.chunk], self.stage.ranks[step.peer]
                 buffer = bytes_of(chunk) if isinstance(step, Receive) else None
-                self._receipts.append(self.engine.expect(self.stage.context, self.stage.tag, sender, nbytes(chunk), buffer))
+                self._receipts.append(
+                    self.messages.expect(self.stage.context, self.stage.tag, sender, nbytes(chunk), buffer)
+                )
 
     # Messages.
 
@@ -87,61 +81,82 @@ class _Performance:
         self._told.add(peer)
         self._unsent[chunk] += 1
         message = LinkMessage(DATA, self.stage.context, self.stage.tag, meta)
-        self.engine.send(peer, message, bytes_of(self.chunks[chunk]), lambda: self._sent(chunk))
+        self.messages.send(peer, message, bytes_of(self.chunks[chunk]), lambda: self._sent(chunk))
 
     def _sent(self, chunk: int) -> None:
         self._unsent[chunk] -= 1
         if not self._unsent[chunk]:
             del self._unsent[chunk]
 
-    def arrival(self) -> Steps:
+    def receive(self, step: Receive) -> Steps:
+        return self._arrival()
+
+    def _arrival(self) -> Steps:
         receipt = self._receipts[self._next]
         self._next += 1
         if not receipt.done:
-            yield self.engine.until(receipt)
+            yield self.messages.until(receipt)
         if receipt.problem:
             raise PeerError(receipt.problem)
         return receipt
 
     def combine(self, step: Combine) -> Steps:
-        receipt = yield from self.arrival()
+        receipt = yield from self._arrival()
         chunk = self.chunks[step.chunk]
         if step.chunk in self._unsent:
             yield Wait(lambda: step.chunk not in self._unsent, list)
         if chunk.numel():
             COMBINE[self.stage.op](chunk, torch.from_numpy(receipt.buffer).view(chunk.dtype), out=chunk)
-            self.engine.pool.give(receipt.buffer)
+            self.messages.pool.give(receipt.buffer)
 
     def all_sent(self) -> Steps:
         if self._unsent:
             yield Wait(lambda: not self._unsent, list)
 
+    def copy(self, step: Copy) -> None:
+        self.chunks[step.chunk].copy_(self.chunks[step.source])
+
     # Shared memory.
 
     def meet(self, step: Meet) -> Steps:
-        stage, others = self.stage, [self.stage.ranks[m] for m in step.members if self.stage.ranks[m] != self.engine.rank]
-        number = next(stage.meetings)
-        self.engine.tell(others, stage.context, number, b"" if stage.met else stage.meta)
-        stage.met = True
-        wait = self.engine.until_heard(others, stage.context, number)
+        stage, others = self.stage, [self.stage.ranks[m] for m in step.members if self.stage.ranks[m] != self.messages.rank]
+        number = next(stage.barriers)
+        self.messages.notify(others, stage.context, number, b"" if stage.announced else stage.meta)
+        stage.announced = True
+        wait = self.messages.until_notified(others, stage.context, number)
         if not wait.ready():
             yield wait
 
-    def share(self, step: Step) -> None:
-        me = self.engine.rank
-        if isinstance(step, Put):
-            self._slot(me, step.chunk, self.chunks[step.chunk]).copy_(self.chunks[step.chunk])
-        elif isinstance(step, Fetch):
-            chunk = self.chunks[step.chunk]
-            chunk.copy_(self._slot(self.stage.ranks[step.member], step.source, chunk))
-        elif isinstance(step, Total):
-            chunk, ranks = self.chunks[step.chunk], [self.stage.ranks[member] for member in step.members]
-            terms = [chunk if rank == me else self._slot(rank, step.chunk, chunk) for rank in ranks]
-            total(self.stage.op, terms, chunk)
+    def put(self, step: Put) -> None:
+        chunk = self.chunks[step.chunk]
+        self._slot(self.messages.rank, step.chunk, chunk).copy_(chunk)
+
+    def fetch(self, step: Fetch) -> None:
+        chunk = self.chunks[step.chunk]
+        chunk.copy_(self._slot(self.stage.ranks[step.member], step.source, chunk))
+
+    def total(self, step: Total) -> None:
+        chunk, rank = self.chunks[step.chunk], self.messages.rank
+        members = [self.stage.ranks[member] for member in step.members]
+        terms = [chunk if member == rank else self._slot(member, step.chunk, chunk) for member in members]
+        total(self.stage.op, terms, chunk)
 
     def _slot(self, rank: int, chunk: int, like: torch.Tensor) -> torch.Tensor:
-        assert self.stage.board is not None
-        return self.stage.board.part(rank, like, self.stage.offsets[chunk])
+        assert self.stage.buffer is not None
+        return self.stage.buffer.part(rank, like, self.stage.offsets[chunk])
+
+
+#: What each step does; those that wait return what they yield.
+ACTIONS: dict[type[Step], Callable[[_Execution, Any], Steps | None]] = {
+    Send: _Execution.send,
+    Receive: _Execution.receive,
+    Combine: _Execution.combine,
+    Copy: _Execution.copy,
+    Put: _Execution.put,
+    Meet: _Execution.meet,
+    Fetch: _Execution.fetch,
+    Total: _Execution.total,
+}
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from math import sqrt
 
 import torch
 
+from polytempo.collectives.call_queues import Recovery
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
@@ -22,9 +23,8 @@ from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, 
 from polytempo.collectives.measure import measure
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.recovery import Recovery
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
-from polytempo.collectives.shared_slots import SharedSlots
+from polytempo.collectives.shared_buffer import SlotBuffers
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
@@ -36,7 +36,7 @@ PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
 PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "tree", "reduce": "tree"}
 PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
-ON_BOARDS = ("shared-memory", "hierarchical")
+IN_SHARED_MEMORY = ("shared-memory", "hierarchical")
 
 Tensors = Sequence[torch.Tensor]
 
@@ -57,14 +57,14 @@ class RankGroup:
         local = [tuple(self.ranks.index(rank) for rank in host if rank in self.ranks) for host in hosts]
         self.place = Place(self.rank, tuple(host for host in local if host))
         self.context = 2 * context  #: of collectives; the next number is that of single messages
-        self.lane = engine.open_lane(self.context, self.ranks)
-        self.boards = SharedSlots(engine, self.lane, [self.ranks[member] for member in self.place.neighbours])
+        self.queue = engine.queues.open(self.context, self.ranks)
+        self.buffers = SlotBuffers(engine.messages, self.queue, [self.ranks[member] for member in self.place.neighbours])
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
         self._lock = threading.Lock()
-        self._recovery = Recovery(engine, self.lane, self._start_over)
-        self.lane.when_failed = _weakly(self._recover)  # the engine knows the lane for ever, but not the group
+        self._recovery = Recovery(engine.messages, engine.queues, self.queue, self._start_over)
+        self.queue.when_failed = _weakly(self._recover)  # the engine keeps the queue for ever, but not the group
 
     # The collectives.
 
@@ -186,8 +186,8 @@ class RankGroup:
         def steps(stage: ExecutionStage) -> Steps:
             mine, back = flat(output)
             chunks = [flat(piece)[0] for piece in inputs]
-            on_board = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in ON_BOARDS
-            if not on_board or (name == "mean" and mine.dtype == torch.float16):
+            shared = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in IN_SHARED_MEMORY
+            if not shared or (name == "mean" and mine.dtype == torch.float16):
                 chunks = [piece.clone() for piece in chunks]  # they are written to
             mine.copy_(chunks[self.rank])
             chunks[self.rank] = mine
@@ -255,32 +255,32 @@ class RankGroup:
             self._calls += 1
             number = self._calls
             run = self._run(number, call, op, steps)
-            return self.engine.start(self.lane, call, run, background, self.timeout, number)
+            return self.engine.start(self.queue, call, run, background, self.timeout, number)
 
     def before_next(self, name: str, steps: Steps) -> Task:
         """Start something that this rank has to do before its next call begins."""
         with self._lock:
             self._recovery.open_again(self._calls)
-            return self.engine.start(self.lane, name, steps, True)
+            return self.engine.start(self.queue, name, steps, True)
 
     def _run(self, number: int, call: str, op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
         yield from self._recovery.clear(number)
-        self.engine.declare(self.lane, number, call)
+        self.engine.queues.declare(self.queue, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
-            self.speeds = yield from measure(self.engine, self.context, number, self.ranks, self.place.hosts)
+            self.speeds = yield from measure(self.engine.messages, self.context, number, self.ranks, self.place.hosts)
         meta = f"{number} {call}".encode()
-        meetings = self._recovery.meetings
-        return (yield from steps(ExecutionStage(self.engine, self.context, number, self.ranks, meta, op, meetings=meetings)))
+        messages, barriers = self.engine.messages, self._recovery.barriers
+        return (yield from steps(ExecutionStage(messages, self.context, number, self.ranks, meta, op, barriers=barriers)))
 
     def _recover(self) -> None:
         with self._lock:  # so a call is counted and handed over, or neither
-            self.lane.told |= self.engine.has_submitted(self.lane)
+            self.queue.told |= self.engine.has_submitted(self.queue)
             self._recovery.open_again(self._calls)
-            self.engine.start(self.lane, "going on after a failure", self._recovery.agree(), True)
+            self.engine.start(self.queue, "going on after a failure", self._recovery.agree(), True)
 
     def _start_over(self) -> None:
         self.speeds = None  # some ranks may have measured them, and others not
-        self.boards.start_over()
+        self.buffers.start_over()
 
     def _resolve(self, collective: str, size: int, algorithm: str) -> str:
         if algorithm != "auto":
@@ -298,19 +298,19 @@ class RankGroup:
     def _reduce(self, stage: ExecutionStage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
         """One flat tensor, which plans may cut as they like."""
         algorithm = self._resolve(collective, nbytes(whole), algorithm)
-        if algorithm not in ON_BOARDS:
+        if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
-        stage.board = self.boards.of(nbytes(whole))
+        stage.buffer = self.buffers.of(nbytes(whole))
         item = whole.element_size()
-        step = stage.board.capacity // item
+        step = stage.buffer.capacity // item
         for start in range(0, max(1, whole.numel()), step):
             length = min(step, whole.numel() - start)
             parts = len(self.place.hosts) if algorithm == "hierarchical" else 1
             pieces = self._pieces(length * item // parts) if algorithm == "hierarchical" else 1
-            cut, stage.offsets, plan = _on_board(collective, algorithm, self.place, pieces, root, length, item)
+            cut, stage.offsets, plan = _in_slots(collective, algorithm, self.place, pieces, root, length, item)
             piece = whole[start : start + length] if length < whole.numel() else whole
-            yield from stage.board.open()
+            yield from stage.buffer.open()
             yield from perform(stage, plan, [piece[part] for part in cut])
 
     def _move(
@@ -325,27 +325,27 @@ class RankGroup:
         """A tensor for each rank, which plans do not cut. `beside`: they lie side by side in a slot, and not one alone."""
         own = max(nbytes(chunk) for chunk in chunks)
         algorithm = self._resolve(collective, own * self.size, algorithm)
-        if algorithm not in ON_BOARDS:
+        if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda _: chunks, own * self.size)
             return
         share = self.size if beside else 1
-        stage.board = self.boards.of(own * share)
+        stage.buffer = self.buffers.of(own * share)
         _, plan = plan_for(collective, algorithm, self.place, 1, root)
         length, item = max(chunk.numel() for chunk in chunks), chunks[self.rank].element_size()
-        step = stage.board.capacity // share // item // GRAIN * GRAIN
+        step = stage.buffer.capacity // share // item // GRAIN * GRAIN
         for start in range(0, max(1, length), step):
             pieces = [chunk[start : start + step] for chunk in chunks]
             apart = min(step, length - start) * item if beside else 0
             stage.offsets = [index * apart for index in range(len(chunks))]
-            yield from stage.board.open()
+            yield from stage.buffer.open()
             yield from perform(stage, plan, pieces)
 
     def _plain(
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
-        if self._next() in self.engine.links:  # who has done its part and left need not know
-            self.engine.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
+        if self._next() in self.engine.messages.links:  # who has done its part and left need not know
+            self.engine.messages.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
         pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
@@ -390,7 +390,7 @@ class RankGroup:
 
 
 @lru_cache(maxsize=256)
-def _on_board(
+def _in_slots(
     collective: str, algorithm: str, place: Place, pieces: int, root: int, length: int, item: int
 ) -> tuple[list[slice], list[int], tuple[Step, ...]]:
     """How a flat tensor is cut, where the chunks lie in a slot, and the steps: the same again and again."""

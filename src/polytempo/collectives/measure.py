@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy
 
 from polytempo.collectives.cost import Speeds
-from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.tasks import Steps
 from polytempo.transport.channel import Bytes
 from polytempo.transport.peer_link import DATA, LinkMessage
@@ -22,42 +22,40 @@ ROUNDS = 5
 FOUND = struct.Struct("<dd")
 
 
-def measure(
-    engine: ProgressEngine, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]
-) -> Steps:
+def measure(messages: Messaging, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]) -> Steps:
     """The speeds, on every rank."""
     first, second = ranks[hosts[0][0]], ranks[hosts[1][0]]
     tag, found = -number, numpy.zeros(FOUND.size, dtype=numpy.uint8)
-    if engine.rank == first:
-        yield from _play(engine, context, tag, second, found)
+    if messages.rank == first:
+        yield from _play(messages, context, tag, second, found)
         for rank in ranks:
             if rank != first:
-                engine.send(rank, LinkMessage(DATA, context, tag), found.copy())
+                messages.send(rank, LinkMessage(DATA, context, tag), found.copy())
     else:
-        if engine.rank == second:
-            yield from _answer(engine, context, tag, first)
-        receipt = engine.expect(context, tag, first, FOUND.size, found)
-        yield engine.until(receipt)
+        if messages.rank == second:
+            yield from _answer(messages, context, tag, first)
+        receipt = messages.expect(context, tag, first, FOUND.size, found)
+        yield messages.until(receipt)
     alpha, beta = FOUND.unpack(found.tobytes())
     return Speeds(alpha=alpha, beta=beta)
 
 
-def _play(engine: ProgressEngine, context: int, tag: int, other: int, found: Bytes) -> Steps:
+def _play(messages: Messaging, context: int, tag: int, other: int, found: Bytes) -> Steps:
     best = {}
     for size in (SMALL, LARGE):
         times = []
         for _ in range(ROUNDS if size == SMALL else 2):
             began = time.perf_counter()
-            engine.send(other, LinkMessage(DATA, context, tag), numpy.zeros(size, dtype=numpy.uint8))
-            yield engine.until(engine.expect(context, tag, other, size))
+            messages.send(other, LinkMessage(DATA, context, tag), numpy.zeros(size, dtype=numpy.uint8))
+            yield messages.until(messages.expect(context, tag, other, size))
             times.append(time.perf_counter() - began)
         best[size] = min(times) / 2
     beta = max(1e-12, (best[LARGE] - best[SMALL]) / (LARGE - SMALL))
     found[:] = numpy.frombuffer(FOUND.pack(best[SMALL], beta), dtype=numpy.uint8)
 
 
-def _answer(engine: ProgressEngine, context: int, tag: int, other: int) -> Steps:
+def _answer(messages: Messaging, context: int, tag: int, other: int) -> Steps:
     for size in (SMALL,) * ROUNDS + (LARGE,) * 2:
-        receipt = engine.expect(context, tag, other, size)
-        yield engine.until(receipt)
-        engine.send(other, LinkMessage(DATA, context, tag), receipt.buffer)
+        receipt = messages.expect(context, tag, other, size)
+        yield messages.until(receipt)
+        messages.send(other, LinkMessage(DATA, context, tag), receipt.buffer)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.flattening import shape_of
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
-from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import UsageError
 
 NativeTensors = Sequence[torch.Tensor]

@@ -38,7 +38,7 @@ class Nested(RankGroup):
         background: bool,
         op: str = "sum",
     ) -> Any:
-        return steps(replace(self._stage, op=op, board=None))
+        return steps(replace(self._stage, op=op, buffer=None))
 
 
 def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:

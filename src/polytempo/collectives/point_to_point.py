@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.executor import bytes_of, nbytes
 from polytempo.collectives.flattening import flat, shape_of
 from polytempo.collectives.group import RankGroup
-from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.peer_link import DATA, LinkMessage
 
@@ -23,7 +24,7 @@ def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, backgrou
 
     def steps() -> Steps:
         copy, left = flat(tensor)[0], [1]
-        group.engine.send(peer, LinkMessage(DATA, group.context + 1, tag), bytes_of(copy), left.clear)
+        group.engine.messages.send(peer, LinkMessage(DATA, group.context + 1, tag), bytes_of(copy), left.clear)
         if left:
             yield Wait(lambda: not left, lambda: [peer])
 
@@ -40,12 +41,12 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
 
     def steps() -> Steps:
         target, back = flat(tensor)
-        receipt = group.engine.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
+        receipt = group.engine.messages.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
         try:
             if not receipt.done:
-                yield group.engine.until(receipt, others)
+                yield group.engine.messages.until(receipt, others)
         finally:
-            group.engine.post.withdraw(receipt, group.context + 1, tag)
+            group.engine.messages.mailbox.withdraw(receipt, group.context + 1, tag)
         if receipt.problem:
             raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
         if back is not None:
@@ -69,5 +70,5 @@ def _check_tag(tag: int) -> None:
 
 
 def _start(group: RankGroup, name: str, steps: Steps, background: bool) -> Task:
-    """In no lane: single messages do not wait for collectives."""
+    """In no queue: single messages do not wait for collectives."""
     return group.engine.start(CallQueue(-1, group.ranks), name, steps, background, group.timeout)

@@ -1,4 +1,4 @@
-"""The ends of a process that others must not misunderstand: a fork is none, and a script that ends well has not crashed."""
+"""How a process ends: whether its script failed, and what closes links at its exit."""
 
 from __future__ import annotations
 
@@ -6,29 +6,8 @@ import atexit
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
-
-from polytempo.transport.peer_link import BYE, LinkMessage, PeerLink
-
-
-class Links(dict[int, PeerLink]):
-    """By rank. (A plain dict cannot be referred to weakly.)"""
-
-
-def let_go_after_fork(links: Links) -> None:
-    """A forked child, such as a data loader's, must not keep its parent's links open: nobody would see the parent die."""
-    reference = weakref.ref(links)
-
-    def let_go() -> None:
-        inherited = reference()
-        if inherited is not None:
-            for link in inherited.values():
-                link.abandon()
-            inherited.clear()
-
-    os.register_at_fork(after_in_child=let_go)
 
 
 def at_exit(close: Callable[[bool], None]) -> Callable[[], None]:
@@ -68,14 +47,3 @@ def ended_badly() -> bool:
     `raise SystemExit(3)` cannot be seen from here: whoever waits for the process does.
     """
     return hasattr(sys, "last_value") or any(status not in (None, 0) for status in _said)
-
-
-def politely_closed(link: PeerLink) -> None:
-    """The other end is told that this is no crash."""
-    link.send(LinkMessage(BYE, 0, 0))
-    link.close()
-
-
-def abruptly_closed(link: PeerLink) -> None:
-    """As by a crash."""
-    link.close()

@@ -1,22 +1,22 @@
-"""Something under way: a generator that yields what it waits for, and a handle on its end.
+"""A task: a generator that yields what it waits for, and the handle on its end.
 
-    yield Wait(ready, missing)     go on when `ready()`; until then, `missing()` says for whom it waits
+    yield Wait(ready, missing)     go on when `ready()`; until then, `missing()` lists the ranks it waits for
 
-Tasks of one *lane* run one after another (the calls of a group); lanes do not wait for each other.
+Tasks of one call queue run one after another (the calls of a group); queues do not wait for each other.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import Deadline, named
 
 if TYPE_CHECKING:
+    from polytempo.collectives.call_queues import CallQueue
     from polytempo.collectives.progress_engine import ProgressEngine
 
 
@@ -39,38 +39,13 @@ class Settled(Exception):
         self.error = error
 
 
-class CallQueue:
-    """Calls in their order. `failed`: why nothing of it can go on, and what to raise, until the lane is opened again."""
-
-    def __init__(self, context: int, ranks: tuple[int, ...]) -> None:
-        self.context = context
-        self.ranks = ranks  #: who takes part
-        self.failed: Exception | None = None
-        self.final = False  #: it stays failed
-        self.told = False  #: a call of this rank has ended with the failure
-        self.generation = 0  #: how often it was opened again
-        self.void = 0  #: calls up to this number have failed, here or elsewhere
-        self.finished = 0  #: calls up to this number have ended here
-        self.later: tuple[int, Exception] | None = None  #: a call that this rank has not come to has failed elsewhere
-        self.early: dict[int, tuple[Exception, bool]] = {}  #: failures of generations that this rank has not reached
-        self.queue: deque[Task] = deque()
-        self.when_failed: Callable[[], object] = lambda: None  #: opens it again, unless that is final
-
-    def open_again(self) -> None:
-        """A new generation, in which others may have failed already."""
-        self.generation += 1
-        self.later = None
-        error, self.final = self.early.pop(self.generation, (None, False))
-        self.told, self.failed = False, error
-
-
 class Task:
     """The handle of a call with `async_op=True`, as torch's `Work`."""
 
     def __init__(
-        self, engine: ProgressEngine, lane: CallQueue, name: str, steps: Steps, timeout: float | None = None
+        self, engine: ProgressEngine, queue: CallQueue, name: str, steps: Steps, timeout: float | None = None
     ) -> None:
-        self._engine, self.lane, self.name, self._steps = engine, lane, name, steps
+        self._engine, self.queue, self.name, self._steps = engine, queue, name, steps
         self.timeout = timeout  #: seconds from its start, after which it fails
         self.number = 0  #: of the call, where it is one of a group
         self.deadline: Deadline | None = None  #: from its first step on
@@ -78,7 +53,7 @@ class Task:
         self.result: Any = None
         self.error: Exception | None = None
         self.settled = False  #: all ranks have the same error
-        self.final = False  #: if it fails, its lane fails for good
+        self.final = False  #: if it fails, its queue fails for good
         self._done = threading.Event()
         self._callbacks: list[Callable[[Task], object]] = []
         self._lock = threading.Lock()
@@ -129,6 +104,12 @@ class Task:
         """Has it ended?"""
         return self._done.is_set()
 
+    @property
+    def missing(self) -> str:
+        """The ranks it waits for, as the end of a sentence."""
+        missing = self.waits.missing() if self.waits is not None else []
+        return f", for {named(missing)}" if missing else ""
+
     def wait_quietly(self, timeout: float | None) -> bool:
         """Wait while another thread drives."""
         return self._done.wait(timeout)
@@ -147,7 +128,7 @@ class Task:
             except Settled as end:
                 self.settled = True
                 self.finish(None, end.error)
-            except Exception as error:  # noqa: BLE001  whatever it is belongs to who waits
+            except Exception as error:  # noqa: BLE001  its waiter raises it
                 self.finish(None, error)
             if self.done:
                 self.waits = None
@@ -167,5 +148,5 @@ class Task:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception as problem:  # noqa: BLE001  it must not stop who drives everybody's tasks
-                sys.stderr.write(f"polytempo: what was to be done after {self.name} failed: {problem!r}\n")
+            except Exception as problem:  # noqa: BLE001  it must not stop the engine
+                sys.stderr.write(f"polytempo: a callback of {self.name} failed: {problem!r}\n")

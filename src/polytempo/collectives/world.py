@@ -11,10 +11,11 @@ from functools import partial
 
 import numpy
 
+from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.tasks import CallQueue, Steps, Wait
+from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import UsageError
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
@@ -57,9 +58,9 @@ class World:
         `lost`: who is known to be gone, though it may not have been seen here yet. Should somebody die meanwhile, some may
         get a group that nobody else is in; they fail there, come back, and meet those who are still here.
         """
-        lane = CallQueue(-1, tuple(range(self.size)))
+        queue = CallQueue(-1, tuple(range(self.size)))
         steps = self._agree(2 * (AGAIN + number) + 1, lost)
-        ranks = self.engine.start(lane, "forming a group without the lost", steps, False, self.timeout).wait()
+        ranks = self.engine.start(queue, "forming a group without the lost", steps, False, self.timeout).wait()
         missing = self.size - len(ranks)
         again = self._generations[number, missing] = self._generations.get((number, missing), 0) + 1
         context = AGAIN * (2 + number) + missing * GENERATIONS + again
@@ -69,18 +70,18 @@ class World:
         """Tell all others whom one misses; the more are missing, the later the round, so all rounds can share a context."""
         yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
         while True:
-            missing = sorted(self.engine.left)
+            missing = sorted(self.engine.messages.left)
             alive = [rank for rank in range(self.size) if rank not in missing]
             others = [rank for rank in alive if rank != self.rank]
             view = numpy.zeros(self.size, dtype=numpy.uint8)
             view[missing] = 1
-            receipts = [self.engine.expect(context, len(missing), rank, self.size) for rank in others]
+            receipts = [self.engine.messages.expect(context, len(missing), rank, self.size) for rank in others]
             for rank in others:
-                self.engine.send(rank, LinkMessage(DATA, context, len(missing)), view)
+                self.engine.messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
             outdated = partial(self._knows_more_than, len(missing))
             yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
             for receipt in receipts:
-                self.engine.post.withdraw(receipt, context, len(missing))
+                self.engine.messages.mailbox.withdraw(receipt, context, len(missing))
             if outdated():
                 continue
             if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
@@ -88,10 +89,10 @@ class World:
             yield Wait(outdated, partial(_senders, receipts))  # whom others miss is soon missed here, too
 
     def _unseen(self, lost: Sequence[int]) -> list[int]:
-        return [rank for rank in lost if rank not in self.engine.left]
+        return [rank for rank in lost if rank not in self.engine.messages.left]
 
     def _knows_more_than(self, missing: int) -> bool:
-        return len(self.engine.left) > missing
+        return len(self.engine.messages.left) > missing
 
     def close(self, politely: bool = True) -> None:
         """Leave."""
@@ -102,7 +103,7 @@ def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, ti
     """Ranks of one host that all know a name nobody else uses."""
     _check(rank, size)
     engine = ProgressEngine(rank)
-    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine, Deadline(rank, patience)), timeout)
+    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine.messages, Deadline(rank, patience)), timeout)
 
 
 def open_by_store(
@@ -119,7 +120,7 @@ def open_by_store(
     """Ranks that see one store, on any hosts. `gone`: who cannot come any more, and why, as far as is known."""
     _check(rank, size)
     engine = ProgressEngine(rank)
-    meet = partial(meet_by_store, store, rank, size, engine, Deadline(rank, patience, gone), keys, insecure, route)
+    meet = partial(meet_by_store, store, rank, size, engine.messages, Deadline(rank, patience, gone), keys, insecure, route)
     return _opened(engine, size, meet, timeout)
 
 
@@ -138,7 +139,7 @@ def open_in_threads(size: int, timeout: float | None = None) -> list[World]:
     mets = [Met((tuple(range(size)),)) for _ in range(size)]
     for high in range(size):
         for low in range(high):
-            one, two = MemoryLink.pair((low, engines[low]), (high, engines[high]))
+            one, two = MemoryLink.pair((low, engines[low].messages), (high, engines[high].messages))
             mets[low].links.append(one)
             mets[high].links.append(two)
     return [World(engine, size, met, timeout) for engine, met in zip(engines, mets, strict=True)]

@@ -36,6 +36,7 @@ from polytempo.horovod.broadcast_state import (
 )
 from polytempo.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
 from polytempo.horovod.compression import Compression
+from polytempo.horovod.distributed_optimizer import DistributedOptimizer
 from polytempo.horovod.errors import DuplicateNameError, HorovodInternalError, MismatchError
 from polytempo.horovod.gathers import (
     allgather,
@@ -45,9 +46,8 @@ from polytempo.horovod.gathers import (
     sparse_allreduce_async,
 )
 from polytempo.horovod.handles import poll, synchronize
-from polytempo.horovod.joins import barrier, join
+from polytempo.horovod.negotiation import barrier, join
 from polytempo.horovod.ops import Adasum, Average, Max, Min, Product, Sum
-from polytempo.horovod.optimizer import DistributedOptimizer
 from polytempo.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from polytempo.horovod.reduce_scatters import (
     grouped_reducescatter,

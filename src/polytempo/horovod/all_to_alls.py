@@ -1,4 +1,4 @@
-"""`alltoall`: rows for each rank, and from each rank."""
+"""`alltoall`: rows to each rank, and rows from each rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import check_tensors
 
@@ -19,7 +18,7 @@ Splits: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | None
 
 
 def _splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
-    """How many rows go to each rank."""
+    """The number of rows for each rank."""
     if tensor.dim() == 0:
         raise UsageError("alltoall needs a tensor with a first dimension, got a single number; use tensor.reshape(1)")
     rows = len(tensor)
@@ -46,16 +45,16 @@ def _exchange_rows(
     rest, code = digest("rest", *tensor.shape[1:]), dtype_code(tensor.dtype)
     mine = tensor.detach().contiguous()
 
-    def act(calls: dict[int, Call], inside: Any) -> CallSteps:
+    def body(calls: dict[int, Call], group: Any) -> CallSteps:
         table = [torch.empty(len(splits), dtype=torch.int64) for _ in splits]
-        yield from inside.all_gather(table, torch.tensor(splits, dtype=torch.int64))
+        yield from group.all_gather(table, torch.tensor(splits, dtype=torch.int64))
         received = [int(row[members.rank()]) for row in table]
         output = mine.new_empty((sum(received), *mine.shape[1:]))
-        yield from inside.all_to_all(list(output.split(received)), list(mine.split(splits)))
+        yield from group.all_to_all(list(output.split(received)), list(mine.split(splits)))
         return output, torch.tensor(received, dtype=torch.int32)
 
-    flight = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), body)
+    return Handle(pending.wait, [pending])
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
@@ -70,19 +69,34 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        """Everything back to where it came from."""
+        """The rows of the gradient go back to the ranks they came from."""
         return _exchange_rows(grad, ctx.received, None, ctx.members).wait()[0], None, None, None
 
 
 def _like(received: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """As whole numbers of the kind that was given."""
+    """The numbers of rows in the dtype of `splits`."""
     return received.to(splits.dtype) if isinstance(splits, torch.Tensor) else received
 
 
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Rows for each rank, and from each rank; with `splits`, also how many came from each."""
+    """Send rows to each rank and receive rows from each; gradients flow through it.
+
+    Args:
+        tensor: The tensor of this rank.
+        splits: The number of rows for each rank; equal numbers by default.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The rows received, in the order of ranks; with `splits` a pair of these and the number from each rank.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     check_tensors([tensor], "alltoall")
     check_member(process_set, "alltoall")
     listed = _splits(tensor, splits, process_set.size())
@@ -93,7 +107,22 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Any]:
-    """The same, not waited for."""
+    """Start an `alltoall`, without gradients.
+
+    Args:
+        tensor: The tensor of this rank.
+        splits: The number of rows for each rank; equal numbers by default.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     check_tensors([tensor], "alltoall")
     check_member(process_set, "alltoall")
     handle = _exchange_rows(tensor, _splits(tensor, splits, process_set.size()), name, process_set)

@@ -1,4 +1,4 @@
-"""Models, optimizers and plain data from one rank to all."""
+"""Broadcasts of models, optimizers and plain data."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ import torch
 from polytempo.errors import WrongType
 from polytempo.horovod.broadcasts import check_root
 from polytempo.horovod.gathers import gather_pieces
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.reductions import pack
 from polytempo.session import session
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode, encode_for_all, is_refusal
 
-#: Small tensors travel together, up to so many bytes.
-PARCEL = 16 << 20
+#: Tensors are fused up to this number of bytes.
+FUSED_BYTES = 16 << 20
 
 
-def _parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _fused(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for alike in pack(list(tensors)):
-        parcel: list[torch.Tensor] = []
+        batch: list[torch.Tensor] = []
         size = 0
         for tensor in alike:
-            parcel.append(tensor)
+            batch.append(tensor)
             size += tensor.numel() * tensor.element_size()
-            if size >= PARCEL:
-                yield parcel
-                parcel, size = [], 0
-        if parcel:
-            yield parcel
+            if size >= FUSED_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
 
 
-def _send(tensors: list[torch.Tensor], root: int, inside: Any) -> CallSteps:
-    """In place; all ranks have tensors of the same sizes, in the same order."""
-    for parcel in _parcels(tensors):
-        yield from inside.broadcast(parcel, root)
+def _send(tensors: list[torch.Tensor], root: int, group: Any) -> CallSteps:
+    """Broadcast in place; all ranks have tensors of the same sizes, in the same order."""
+    for batch in _fused(tensors):
+        yield from group.broadcast(batch, root)
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
-    """Horovod takes a state_dict, named parameters, or parameters."""
+    """The named tensors of a state_dict, of named parameters, or of parameters."""
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     named = [pair if isinstance(pair, tuple) else (str(index), pair) for index, pair in enumerate(pairs)]
     for name, tensor in named:
@@ -56,7 +55,20 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Make everybody's model the root's: `model.state_dict()`, or `model.named_parameters()`."""
+    """Make the tensors of a model those of one rank, in place.
+
+    Args:
+        params: A `state_dict()`, named parameters or parameters, the same on all ranks.
+        root_rank: The rank of the job whose value all get.
+        prefix: A name for the call.
+        process_set: The ranks that take part; all ranks by default.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+        WrongType: A value is not a tensor; use `broadcast_object`.
+    """
     check_root(root_rank, process_set, "broadcast_parameters")
     named = _named(params)
     if process_set.size() == 1 or not named:
@@ -65,7 +77,7 @@ def broadcast_parameters(
     total, code = sum(tensor.numel() for _, tensor in named), about[0][2]
     call = call_of(CallKind.BROADCAST, prefix, dtype=code, count=total, shape=digest(*about), root=root_rank)
     root, tensors = process_set.ranks.index(root_rank), [tensor.detach() for _, tensor in named]
-    negotiator_of(process_set).start(call, lambda calls, inside: _send(tensors, root, inside), False).wait()
+    negotiator_of(process_set).start(call, lambda calls, group: _send(tensors, root, group), False).wait()
 
 
 def broadcast_optimizer_state(
@@ -75,17 +87,19 @@ def broadcast_optimizer_state(
     prefix: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make everybody's optimizer the root's: options and state, whatever this rank's has or lacks.
+    """Make the options and the state of an optimizer those of one rank, whatever state this rank's has.
 
     Args:
-        optimizer: plain, or wrapped by `DistributedOptimizer`.
-        root_rank: whose state it is.
-        model: taken, as Horovod takes it to know sparse parameters; nothing need be known of them here.
-        prefix: a name for the call.
-        process_set: who takes part.
+        optimizer: Plain, or wrapped by `DistributedOptimizer`.
+        root_rank: The rank of the job whose state all get.
+        model: Accepted as in Horovod, and not used.
+        prefix: A name for the call.
+        process_set: The ranks that take part; all ranks by default.
 
     Raises:
-        UsageError: on all ranks, if the root's state is not plain data.
+        UsageError: On all ranks, if the state of the root is not plain data.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise WrongType(f"expected model to be a torch.nn.Module, got {type(model).__name__}; a name goes into prefix=")
@@ -102,25 +116,25 @@ def broadcast_optimizer_state(
 def _from_root(
     thing: Any, root_rank: int, name: str | None, members: ProcessSet, aside: list[torch.Tensor] | None = None
 ) -> Any:
-    """The root's plain data on all other ranks; where it is refused, on all. Its record says how long it is."""
+    """The plain data of the root on all ranks, or its refusal on all. The record of the root holds the length."""
     mine, root = session.rank() == root_rank, members.ranks.index(root_rank)
     data, refusal = encode_for_all(thing, aside) if mine else (b"", None)
 
-    def act(calls: dict[int, Call], inside: Any) -> CallSteps:
+    def body(calls: dict[int, Call], group: Any) -> CallSteps:
         buffer = torch.empty(calls[root_rank].own, dtype=torch.uint8)
         if mine:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        yield from inside.broadcast([buffer], root)
+        yield from group.broadcast([buffer], root)
         received = buffer.numpy().tobytes()
         if is_refusal(received):
             return received, None
         found = None if mine else decode_from(root_rank, received, aside)
         if aside is not None:
-            yield from _send([tensor.cpu() for tensor in aside], root, inside)  # all on one device, as where they are made
+            yield from _send([tensor.cpu() for tensor in aside], root, group)  # all on one device, as where they are made
         return b"", found
 
     call = call_of(CallKind.OBJECT, name, root=root_rank, own=len(data))
-    refused, found = negotiator_of(members).start(call, act, background=False).wait()
+    refused, found = negotiator_of(members).start(call, body, background=False).wait()
     if refusal is not None:
         raise refusal
     if refused:
@@ -131,7 +145,22 @@ def _from_root(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's plain data (see `plain.py`), on all ranks; what is none is refused on all."""
+    """The plain data of one rank, on all ranks.
+
+    Args:
+        obj: Plain data: numbers, texts, bytes, lists, dicts, tensors. Nothing is pickled.
+        root_rank: The rank of the job whose value all get.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The data of the root.
+
+    Raises:
+        UsageError: On all ranks, if the data of the root is not plain.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     check_root(root_rank, process_set, "broadcast_object")
     if process_set.size() == 1:
         encode(obj)
@@ -140,7 +169,21 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Everybody's plain data, as a list; what is none is refused on all ranks."""
+    """The plain data of all ranks, on all ranks.
+
+    Args:
+        obj: Plain data: numbers, texts, bytes, lists, dicts, tensors. Nothing is pickled.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A list by rank.
+
+    Raises:
+        UsageError: On all ranks, if the data of a rank is not plain.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     if process_set.size() == 1:
         encode(obj)
         return [obj]

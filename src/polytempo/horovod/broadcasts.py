@@ -1,4 +1,4 @@
-"""`broadcast`: what one rank has, to all. Ranks are those of the job, in a process set too."""
+"""`broadcast`. Roots are ranks of the job, in a process set too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import Reduction, check_tensors, start
@@ -17,7 +16,7 @@ from polytempo.session import session
 
 
 def check_root(root_rank: int, members: ProcessSet, call: str) -> None:
-    """The one who has it must be among them."""
+    """Refuse a root that is not a member."""
     check_member(members, call)
     if root_rank not in members.ranks:
         raise UsageError(f"expected root_rank to be one of {members.ranks}, got {root_rank}")
@@ -32,12 +31,12 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, members: 
     shape, code = digest("shape", *tensor.shape), dtype_code(tensor.dtype)
     call = call_of(CallKind.BROADCAST, name, dtype=code, count=tensor.numel(), shape=shape, root=root_rank)
 
-    def act(calls: dict[int, Call], inside: Any) -> CallSteps:
-        yield from inside.broadcast([tensor.detach()], members.ranks.index(root_rank))
+    def body(calls: dict[int, Call], group: Any) -> CallSteps:
+        yield from group.broadcast([tensor.detach()], members.ranks.index(root_rank))
         return tensor
 
-    flight = negotiator_of(members).start(call, act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call, body)
+    return Handle(pending.wait, [pending])
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
@@ -48,7 +47,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """The mean of everybody's gradient to the root, as in Horovod since 0.21.3."""
+        """The mean of all ranks' gradients on the root, zeros elsewhere, as in Horovod since 0.21.3."""
         mean = start([grad], Reduction(Average, ctx.members), in_place=False).wait()[0]
         return (mean if session.rank() == ctx.root else torch.zeros_like(mean)), None, None, None
 
@@ -56,7 +55,22 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The root's tensor, as a new one."""
+    """The tensor of one rank, as a new tensor; gradients flow through it.
+
+    Args:
+        tensor: The tensor of this rank.
+        root_rank: The rank of the job whose value all get.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The tensor of the root.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     sent: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return sent
 
@@ -64,7 +78,22 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
-    """The same, not waited for."""
+    """Start a `broadcast` into a new tensor, without gradients.
+
+    Args:
+        tensor: The tensor of this rank.
+        root_rank: The rank of the job whose value all get.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     check_tensors([tensor], "broadcast")
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _broadcast(copy, root_rank, name, process_set)
@@ -73,12 +102,42 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
-    """In place, not waited for."""
+    """Start a `broadcast` in place.
+
+    Args:
+        tensor: Read on the root, filled elsewhere.
+        root_rank: The rank of the job whose value all get.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return _broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """In place."""
+    """Make a tensor that of one rank, in place.
+
+    Args:
+        tensor: Read on the root, filled elsewhere.
+        root_rank: The rank of the job whose value all get.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return _broadcast(tensor, root_rank, name, process_set).wait()

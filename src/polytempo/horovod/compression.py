@@ -1,4 +1,4 @@
-"""Numbers are made smaller on their way, and are what they were at the end."""
+"""Compression of floating point tensors for a message: cast before it, cast back after it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 class Compressor(Protocol):
-    """Bring your own: two functions, and whatever the second needs to undo the first."""
+    """The interface of a compressor; a class of your own works too."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What is sent, and what `decompress` needs to know."""
+        """The tensor to send, and the context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """What `compress` was given, or nearly."""
+        """The tensor that `compress` was given, to rounding."""
 
 
 class NoneCompressor:
-    """Sends what it is given."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -34,13 +34,13 @@ class NoneCompressor:
 
 
 class _Cast:
-    """Sends floating point numbers as narrower ones; whole numbers stay as they are."""
+    """Casts floating point tensors to a narrower dtype; integers stay as they are."""
 
     narrow: torch.dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Cast to the narrow form."""
+        """Cast to the narrow dtype."""
         return (tensor.to(cls.narrow) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
@@ -50,19 +50,19 @@ class _Cast:
 
 
 class FP16Compressor(_Cast):
-    """16 bits: three digits, numbers up to 65504."""
+    """float16: three decimal digits, up to 65504."""
 
     narrow = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """16 bits: two digits, numbers as large as those of 32 bits."""
+    """bfloat16: two decimal digits, the range of float32."""
 
     narrow = torch.bfloat16
 
 
 class Compression:
-    """What can be given as `compression=`."""
+    """The values of `compression=`: `none`, `fp16`, `bf16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

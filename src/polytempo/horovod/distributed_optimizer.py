@@ -1,37 +1,26 @@
-"""What `DistributedOptimizer` adds to an optimizer: gradients are averaged while backward makes them, and `step()` waits.
+"""Horovod's `DistributedOptimizer`: gradients are averaged while backward makes them, and `step()` waits for the mean.
 
-Buckets of gradients (`buckets.py`) leave in one order on all ranks, whatever order backward takes: a bucket that is ready
-waits for those before it, and `step()` sends what has not left. They have a group of their own, so that a script may make
-other calls at any time; in a process set, whose optimizers share one, all leave in `step()`. What it announces then
-(`records.py`) tells ranks that have joined to take part. Gradients that were changed after they left, by clipping them, say,
-leave again on all ranks: what counts is what they are in `step()`.
-
-The result is an object of a class derived from the wrapped optimizer's, as Horovod's is; groups and state are the wrapped
-optimizer's own, so that schedulers made before see what happens to them.
+How gradients travel is in `gradient_buckets.py`. The result is an object of a class derived from the wrapped optimizer's, as
+Horovod's is; groups and state are the wrapped optimizer's own, so that schedulers made before see what happens to them.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from polytempo.errors import PolytempoError, UsageError
-from polytempo.horovod.gathers import gather_sparse
-from polytempo.horovod.gradient_buckets import GradientBucket, Travel, buckets_of, is_sparse
-from polytempo.horovod.joins import nothing
-from polytempo.horovod.negotiation import negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, digest
-from polytempo.horovod.ops import Average, Op
-from polytempo.horovod.process_sets import ProcessSet, global_process_set
-from polytempo.horovod.session_state import state
-from polytempo.train import communication
+from polytempo.errors import UsageError
+from polytempo.horovod.compression import Compression, Compressor
+from polytempo.horovod.gradient_buckets import GradientReducer, ReductionOptions
+from polytempo.horovod.ops import Average, Op, Sum, check_op
+from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
+
+Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
@@ -39,31 +28,14 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
 
     inner: torch.optim.Optimizer
 
-    def begin(self, travel: Travel, passes: int, members: ProcessSet, names: dict[torch.Tensor, str]) -> None:
-        """Hang on to the gradients."""
-        self._members, self._wanted = members, passes
-        self._passes: Counter[torch.Tensor] = Counter()
-        self._buckets: list[GradientBucket] = []
-        self._launched = 0
-        self._apart: list[torch.Tensor] = []  # parameters whose gradients are sparse, and travel by themselves
+    def begin(self, options: ReductionOptions, passes: int, members: ProcessSet, names: dict[torch.Tensor, str]) -> None:
+        """Take part in the job; a rank outside the process set, or alone in it, does not."""
+        self._reducer: GradientReducer | None = None
         self._synchronizes, self._synchronized = True, False
-        self._takes_part = False
-        if members.size() == 1 or not members.included():
-            return
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._params, self._travel, self._takes_part = params, travel, True
-        self._make_buckets()
-        self._early = members is global_process_set
-        self._group = communication.new_group(members.ranks) if self._early else members.gradients
-        self._call = _call_of(params, names, travel.op)
-        state().optimizers.append(weakref.ref(self))
-        own = weakref.ref(self)  # a parameter that is kept must not keep its optimizer
-        self._hooks = [param.register_post_accumulate_grad_hook(lambda param: _count(own, param)) for param in params]
-
-    def _make_buckets(self) -> None:
-        apart = set(self._apart)
-        self._buckets = buckets_of([param for param in self._params if param not in apart], self._travel)
-        self._where = {param: bucket for bucket in self._buckets for param in bucket.params}
+        if members.size() > 1 and members.included():
+            params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            self._reducer = GradientReducer(params, options, members, names)
+            self._reducer.passes_per_step = passes
 
     # It shares everything with the optimizer it wraps.
 
@@ -97,116 +69,25 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
         """Only before it is wrapped."""
         raise UsageError("add parameter groups before wrapping the optimizer: its gradients are in buckets already")
 
-    # Backward.
-
-    def count_pass(self, param: torch.Tensor) -> None:
-        """A backward pass has reached this parameter."""
-        self._passes[param] += 1
-        if self._passes[param] > self._wanted:
-            raise UsageError(
-                f"backward() came more than {self._wanted} times before step(); give DistributedOptimizer "
-                "backward_passes_per_step= the number of passes whose gradients are to be added up"
-            )
-        if self._passes[param] == self._wanted and param in self._where:
-            self._where[param].missing.discard(param)
-            while self._early and self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
-                self._launch()
-
-    def _launch(self) -> None:
-        bucket = self._buckets[self._launched]
-        with torch.no_grad():
-            bucket.fill()
-            bucket.launch(self._group)
-        self._launched += 1
+    # Steps.
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """So many backward passes are added up before gradients leave."""
+        """Add up the gradients of this number of backward passes before they are reduced."""
         check_passes(passes)
-        self.check_idle("set_backward_passes_per_step()")
-        self._wanted = passes
-        self._start_over()
-
-    def check_idle(self, call: str) -> None:
-        """Refuse what cannot be done while gradients are under way."""
-        if self._launched:
-            raise UsageError(f"{call} came between backward() and step(), while gradients were on their way; step first")
-
-    def _start_over(self) -> None:
-        self._passes.clear()
-        self._launched = 0
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.params)
-
-    # Steps.
+        if self._reducer is not None:
+            self._reducer.check_idle("set_backward_passes_per_step()")
+            self._reducer.passes_per_step = passes
+            self._reducer.start_over()
 
     def synchronize(self) -> None:
         """Make `.grad` the mean over all ranks, now: to be clipped, say, before `step()` in `skip_synchronize()`."""
-        if self._takes_part:
-            self._reduce()
+        if self._reducer is not None:
+            self._reducer.reduce()
         self._synchronized = True
-
-    def _reduce(self) -> None:
-        outdated = any(bucket.is_outdated() for bucket in self._buckets[: self._launched])
-        announced = negotiator_of(self._members).start(replace(self._call, own=int(outdated)), nothing)
-        try:
-            self._launch_rest()
-            calls = announced.wait()
-            self._wait()
-            if any(call.own for call in calls.values()):
-                self._launched = 0
-                self._launch_rest()
-                self._wait()
-            sparse = self._gather_sparse()
-        except PolytempoError:
-            self._make_buckets()  # what is under way may still be written to
-            self._start_over()  # a script that catches it may go on with the next backward pass
-            raise
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.hand_out()
-            for param, grad in sparse.items():
-                mixed = param in self._where and self._where[param].had_dense(param)
-                param.grad = param.grad + grad if mixed else grad
-        self._set_apart(sparse)
-        self._start_over()
-
-    def _launch_rest(self) -> None:
-        while self._launched < len(self._buckets):
-            self._launch()
-
-    def _wait(self) -> None:
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.wait()
-
-    def _gather_sparse(self, joined: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """Everybody's sparse gradients, which no bucket holds; all ranks know of which parameters there are any."""
-        found = {param for bucket in self._buckets for param in bucket.sparse_params()}.union(self._apart)
-        params = [param for param in self._params if param in found]
-        own = [None if joined or (param in self._where and not is_sparse(param.grad)) else param.grad for param in params]
-        share = self._members.size() if self._travel.op is Average else 1
-        return gather_sparse(params, own, self._travel.before * self._travel.after / share, self._group)
-
-    def _set_apart(self, sparse: Iterable[torch.Tensor]) -> None:
-        """From now on these need no room in a bucket: on all ranks, since all have seen the same."""
-        more = [param for param in sparse if param in self._where]
-        if more:
-            self._apart += more
-            self._make_buckets()
-
-    def take_part(self, times: int) -> None:
-        """In a step of the others, with nothing: this rank has joined."""
-        for _ in range(times):
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    bucket.empty()
-                    bucket.launch(self._group)
-            self._wait()
-        self._set_apart(self._gather_sparse(joined=True))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step()` takes the gradients as they are: `synchronize()` was called before."""
+        """Inside, `step()` takes the gradients as they are: `synchronize()` was called before."""
         self._synchronizes = False
         try:
             yield
@@ -214,7 +95,7 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for everybody's gradients, and step."""
+        """Wait for the reduced gradients, and step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,7 +103,7 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
         if self._synchronizes:
             if self._synchronized:
                 words = "optimizer.step() called without optimizer.skip_synchronize() after synchronize()"
-                warnings.warn(f"{words}: gradients travel twice", stacklevel=2)
+                warnings.warn(f"{words}: gradients are reduced twice", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
@@ -230,23 +111,92 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Not while gradients are on their way."""
-        self.check_idle("zero_grad()")
-        self._start_over()
+        """Forget all gradients; refused while they are being reduced."""
+        if self._reducer is not None:
+            self._reducer.check_idle("zero_grad()")
+            self._reducer.start_over()
         self.inner.zero_grad(set_to_none)
 
 
-def _count(own: weakref.ref[Distributed], param: torch.Tensor) -> None:
-    optimizer = own()
-    if optimizer is not None:
-        optimizer.count_pass(param)
+def _names(named_parameters: Named | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The names of all parameters."""
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise UsageError("expected named_parameters to be pairs of a name and a parameter: model.named_parameters()")
+    twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if twice:
+        raise UsageError(f"expected different names in named_parameters, got {twice[0]} more than once")
+    names = {param: name for name, param in pairs}
+    unnamed = [i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if p not in names]
+    if unnamed:
+        raise UsageError(f"parameter {unnamed[0]} of the optimizer is not among named_parameters; name all, or none")
+    return names
 
 
-def _call_of(params: list[torch.Tensor], names: dict[torch.Tensor, str], op: Op) -> Call:
-    """What `step()` announces: ranks whose models differ learn of it there."""
-    about = [(names.get(param, ""), tuple(param.shape), str(param.dtype)) for param in params]
-    count = sum(param.numel() for param in params)
-    return Call(CallKind.STEP, op.code, 0, count, digest(*about), root=len(state().optimizers))
+def _options(
+    given: Op | int, compression: type[Compressor], factor: float, sparse_as_dense: bool, size: int
+) -> ReductionOptions:
+    op = check_op(given)
+    if op not in (Average, Sum):
+        raise UsageError(f"expected op=Average or op=Sum for an optimizer, got {op}")
+    if factor == 1.0:
+        return ReductionOptions(op, compression, sparse_as_dense=sparse_as_dense)
+    if op is not Average:
+        raise UsageError(f"gradient_predivide_factor needs op=Average, got {op}")
+    return ReductionOptions(Sum, compression, 1.0 / factor, factor / size, sparse_as_dense)
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Wrap an optimizer so that `step()` uses gradients averaged over all ranks; buckets are sent while backward runs.
+
+    Args:
+        optimizer: A torch optimizer, not wrapped.
+        named_parameters: `model.named_parameters()`, for error messages.
+        compression: What is sent instead of a gradient: `Compression.none`, `fp16` or `bf16`.
+        backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
+        op: `Average` or `Sum`.
+        gradient_predivide_factor: Splits the division of an average: by it before the sum, by the rest after it.
+        num_groups: Accepted and ignored.
+        groups: Accepted and ignored.
+        sparse_as_dense: Send sparse gradients as dense ones.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        An optimizer of the same class, with `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step()`.
+
+    Raises:
+        UsageError: The optimizer is wrapped already or is LBFGS, or an argument cannot be used.
+    """
+    if isinstance(optimizer, Distributed):
+        raise UsageError("the optimizer is wrapped already; wrap the plain one, once")
+    if type(optimizer) is torch.optim.LBFGS:
+        raise UsageError(
+            "LBFGS evaluates the loss a different number of times on each rank, so reductions cannot match; use another"
+        )
+    if process_set.included():
+        check_member(process_set, "DistributedOptimizer")
+    check_passes(backward_passes_per_step)
+    options = _options(op, compression, gradient_predivide_factor, sparse_as_dense, process_set.size())
+    names = _names(named_parameters, optimizer)
+    kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
+    wrapped: Distributed = object.__new__(kind)
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "step")})
+    wrapped.inner = optimizer
+    wrapped.begin(options, backward_passes_per_step, process_set, names)
+    return wrapped
 
 
 def check_passes(passes: int) -> None:

@@ -1,10 +1,10 @@
-"""Horovod's errors by their names, each also one of ours (`polytempo/errors.py`).
+"""Horovod's errors by their names, each also an error of Polytempo (`polytempo/errors.py`).
 
 PeerError
-└── HorovodInternalError     a call that went wrong on all ranks: `hvd.HorovodInternalError`, a RuntimeError as there
-    └── MismatchError        ranks call different things (a UsageError too: the script's mistake); later calls go on
+└── HorovodInternalError     a call that failed on all ranks; a RuntimeError, as in Horovod
+    └── MismatchError        ranks made different calls (a UsageError too); later calls go on
 UsageError
-└── DuplicateNameError       a name that is under way already; a ValueError as there
+└── DuplicateNameError       a second call by the name of one that has not ended; a ValueError
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from polytempo.errors import PeerError, UsageError
 
 
 class HorovodInternalError(PeerError):
-    """A call that went wrong on all ranks that made it."""
+    """A call that failed on all ranks that made it."""
 
 
 class MismatchError(HorovodInternalError, UsageError):
-    """Ranks call different things, or something that cannot go on while a rank has joined."""
+    """Ranks made different calls, or a call that cannot go on while a rank has joined."""
 
 
 class DuplicateNameError(UsageError):
-    """A call by the name of one that is still under way."""
+    """A call by the name of one that has not ended."""

@@ -1,4 +1,4 @@
-"""`allgather`: what all ranks have, one after the other. First dimensions may differ: the record says how long each is."""
+"""`allgather` and sparse reductions. First dimensions may differ: the record of each rank holds its length."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.handles import Handle, numbered, together
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, check_op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import ReducedTensors, Reduction, check_tensors, start
 from polytempo.train import communication
 
-Gathered = tuple[torch.Tensor, list[int]]  # and how much of it is whose
+Gathered = tuple[torch.Tensor, list[int]]  # the concatenation, and the length of each rank's part
 
 
 def _gather(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> Handle[Gathered]:
@@ -29,19 +28,19 @@ def _gather(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> Hand
         return Handle(lambda: (mine.clone(), [len(mine)]))
     shape, code = digest("rest", *tensor.shape[1:]), dtype_code(tensor.dtype)
 
-    def act(calls: dict[int, Call], inside: Any) -> CallSteps:
+    def body(calls: dict[int, Call], group: Any) -> CallSteps:
         lengths = [calls[rank].own for rank in members.ranks]
         output = mine.new_empty((sum(lengths), *mine.shape[1:]))
         if output.numel():
-            yield from inside.all_gather(list(output.split(lengths)), mine)
+            yield from group.all_gather(list(output.split(lengths)), mine)
         return output, lengths
 
-    flight = negotiator_of(members).start(call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(members).start(call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), body)
+    return Handle(pending.wait, [pending])
 
 
 def gather_pieces(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> list[torch.Tensor]:
-    """Everybody's tensors, apart."""
+    """The tensors of all ranks, as a list."""
     gathered, lengths = _gather(tensor, name, members).wait()
     return list(gathered.split(lengths))
 
@@ -55,13 +54,27 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """The mean of everybody's gradient, as in Horovod since 0.21.3."""
+        """This rank's part of the mean of all ranks' gradients, as in Horovod since 0.21.3."""
         mean = start([grad], Reduction(Average, ctx.members), in_place=False).wait()[0]
         return mean.split(ctx.lengths)[ctx.members.rank()], None, None
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Everybody's tensors, one after the other along the first dimension."""
+    """Concatenate the tensors of all ranks along the first dimension, whose length may differ; gradients flow through it.
+
+    Args:
+        tensor: The tensor of this rank.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The concatenation.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     gathered: torch.Tensor = _Gather.apply(tensor, name, process_set)
     return gathered
 
@@ -69,7 +82,21 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
-    """The same, not waited for."""
+    """Start an `allgather`, without gradients.
+
+    Args:
+        tensor: The tensor of this rank.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     handle = _gather(tensor, name, process_set)
     return Handle(lambda: handle.wait()[0], handle._parts)
 
@@ -77,18 +104,46 @@ def allgather_async(
 def grouped_allgather(
     tensors: ReducedTensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Several, one by one."""
+    """An `allgather` of each of several tensors.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The concatenations.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return [allgather(tensor, numbered(name, index), process_set) for index, tensor in enumerate(tensors)]
 
 
 def grouped_allgather_async(
     tensors: ReducedTensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[torch.Tensor]]:
-    """Several, not waited for."""
+    """Start a `grouped_allgather`.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return together([allgather_async(tensor, numbered(name, index), process_set) for index, tensor in enumerate(tensors)])
 
 
-# Sparse tensors of all ranks as one: indices and values are gathered, and equal indices added up.
+# Sparse tensors: indices and values are gathered, and values of equal indices added.
 
 
 def sparse_allreduce_async(
@@ -97,10 +152,21 @@ def sparse_allreduce_async(
     op: Op | int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
-    """The mean, or the sum, of sparse tensors (COO), not waited for.
+    """Start the mean or the sum of sparse tensors (COO): indices and values are gathered, values of equal indices added.
+
+    Args:
+        tensor: A sparse tensor (torch.sparse_coo).
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default) or `Sum`.
+        process_set: The ranks that take part; all ranks by default.
 
     Returns:
-        A handle; calling it does what `synchronize` does, since Horovod's handle of this call is a function.
+        A handle; calling it does what `synchronize` does, since the handle of this call is a function in Horovod.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -128,9 +194,10 @@ def _made(like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> to
 def gather_sparse(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], factor: float, group: communication.Group | None
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """The sum over all ranks of sparse gradients, times a factor; none for a parameter of which no rank has one.
+    """The sum over all ranks of sparse gradients, times a factor, by parameter; without those of which no rank has a
+    gradient.
 
-    All ranks call it with the same parameters. A rank that has no gradient of one adds nothing.
+    Collective: all ranks call it with the same parameters.
     """
     if not params:
         return {}

@@ -1,4 +1,4 @@
-"""What an asynchronous call returns: Horovod's handle, as an object."""
+"""Handles of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 class HandlePart(Protocol):
-    """Something that is under way."""
+    """A pending message of a handle."""
 
     def is_completed(self) -> bool:
-        """Is it done?"""
+        """Whether it has ended."""
 
 
 class Handle(Generic[Result]):
-    """A call that is under way; `finish` waits for it and makes its result, once."""
+    """The handle of a call; `finish` waits for it and makes its result, once."""
 
     def __init__(self, finish: Callable[[], Result], parts: Sequence[HandlePart] = ()) -> None:
         self._finish: Callable[[], Result] | None = finish
@@ -27,11 +27,11 @@ class Handle(Generic[Result]):
         self._error: Exception | None = None
 
     def poll(self) -> bool:
-        """Would `wait` return at once?"""
+        """Whether `wait` would return at once."""
         return all(part.is_completed() for part in self._parts)
 
     def wait(self) -> Result:
-        """The result; the error, each time, if it went wrong."""
+        """The result; raises the error at each call if it failed."""
         if self._error is not None:
             raise self._error
         if self._finish is not None:
@@ -48,23 +48,45 @@ class Handle(Generic[Result]):
 
 
 def together(handles: Sequence[Handle[Result]]) -> Handle[list[Result]]:
-    """Several as one."""
+    """One handle for several."""
     parts = [part for handle in handles for part in handle._parts]
     return Handle(lambda: [handle.wait() for handle in handles], parts)
 
 
 def numbered(name: str | None, index: int) -> str | None:
-    """The name of one of several calls that have a name together."""
+    """The name of one call of a grouped call."""
     return None if name is None else f"{name}.{index}"
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Is the call done?"""
+    """Whether an asynchronous call has ended.
+
+    Args:
+        handle: What an `_async` call returned.
+
+    Returns:
+        True if `synchronize` would return at once.
+
+    Raises:
+        WrongType: It is not a handle.
+    """
     return _checked(handle).poll()
 
 
 def synchronize(handle: Handle[Any]) -> Any:
-    """Wait for the call; its result."""
+    """Wait for an asynchronous call.
+
+    Args:
+        handle: What an `_async` call returned.
+
+    Returns:
+        Its result.
+
+    Raises:
+        WrongType: It is not a handle.
+        MismatchError: Ranks made different calls.
+        PeerError: A rank is lost.
+    """
     return _checked(handle).wait()
 
 

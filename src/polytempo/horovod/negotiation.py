@@ -1,121 +1,340 @@
-"""Calls under way in one process set: announced in rounds, matched by name, and carried out when all ranks have made them.
+"""Negotiation: which calls of different ranks belong together, and when they may start.
 
-Each call of a rank is a round of its process set: one call of the group (`collectives/executor.py`), in which all ranks
-exchange records and then carry out, in the same order, what has become complete (`matching.py`). A rank that waits for a
-call which others have not made yet takes part in further rounds with a record that says so, and so does one that has
-joined. As long as all ranks make their calls in the same order, there is one round for each call and none besides.
+Horovod's ranks may make named calls in any order. Here each call of a rank is a *round* of its process set: one call of the
+group (`collectives/nested.py`), in which all ranks exchange a record of 128 bytes and then carry out, in the same order, the
+calls that have become complete.
+
+    records      what a rank is about to call: kind, dtype, size, digests of shape, factors and name
+    matching     calls of one name in any order; calls without a name in their order. Pure: no tensors, no messages
+    negotiator   rounds of one process set on one rank, and the calls that are pending in them
+    join         a rank that has run out of data takes part in the rounds of the others
+
+Ranks see the same records in the same rounds, so that each keeps the same table and all decide alike. A call starts in the
+round in which every rank has made it or has joined. Calls that do not fit (another shape, dtype or operation) fail on all
+ranks, and later calls go on. A rank that waits for a call that others have not made yet takes part in further rounds with a
+WAIT record; when all ranks that have not joined wait and nothing can start, the pending calls fail on all ranks instead of
+deadlocking. As long as all ranks make their calls in the same order, there is one round for each call.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
 import torch
 
-from polytempo.errors import PolytempoError
+from polytempo.errors import PolytempoError, UsageError
 from polytempo.horovod.errors import DuplicateNameError, MismatchError
-from polytempo.horovod.negotiation_matching import CallKey, Matching
-from polytempo.horovod.negotiation_records import DTYPES, Call, CallKind, read_row, row_of
 from polytempo.horovod.ops import OPS, Op, word_for
-from polytempo.horovod.process_sets import ProcessSet, group_of
-from polytempo.horovod.session_state import state
+from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set, group_of, state
 from polytempo.session import session
 from polytempo.train import communication
 
+# Records.
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+#: The layout of a record: nine integers, and the beginning of the name.
+RECORD = struct.Struct("<9q56s")
+
+
+class CallKind(IntEnum):
+    """The kind of a call."""
+
+    JOIN = 0
+    ALLREDUCE = 1
+    STEP = 2
+    ALLGATHER = 3
+    BROADCAST = 4
+    ALLTOALL = 5
+    REDUCESCATTER = 6
+    OBJECT = 7
+    BARRIER = 8
+    WAIT = 9  #: no call: this rank waits for one it has made before
+
+
+#: The calls that go on while a rank has joined.
+ALLOWED_AFTER_JOIN = (CallKind.ALLREDUCE, CallKind.STEP, CallKind.BARRIER)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The record of a call: the same on all ranks except for `own`."""
+
+    kind: CallKind
+    op: int = 0
+    dtype: int = 0
+    count: int = 0
+    shape: int = 0  #: a digest
+    root: int = 0  #: a rank, or the number of an optimizer
+    scale: int = 0  #: a digest of the factors
+    own: int = 0  #: of this rank alone: the length of its tensor, or whether gradients changed
+    key: int = 0  #: a digest of the whole name; 0 without one
+    name: str = ""
+
+    def __str__(self) -> str:
+        named = f", name={self.name!r}" if self.key else ""
+        if self.kind in (CallKind.STEP, CallKind.JOIN):
+            return f"{self.kind.name.lower()}()"
+        if self.kind in (CallKind.BARRIER, CallKind.OBJECT):
+            return "barrier" if self.kind == CallKind.BARRIER else f"broadcast_object({named[2:]})"
+        numbers = f"{self.count} {str(DTYPES[self.dtype]).removeprefix('torch.')}"
+        if self.kind in (CallKind.ALLREDUCE, CallKind.REDUCESCATTER):
+            return f"{self.kind.name.lower()}({numbers}, {OPS[self.op]}{named})"
+        if self.kind == CallKind.BROADCAST:
+            return f"broadcast({numbers}, root_rank={self.root}{named})"
+        return f"{self.kind.name.lower()}({numbers.split()[1]}{named})"
+
+
+def call_of(kind: CallKind, name: str | None = None, **about: Any) -> Call:
+    """The record of a call. A name is of its kind: calls of two kinds may have the same name, as in Horovod."""
+    return Call(kind, **about, key=digest(kind.name, name) if name else 0, name=name or "")
+
+
+def encode_call(call: Call) -> torch.Tensor:
+    """The record as a tensor of 16 integers."""
+    numbers = (call.kind, call.op, call.dtype, call.count, call.shape, call.root, call.scale, call.own, call.key)
+    return torch.frombuffer(bytearray(RECORD.pack(*numbers, call.name.encode()[:56])), dtype=torch.int64)
+
+
+def decode_call(row: torch.Tensor) -> Call:
+    """The reverse of `encode_call`."""
+    *numbers, name = RECORD.unpack(row.numpy().tobytes())
+    kind, op, dtype, count, shape, root, scale, own, key = numbers
+    return Call(CallKind(kind), op, dtype, count, shape, root, scale, own, key, name.rstrip(b"\0").decode(errors="ignore"))
+
+
+def digest(*about: object) -> int:
+    """A digest of 56 bits; 0 of nothing."""
+    return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:7], "big") if any(about) else 0
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The code of a dtype in a record.
+
+    Raises:
+        UsageError: Tensors of that dtype cannot be sent.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"tensors of {dtype} cannot be sent; convert to one of {', '.join(map(str, DTYPES))}")
+    return DTYPES.index(dtype)
+
+
+# Matching.
+
+#: (digest of the name, 0), or (0, count) for the count-th call of a rank without a name.
+CallKey = tuple[int, int]
+
+
+@dataclass
+class Match:
+    """Calls that belong together, by rank. With an `error` they fail on all ranks."""
+
+    key: CallKey
+    calls: dict[int, Call]
+    error: str = ""
+
+
+@dataclass
+class RoundResult:
+    """The outcome of a round, the same on all ranks."""
+
+    keys: dict[int, CallKey]  #: of the calls made in it, by rank
+    matches: list[Match] = field(default_factory=list)
+    last: int | None = None  #: once all ranks have joined, the last to do so
+
+
+class Matching:
+    """The table of calls that some ranks have made and that have not started."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self._round = 0
+        self._pending: dict[CallKey, dict[int, Call]] = {}
+        self._unnamed: Counter[int] = Counter()
+        self._joined: dict[int, int] = {}  # rank -> round
+
+    def match_round(self, calls: Sequence[Call]) -> RoundResult:
+        """Enter the records of a round, one of each rank in their order, and return the calls that are complete."""
+        self._round += 1
+        found = RoundResult({})
+        for rank, call in zip(self._ranks, calls, strict=True):
+            if call.kind == CallKind.JOIN:
+                self._joined.setdefault(rank, self._round)
+            elif call.kind != CallKind.WAIT:
+                found.keys[rank] = key = self._key(rank, call)
+                self._pending.setdefault(key, {})[rank] = call
+        ready = [key for key, made in self._pending.items() if made.keys() | self._joined.keys() >= set(self._ranks)]
+        found.matches = [Match(key, made := self._pending.pop(key), self._problem(made)) for key in ready]
+        if not found.matches and not found.keys and any(call.kind == CallKind.WAIT for call in calls):
+            found.matches, self._pending = self._deadlocked(), {}
+        if len(self._joined) == len(self._ranks):
+            found.last = max(self._joined, key=lambda rank: (self._joined[rank], rank))
+            self._joined.clear()
+            self._unnamed.clear()  # ranks that joined early have made fewer calls
+        return found
+
+    def _key(self, rank: int, call: Call) -> CallKey:
+        if call.key:
+            return call.key, 0
+        self._unnamed[rank] += 1
+        return 0, self._unnamed[rank]
+
+    def _problem(self, calls: dict[int, Call]) -> str:
+        """Why calls do not fit together, or need ranks that have joined; empty if they can start."""
+        (first, mine), *others = sorted(calls.items())
+        for rank, call in others:
+            if comparable(mine) != comparable(call):
+                return (
+                    f"rank {first} calls {mine} where rank {rank} calls {call}{_difference(mine, call)}; "
+                    "all ranks must make the same calls"
+                )
+        if self._joined and mine.kind not in ALLOWED_AFTER_JOIN:
+            return (
+                f"rank {first} calls {mine}, but rank {min(self._joined)} has called join(): only allreduce, optimizer "
+                "steps and barrier go on until all ranks have joined"
+            )
+        return ""
+
+    def _deadlocked(self) -> list[Match]:
+        """All pending calls, with the error that each would wait for a call that is never made."""
+        return [Match(key, made, self._missing(made)) for key, made in self._pending.items()]
+
+    def _missing(self, calls: dict[int, Call]) -> str:
+        first, mine = min(calls.items())
+        absent = next(rank for rank in self._ranks if rank not in calls and rank not in self._joined)
+        theirs = next((made[absent] for made in self._pending.values() if absent in made and first not in made), None)
+        instead = f"rank {absent} calls {theirs}" if theirs is not None else f"rank {absent} calls nothing"
+        return f"rank {first} calls {mine} where {instead}, and all ranks wait; all ranks must make the same calls, by name"
+
+
+def comparable(call: Call) -> Call:
+    """The part of a record that must be the same on all ranks."""
+    return replace(call, own=0, name="")
+
+
+def _difference(one: Call, other: Call) -> str:
+    """The field in which two calls differ that read the same as text."""
+    if str(one) != str(other):
+        return ""
+    fields = ("count", "shape", "root", "scale")
+    different = [field for field in fields if getattr(one, field) != getattr(other, field)]
+    words = {"count": "size", "root": "optimizer" if one.kind == CallKind.STEP else "root rank", "scale": "factor"}
+    return f" with another {words.get(different[0], different[0])}" if different else ""
+
+
+# The negotiator.
+
 CallSteps = Generator[Any, None, Any]
-#: What a call does once all ranks have made it: everybody's records by rank, and the group within the call.
+#: What a call does once all ranks have made it, given the records by rank and the group within the call.
 CallBody = Callable[[dict[int, Call], Any], CallSteps]
 
 
-class Flight:
-    """A call of this rank that is under way."""
+class PendingCall:
+    """A call of this rank that has not ended."""
 
-    def __init__(self, negotiator: Negotiator, act: CallBody) -> None:
-        self._negotiator, self.act = negotiator, act
+    def __init__(self, negotiator: Negotiator, body: CallBody) -> None:
+        self._negotiator, self.body = negotiator, body
         self.round = 0
-        self.done = self.seen = False  #: seen: the script knows that it is done
+        self.done = self.seen = False  #: seen: the script has waited for it or polled its end
         self.result: Any = None
         self.error: Exception | None = None
 
     def finish(self, result: Any, error: Exception | None = None) -> None:
-        """The end."""
-        self.result, self.error, self.act = result, error, _nothing
+        """End the call with a result or an error."""
+        self.result, self.error, self.body = result, error, no_body
         self.done = True
 
     def is_completed(self) -> bool:
-        """Has it ended?"""
+        """Whether the call has ended."""
         return self._negotiator.poll(self)
 
     def wait(self) -> Any:
-        """Its result, or its error."""
+        """Wait for the end; returns the result or raises the error."""
         return self._negotiator.wait(self)
 
 
 class Negotiator:
-    """Of one process set, on one rank."""
+    """The rounds of one process set, on one rank."""
 
     def __init__(self, members: ProcessSet) -> None:
         self._ranks, self._group = members.ranks, group_of(members)
         self._lock = threading.RLock()
         self._matching = Matching(self._ranks)
         self._rounds = 0
-        self._tasks: dict[int, Any] = {}  # by round: those that have not ended
-        self._flights: dict[int, Flight] = {}  # by round: calls that have not ended
-        self._flying: dict[CallKey, Flight] = {}  # those that were announced
-        self._names: dict[int, weakref.ref[Flight]] = {}
-        self._duties: list[dict[int, Call]] = []  # steps of the others' optimizers, while this rank has joined
+        self._tasks: dict[int, Any] = {}  # by round: rounds that have not ended
+        self._pending: dict[int, PendingCall] = {}  # by round: calls that have not ended
+        self._announced: dict[CallKey, PendingCall] = {}  # calls whose record was exchanged, by key
+        self._names: dict[int, weakref.ref[PendingCall]] = {}
+        self._joined_steps: list[dict[int, Call]] = []  # optimizer steps of other ranks while this one has joined
         self._last: int | None = None
 
-    # What calls use.
+    # For the collectives.
 
-    def start(self, call: Call, act: CallBody, background: bool = True) -> Flight:
-        """Announce a call, and carry it out when all ranks have made it."""
-        flight = Flight(self, act)
+    def start(self, call: Call, body: CallBody, background: bool = True) -> PendingCall:
+        """Announce a call; its `body` runs when all ranks have made it."""
+        pending = PendingCall(self, body)
         with self._lock:
             if call.key:
-                self._take_name(call, flight)
-            self._issue(call, flight, background)
-        return flight
+                self._claim_name(call, pending)
+            self._issue(call, pending, background)
+        return pending
 
-    def _take_name(self, call: Call, flight: Flight) -> None:
+    def _claim_name(self, call: Call, pending: PendingCall) -> None:
         found = self._names.get(call.key)
         before = found() if found is not None else None
         if before is not None and not before.seen:
             kind = call.kind.name.lower()
             raise DuplicateNameError(
-                f"{kind} by the name {call.name!r} is under way already; synchronize() it first, or give another name"
+                f"{kind} by the name {call.name!r} has not ended yet; synchronize() it first, or give another name"
             )
         self._names = {key: ref for key, ref in self._names.items() if ref() is not None}
-        self._names[call.key] = weakref.ref(flight)
+        self._names[call.key] = weakref.ref(pending)
 
-    def wait(self, flight: Flight) -> Any:
-        """Until a call has ended; its result."""
-        while not flight.done:
+    def wait(self, pending: PendingCall) -> Any:
+        """Wait until a call has ended; returns its result or raises its error."""
+        while not pending.done:
             task = self._under_way() or self._issue(Call(CallKind.WAIT), None, False)
             try:
                 task.wait()
             except PolytempoError:
-                if not flight.done:
+                if not pending.done:
                     raise
-        flight.seen = True
-        if flight.error is not None:
-            raise flight.error
-        return flight.result
+        pending.seen = True
+        if pending.error is not None:
+            raise pending.error
+        return pending.result
 
-    def poll(self, flight: Flight) -> bool:
-        """Has a call ended?"""
-        if not flight.done:
+    def poll(self, pending: PendingCall) -> bool:
+        """Whether a call has ended."""
+        if not pending.done:
             task = self._under_way() or self._issue(Call(CallKind.WAIT), None, True)
             task.is_completed()
-        flight.seen |= flight.done
-        return flight.done
+        pending.seen |= pending.done
+        return pending.done
 
     def _under_way(self) -> Any:
-        """The next round to end; None when all have."""
+        """The next round to end; None when all have ended."""
         with self._lock:
             tasks = list(self._tasks.values())
         for task in tasks:
@@ -126,71 +345,71 @@ class Negotiator:
         return None
 
     def join(self) -> tuple[int | None, list[dict[int, Call]]]:
-        """A round of a rank that has joined: who came last, once all have; steps of optimizers to take part in."""
+        """One round of a rank that has joined: the last rank to join, once all have, and optimizer steps to take part in."""
         self._issue(Call(CallKind.JOIN), None, False).wait()
-        duties, self._duties = self._duties, []
+        steps, self._joined_steps = self._joined_steps, []
         last, self._last = self._last, None
-        return last, duties
+        return last, steps
 
     # Rounds.
 
-    def _issue(self, call: Call, flight: Flight | None, background: bool) -> Any:
+    def _issue(self, call: Call, pending: PendingCall | None, background: bool) -> Any:
         with self._lock:
             self._rounds += 1
             number = self._rounds
-            if flight is not None:
-                flight.round, self._flights[number] = number, flight
+            if pending is not None:
+                pending.round, self._pending[number] = number, pending
             joined = call.kind == CallKind.JOIN
-            task = communication.exchange(row_of(call), partial(self._round, flight, joined), self._group, background)
+            task = communication.exchange(encode_call(call), partial(self._round, pending, joined), self._group, background)
             self._tasks[number] = task
             task.when_done(partial(self._ended, number))
         return task
 
-    def _round(self, flight: Flight | None, joined: bool, rows: list[torch.Tensor], inside: Any) -> CallSteps:
-        heard = self._matching.hear([read_row(row) for row in rows])
-        if flight is not None:
-            self._flying[heard.keys[session.rank()]] = flight
-        for match in heard.matches:
-            mine = self._flying.pop(match.key, None)
+    def _round(self, pending: PendingCall | None, joined: bool, rows: list[torch.Tensor], group: Any) -> CallSteps:
+        found = self._matching.match_round([decode_call(row) for row in rows])
+        if pending is not None:
+            self._announced[found.keys[session.rank()]] = pending
+        for match in found.matches:
+            mine = self._announced.pop(match.key, None)
             if match.error:
                 self._settle(mine, None, MismatchError(match.error))
             elif mine is not None:
-                self._settle(mine, (yield from mine.act(match.calls, inside)))
+                self._settle(mine, (yield from mine.body(match.calls, group)))
             else:
-                yield from self._take_part(match.calls, inside)
+                yield from self._take_part(match.calls, group)
         if joined:
-            self._last = heard.last
+            self._last = found.last
 
-    def _settle(self, flight: Flight | None, result: Any, error: Exception | None = None) -> None:
-        if flight is not None:
-            flight.finish(result, error)
+    def _settle(self, pending: PendingCall | None, result: Any, error: Exception | None = None) -> None:
+        if pending is not None:
+            pending.finish(result, error)
             with self._lock:
-                self._flights.pop(flight.round, None)
+                self._pending.pop(pending.round, None)
 
-    def _take_part(self, calls: dict[int, Call], inside: Any) -> CallSteps:
-        """With nothing: this rank has joined."""
+    def _take_part(self, calls: dict[int, Call], group: Any) -> CallSteps:
+        """Take part in a call of the others with neutral values, since this rank has joined."""
         call = next(iter(calls.values()))
         if call.kind == CallKind.ALLREDUCE:
             op, dtype = OPS[call.op], DTYPES[call.dtype]
-            yield from inside.all_reduce([_neutral(call.count, dtype, op)], word_for(op, dtype))
+            yield from group.all_reduce([_neutral(call.count, dtype, op)], word_for(op, dtype))
         elif call.kind == CallKind.STEP:
-            self._duties.append(calls)
+            self._joined_steps.append(calls)
 
     def _ended(self, number: int, task: Any) -> None:
-        """A round. One that failed, on whatever rank, ends what was called up to it on all ranks, and tables begin anew."""
+        """A round has ended. If it failed, on any rank, all calls up to it fail on all ranks, and the tables begin anew."""
         with self._lock:
             self._tasks.pop(number, None)
             if task.error is None:
                 return
-            for old in [old for old in self._flights if old <= number]:
-                self._flights.pop(old).finish(None, task.error)
-            self._flying.clear()
-            self._duties.clear()
+            for old in [old for old in self._pending if old <= number]:
+                self._pending.pop(old).finish(None, task.error)
+            self._announced.clear()
+            self._joined_steps.clear()
             self._matching = Matching(self._ranks)
 
 
 def negotiator_of(members: ProcessSet) -> Negotiator:
-    """That of a process set, in the session of now."""
+    """The negotiator of a process set, in the current session."""
     known, number = state().negotiators, members.process_set_id
     assert number is not None
     if number not in known:
@@ -199,14 +418,77 @@ def negotiator_of(members: ProcessSet) -> Negotiator:
     return found
 
 
-def _nothing(calls: dict[int, Call], inside: Any) -> CallSteps:
-    yield from ()
-
-
 def _neutral(count: int, dtype: torch.dtype, op: Op) -> torch.Tensor:
-    """Values that change nothing."""
+    """Values that do not change the result of an operation."""
     value = op.neutral
     if abs(value) == float("inf") and not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return torch.full((count,), limits.max if value > 0 else limits.min, dtype=dtype)
     return torch.full((count,), value, dtype=dtype)
+
+
+# Join and barrier.
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have joined, for a rank that has run out of data.
+
+    Meanwhile this rank takes part in allreduce, optimizer steps and barriers of the others, with values that do not change
+    the result: zeros for sums and means, which still divide by the number of all ranks, as in Horovod. Its own model stays
+    as it is. Other calls fail on the ranks that make them, and `join` goes on waiting.
+
+    Args:
+        device: Ignored.
+
+    Returns:
+        The rank that joined last, which has the newest model.
+
+    Raises:
+        UsageError: An optimizer of this rank has gradients under way.
+        HorovodInternalError: A rank failed.
+    """
+    _check_idle()
+    if session.size() == 1:
+        return session.rank()
+    negotiator = negotiator_of(global_process_set)
+    while True:
+        last, steps = negotiator.join()
+        for calls in steps:
+            _take_part(list(calls.values()))
+        if last is not None:
+            return last
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of a process set have made this call.
+
+    Args:
+        process_set: The ranks that take part.
+
+    Raises:
+        UsageError: This rank is not in the process set.
+    """
+    check_member(process_set, "barrier")
+    if process_set.size() > 1:
+        negotiator_of(process_set).start(call_of(CallKind.BARRIER), no_body, background=False).wait()
+
+
+def no_body(calls: dict[int, Call], group: object) -> CallSteps:
+    """The body of a call that consists of its records alone."""
+    yield from ()
+    return calls
+
+
+def _check_idle() -> None:
+    for reference in state().reducers:
+        reducer = reference()
+        if reducer is not None:
+            reducer.check_idle("join()")
+
+
+def _take_part(calls: list[Call]) -> None:
+    number = calls[0].root
+    reducer = state().reducers[number]() if number < len(state().reducers) else None
+    if reducer is None:
+        raise UsageError(f"other ranks step optimizer {number}, which rank {session.rank()} does not have")
+    reducer.take_part(2 if any(call.own for call in calls) else 1)

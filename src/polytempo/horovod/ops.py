@@ -1,4 +1,4 @@
-"""How tensors of several ranks become one: Horovod's names for it."""
+"""Reduction operations, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polytempo.errors import UsageError
 
 @dataclass(frozen=True)
 class Op:
-    """A way to combine tensors. `word` is polytempo's name of it, `neutral` what changes nothing."""
+    """A reduction operation. `word` is its name in `polytempo.collectives`, `neutral` its neutral element."""
 
     name: str
     code: int
@@ -23,26 +23,32 @@ class Op:
 
 
 Average = Op("Average", 0, "mean")
+"""The mean over all ranks."""
 Sum = Op("Sum", 1, "sum")
+"""The sum over all ranks."""
 Adasum = Op("Adasum", 2, "")
+"""Not offered; refused in one line."""
 Min = Op("Min", 3, "min", float("inf"))
+"""The element-wise minimum."""
 Max = Op("Max", 4, "max", float("-inf"))
+"""The element-wise maximum."""
 Product = Op("Product", 5, "prod", 1.0)
+"""The element-wise product."""
 
 OPS = (Average, Sum, Adasum, Min, Max, Product)
 
 
 def choose_op(op: Op | int | None, average: bool | None = None) -> Op:
-    """The operation that a call asks for, by either of Horovod's arguments for it."""
+    """The operation of a call, by either of Horovod's two arguments for it."""
     if op is not None and average is not None:
-        raise UsageError(f"op={op} and average={average} say the same thing twice; give op alone")
+        raise UsageError(f"op={op} and average={average} both name the operation; give op alone")
     if average is not None:
         return Average if average else Sum
     return check_op(Average if op is None else op)
 
 
 def check_op(given: Op | int) -> Op:
-    """Refuse what is none of ours; Horovod's own numbers are as good as the names."""
+    """The operation of a name or of Horovod's number; refuses others."""
     op: object = given
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(OPS):
         op = OPS[given]
@@ -55,11 +61,11 @@ def check_op(given: Op | int) -> Op:
 
 
 def word_for(op: Op, dtype: torch.dtype) -> str:
-    """Polytempo's operation. The mean of whole numbers is their sum, divided afterwards."""
+    """The operation of the collective. A mean of integers is a sum that `divide_whole_` divides afterwards."""
     return "sum" if op is Average and not (dtype.is_floating_point or dtype.is_complex) else op.word
 
 
 def divide_whole_(tensor: torch.Tensor, op: Op, size: int) -> None:
-    """What `word_for` left to do."""
+    """Divide a sum of integers that `word_for` took for a mean."""
     if op is Average and word_for(op, tensor.dtype) == "sum":
         tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))

@@ -1,20 +1,29 @@
-"""Process sets: some of the ranks, who compute something among themselves.
+"""Process sets: subsets of the ranks with collectives of their own; and what Horovod's interface keeps for a session.
 
-All ranks add the same sets in the same order, also those that are not in them.
+All ranks add the same sets in the same order, also those that are not members.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from polytempo.errors import UsageError
-from polytempo.horovod.session_state import state
 from polytempo.session import session
 from polytempo.train import communication
 
 
 class ProcessSet:
-    """Some ranks. Pass it as `process_set=` once `add_process_set` has made it known."""
+    """A subset of the ranks; pass it as `process_set=` after `add_process_set` has registered it on all ranks.
+
+    Args:
+        ranks: The ranks of the job that are members, each once.
+
+    Raises:
+        UsageError: There is no rank, or one is given twice.
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         listed = [int(rank) for rank in ranks]
@@ -22,28 +31,32 @@ class ProcessSet:
             raise UsageError(f"expected a process set to have at least one rank, and each once, got {listed}")
         self._ranks = tuple(sorted(listed))
         self.process_set_id: int | None = None
-        self.group: communication.Group | None = None  #: what calls go through; None for all ranks, and for one alone
-        self.gradients: communication.Group | None = None  #: what optimizers use, beside those calls
+        self.group: communication.Group | None = None  #: of its collectives; None for all ranks, and in a job of one
+        self.gradients: communication.Group | None = None  #: of its optimizers, apart from its collectives
 
     def forget(self) -> None:
-        """It is known no more."""
+        """Undo its registration."""
         self.process_set_id = self.group = self.gradients = None
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the job of those who are in it."""
+        """The ranks of the job that are members, ascending."""
         return list(self._ranks)
 
     def size(self) -> int:
-        """How many they are."""
+        """The number of members."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Is this process one of them?"""
+        """Whether this rank is a member."""
         return session.rank() in self.ranks
 
     def rank(self) -> int:
-        """This process's number among them."""
+        """The index of this rank among the members.
+
+        Raises:
+            UsageError: This rank is not a member.
+        """
         if not self.included():
             raise UsageError(f"rank {session.rank()} has no rank in process set {self.ranks}: it is not in it")
         return self.ranks.index(session.rank())
@@ -58,8 +71,8 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
 
 
-class _Everybody(ProcessSet):
-    """All ranks, whoever they will be: it is made before there is a job."""
+class _AllRanks(ProcessSet):
+    """All ranks of the job, whose number is known after `init`: the object is made at import."""
 
     def __init__(self) -> None:
         super().__init__([0])
@@ -67,7 +80,7 @@ class _Everybody(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """All."""
+        """All ranks of the job."""
         return list(range(session.size()))
 
     def __eq__(self, other: object) -> bool:
@@ -80,11 +93,22 @@ class _Everybody(ProcessSet):
         return "global_process_set"
 
 
-global_process_set: ProcessSet = _Everybody()
+global_process_set: ProcessSet = _AllRanks()
+"""The process set of all ranks; the default of every call."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a set known: to be called by all ranks of the job, in the same order."""
+    """Register a process set. Collective: all ranks of the job call it, in the same order, members or not.
+
+    Args:
+        process_set: A `ProcessSet`, or its ranks.
+
+    Returns:
+        The registered set, for `process_set=`.
+
+    Raises:
+        UsageError: A rank is not one of the job, or there is a set of these ranks already.
+    """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     known = state()
     _check_new(found, known.sets)
@@ -97,7 +121,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def check_sets(process_sets: Iterable[ProcessSet | Iterable[int]]) -> list[ProcessSet]:
-    """Sets that could be added, all of them; refused before any is."""
+    """Check several process sets before any of them is added."""
     listed = list(process_sets)
     found = [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in listed]
     for index, process_set in enumerate(found):
@@ -116,7 +140,7 @@ def _check_new(found: ProcessSet, known: Iterable[ProcessSet]) -> None:
 
 
 def group_of(process_set: ProcessSet) -> communication.Group:
-    """What calls of a process set go through: a group of its own, so that polytempo's own calls may come at any time."""
+    """The group of a process set: one of its own, so that calls of `pt` and of Horovod's interface may interleave."""
     if process_set is not global_process_set:
         assert process_set.group is not None
         return process_set.group
@@ -127,7 +151,14 @@ def group_of(process_set: ProcessSet) -> communication.Group:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set; False when it is none that was added."""
+    """Undo `add_process_set`.
+
+    Args:
+        process_set: The set.
+
+    Returns:
+        False if it was not registered, or is the set of all ranks.
+    """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     state().sets = [other for other in state().sets if other is not process_set]
@@ -136,10 +167,39 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def check_member(process_set: ProcessSet, call: str) -> None:
-    """May this process make a call among these?"""
+    """Refuse a call in a process set that is not registered, or of which this rank is not a member."""
     if not isinstance(process_set, ProcessSet):
         raise UsageError(f"expected process_set to be a ProcessSet, got {process_set!r}; make one with add_process_set")
     if process_set.process_set_id is None:
-        raise UsageError(f"{process_set} is not known; call add_process_set with it on all ranks first")
+        raise UsageError(f"{process_set} is not registered; call add_process_set with it on all ranks first")
     if not process_set.included():
         raise UsageError(f"rank {session.rank()} is not in process set {process_set.ranks} and cannot call {call} there")
+
+
+# The state of a session.
+
+
+@dataclass
+class HorovodState:
+    """What Horovod's interface keeps for one session."""
+
+    session: session.Session
+    local_ranks: tuple[int, ...] = ()  #: of all ranks; empty until `init` has gathered them
+    local_sizes: tuple[int, ...] = ()
+    group: communication.Group | None = None  #: of all ranks, for these calls alone
+    sets: list[Any] = field(default_factory=list)  #: process sets, as they were added
+    sets_made: int = 0  #: sets added so far, removed ones included
+    negotiators: dict[int, Any] = field(default_factory=dict)  #: by the number of the process set
+    reducers: list[weakref.ref[Any]] = field(default_factory=list)  #: of optimizers, in the order of their making
+
+
+_state: HorovodState | None = None
+
+
+def state() -> HorovodState:
+    """The state of the current session; a new one after `shutdown` and `init`."""
+    global _state
+    now = session.current()
+    if _state is None or _state.session is not now:
+        _state = HorovodState(now)
+    return _state

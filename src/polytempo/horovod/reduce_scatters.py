@@ -1,4 +1,4 @@
-"""`reducescatter`: each rank gets its rows of what all have, reduced."""
+"""`reducescatter`: each rank gets its rows of the reduction."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from polytempo.errors import UsageError
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.gathers import allgather
 from polytempo.horovod.handles import Handle, numbered, together
-from polytempo.horovod.negotiation import CallSteps, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, check_op, divide_whole_, word_for
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import ReducedTensors, Reduction, check_tensors, digest_of_factors, scale_
 
 
 def _rows(tensor: torch.Tensor, size: int) -> list[int]:
-    """How many rows of the result each rank gets: the first ones get one more where it does not divide."""
+    """The number of rows for each rank; the first ranks get one more where it does not divide."""
     if tensor.dim() == 0:
         raise UsageError("reducescatter needs a tensor with a first dimension, got a single number")
     each, more = divmod(len(tensor), size)
@@ -45,13 +44,13 @@ def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Handle[torch.Tensor]:
         scale=digest_of_factors(how),
     )
 
-    def act(calls: dict[int, Call], inside: Any) -> CallSteps:
-        yield from inside.reduce_scatter(output, list(whole.split(rows)), word_for(how.op, whole.dtype))
+    def body(calls: dict[int, Call], group: Any) -> CallSteps:
+        yield from group.reduce_scatter(output, list(whole.split(rows)), word_for(how.op, whole.dtype))
         divide_whole_(output, how.op, size)
         return _scaled(output, how)
 
-    flight = negotiator_of(how.members).start(call, act)
-    return Handle(flight.wait, [flight])
+    pending = negotiator_of(how.members).start(call, body)
+    return Handle(pending.wait, [pending])
 
 
 def _scaled(tensor: torch.Tensor, how: Reduction) -> torch.Tensor:
@@ -67,7 +66,7 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """Horovod's: everybody's rows, times the number of ranks for a sum."""
+        """The gradients of all ranks' rows, times the number of ranks for a sum, as in Horovod."""
         if ctx.how.op not in (Average, Sum):
             raise UsageError(f"reducescatter with op={ctx.how.op} has no gradient; use Average or Sum, or detach()")
         members, scale = ctx.how.members, ctx.how.before * ctx.how.after
@@ -84,7 +83,25 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the mean over all ranks (or another `op`)."""
+    """Reduce a tensor over all ranks and keep the rows of this rank; gradients flow through it.
+
+    Args:
+        tensor: The tensor of this rank.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        compression: What is sent instead: `Compression.none`, `fp16` or `bf16`.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        process_set: The ranks that take part; all ranks by default.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        The rows of this rank; where the first dimension does not divide, the first ranks have one row more.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     check_tensors([tensor], "reducescatter")
     how = Reduction(check_op(op), process_set, name, prescale_factor, postscale_factor)
     small, ctx = compression.compress(tensor)
@@ -99,7 +116,24 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
-    """The same, not waited for."""
+    """Start a `reducescatter`, without gradients.
+
+    Args:
+        tensor: The tensor of this rank.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        process_set: The ranks that take part; all ranks by default.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return _reduce_rows(tensor, Reduction(check_op(op), process_set, name, prescale_factor, postscale_factor))
 
 
@@ -112,7 +146,25 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Several, one by one."""
+    """A `reducescatter` of each of several tensors.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        compression: What is sent instead: `Compression.none`, `fp16` or `bf16`.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        process_set: The ranks that take part; all ranks by default.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        The rows of this rank, of each.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     factors = (prescale_factor, postscale_factor)
     return [
         reducescatter(tensor, numbered(name, index), compression, op, process_set, *factors)
@@ -128,7 +180,24 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
-    """Several, not waited for."""
+    """Start a `grouped_reducescatter`.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        process_set: The ranks that take part; all ranks by default.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     factors = (prescale_factor, postscale_factor)
     return together(
         [

@@ -1,6 +1,6 @@
-"""How tensors are reduced: packed by dtype, announced, sent as one, and brought back to where they were.
+"""`allreduce` in Horovod's eight forms: tensors are packed by dtype, negotiated, reduced as one, and unpacked.
 
-What is not in place can be differentiated: the gradient is reduced as the tensor was.
+Forms that are not in place and not asynchronous can be differentiated: the gradient is reduced as the tensor was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.handles import Handle
-from polytempo.horovod.negotiation import CallSteps, Flight, negotiator_of
-from polytempo.horovod.negotiation_records import Call, CallKind, call_of, digest, dtype_code
+from polytempo.horovod.negotiation import Call, CallKind, CallSteps, PendingCall, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, choose_op, divide_whole_, word_for
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 
@@ -24,23 +23,23 @@ ReducedTensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How tensors are reduced."""
+    """The options of a reduction."""
 
     op: Op
     members: ProcessSet
     name: str | None = None
     before: float = 1.0
     after: float = 1.0
-    background: bool = True  #: it goes on whether or not it is waited for
+    background: bool = True  #: the progress thread moves it on while the script does something else
 
 
 def digest_of_factors(how: Reduction) -> int:
-    """What must be the same on all ranks, beside the tensors."""
+    """A digest of the factors, which must be the same on all ranks."""
     return 0 if how.before == how.after == 1.0 else digest(float(how.before), float(how.after))
 
 
 def check_tensors(tensors: ReducedTensors, call: str) -> None:
-    """Dense tensors, at least one."""
+    """Refuse anything but dense tensors, at least one."""
     if not tensors:
         raise UsageError(f"{call} needs at least one tensor, got none")
     for tensor in tensors:
@@ -51,14 +50,14 @@ def check_tensors(tensors: ReducedTensors, call: str) -> None:
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; whole numbers are cut off, as Horovod does."""
+    """Multiply in place; integers are truncated, as in Horovod."""
     if factor != 1.0:
         exact = tensor.is_floating_point() or tensor.is_complex()
         _ = tensor.mul_(factor) if exact else tensor.copy_(tensor.double() * factor)
 
 
 def pack(tensors: ReducedTensors) -> list[list[torch.Tensor]]:
-    """What can travel as one: tensors of one dtype and device."""
+    """Lists of tensors of one dtype and device, each of which can be sent as one message."""
     packs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         packs.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -66,16 +65,16 @@ def pack(tensors: ReducedTensors) -> list[list[torch.Tensor]]:
 
 
 class _Pack:
-    """Some tensors of one dtype, which travel as one and come back to where they were."""
+    """Tensors of one dtype that are reduced as one flat buffer and copied back."""
 
     def __init__(self, tensors: ReducedTensors, how: Reduction) -> None:
         self._tensors, self._how = tensors, how
         self._in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         self.flat = tensors[0].view(-1) if self._in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
         scale_(self.flat, how.before)
-        self.flight: Flight | None = self._launch() if how.members.size() > 1 else None
+        self.pending: PendingCall | None = self._launch() if how.members.size() > 1 else None
 
-    def _launch(self) -> Flight:
+    def _launch(self) -> PendingCall:
         how, flat, shapes = self._how, self.flat, [tuple(tensor.shape) for tensor in self._tensors]
         call = call_of(
             CallKind.ALLREDUCE,
@@ -87,14 +86,14 @@ class _Pack:
             scale=digest_of_factors(how),
         )
 
-        def act(calls: dict[int, Call], inside: Any) -> CallSteps:
-            yield from inside.all_reduce([flat], word_for(how.op, flat.dtype))
+        def body(calls: dict[int, Call], group: Any) -> CallSteps:
+            yield from group.all_reduce([flat], word_for(how.op, flat.dtype))
 
-        return negotiator_of(how.members).start(call, act, how.background)
+        return negotiator_of(how.members).start(call, body, how.background)
 
     def finish(self) -> None:
-        if self.flight is not None:
-            self.flight.wait()
+        if self.pending is not None:
+            self.pending.wait()
             divide_whole_(self.flat, self._how.op, self._how.members.size())
         scale_(self.flat, self._how.after)
         if not self._in_place:
@@ -104,7 +103,7 @@ class _Pack:
 
 
 def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[list[torch.Tensor]]:
-    """Reduce tensors: themselves, or copies of them."""
+    """Start a reduction of tensors, in place or of copies."""
     check_tensors(tensors, "allreduce")
     check_member(how.members, "allreduce")
     with torch.no_grad():
@@ -118,11 +117,11 @@ def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[lis
                 some.finish()
         return list(tensors) if in_place else kept
 
-    return Handle(finish, [some.flight for some in packs if some.flight is not None])
+    return Handle(finish, [some.pending for some in packs if some.pending is not None])
 
 
 def _named(how: Reduction, index: int | None) -> Reduction:
-    """Each of several packs has a name of its own."""
+    """The reduction of one of several packs, with a name of its own."""
     return how if how.name is None or index is None else replace(how, name=f"{how.name}.{index}")
 
 
@@ -142,14 +141,14 @@ class _Reduce(torch.autograd.Function):  # type: ignore[misc]
 
 
 def reduce_differentiably(tensors: ReducedTensors, how: Reduction, compression: type[Compressor]) -> list[torch.Tensor]:
-    """New tensors, through which gradients flow."""
+    """Reduce into new tensors, through which gradients flow."""
     check_tensors(tensors, "allreduce")
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _Reduce.apply(how, *(small for small, _ in pairs))
     return [compression.decompress(small, ctx) for small, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
-# `allreduce` in Horovod's eight forms: one tensor or several, a new one or in place, waited for or not.
+# Horovod's eight forms: one tensor or several, a new one or in place, synchronous or not.
 
 
 def _first(handle: Handle[list[torch.Tensor]]) -> Handle[torch.Tensor]:
@@ -166,7 +165,26 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The mean over all ranks (or another `op`), as a new tensor."""
+    """Reduce a tensor over all ranks; the result is a new tensor, through which gradients flow.
+
+    Args:
+        tensor: The tensor of this rank.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        compression: What is sent instead: `Compression.none`, `fp16` or `bf16`.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The result.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return reduce_differentiably([tensor], how, compression)[0]
 
@@ -180,7 +198,25 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
-    """The same, not waited for."""
+    """Start an `allreduce` into a new tensor, without gradients.
+
+    Args:
+        tensor: The tensor of this rank.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return _first(start([tensor], how, in_place=False))
 
@@ -194,7 +230,25 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
-    """In place, not waited for."""
+    """Start an `allreduce` in place.
+
+    Args:
+        tensor: Changed in place.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return _first(start([tensor], how, in_place=True))
 
@@ -208,7 +262,25 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """In place."""
+    """Reduce a tensor over all ranks in place.
+
+    Args:
+        tensor: Changed in place.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
 
 
@@ -222,7 +294,26 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Several tensors as one."""
+    """Reduce several tensors as one message per dtype; the results are new tensors, through which gradients flow.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        compression: What is sent instead: `Compression.none`, `fp16` or `bf16`.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The results.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return reduce_differentiably(tensors, how, compression)
 
@@ -236,7 +327,25 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
-    """Several tensors as one, not waited for."""
+    """Start a `grouped_allreduce` into new tensors, without gradients.
+
+    Args:
+        tensors: The tensors of this rank, the same number on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return start(tensors, how, in_place=False)
 
@@ -250,7 +359,25 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
-    """Several tensors as one, in place, not waited for."""
+    """Start a `grouped_allreduce` in place.
+
+    Args:
+        tensors: Changed in place; the same number on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A handle for `poll` and `synchronize`.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
     return start(tensors, how, in_place=True)
 
@@ -264,5 +391,23 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Several tensors as one, in place."""
+    """Reduce several tensors in place, as one message per dtype.
+
+    Args:
+        tensors: Changed in place; the same number on all ranks.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
+        name: Matches this call with those of the other ranks; without a name calls are matched in their order.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        UsageError: An argument cannot be used, or this rank is not in the process set.
+        MismatchError: Ranks made different calls; later calls go on.
+        PeerError: A rank is lost.
+    """
     return grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()

@@ -12,7 +12,19 @@ from polytempo.horovod.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """In place of a `BatchNorm`; in evaluation, and alone, it is one."""
+    """Batch normalisation over the batches of all ranks; in evaluation, and in a job of one, the same as `BatchNorm`.
+
+    Args:
+        num_features: The number of channels.
+        eps: Added to the variance.
+        momentum: Of the running statistics; None for a cumulative average.
+        affine: Whether there are a trained scale and shift.
+        track_running_stats: Whether running statistics are kept.
+        process_set: The ranks whose batches are normalised together.
+
+    Raises:
+        UsageError: In forward, for a tensor with fewer than two dimensions.
+    """
 
     def __init__(
         self,
@@ -31,7 +43,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             raise UsageError(f"SyncBatchNorm needs at least 2 dimensions, got {tensor.dim()}")
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Normalize."""
+        """Normalise a tensor.
+
+        Args:
+            tensor: Of shape (batch, channels, ...).
+
+        Returns:
+            The normalised tensor.
+        """
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or self.process_set.size() == 1:
             return super().forward(tensor)

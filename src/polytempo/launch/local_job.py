@@ -20,6 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polytempo.checkpoints import (
+    has_all_files,
+    newest_since,
+    partial_checkpoints,
+    remove_checkpoint,
+    stamp_of,
+    whole_checkpoints,
+)
 from polytempo.errors import counted
 from polytempo.launch.child_process import ChildProcess
 from polytempo.launch.coordinator_link import STATUS_EVERY, CoordinatorLink
@@ -40,14 +48,6 @@ from polytempo.launch.supervisor import (
 )
 from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Status, Stop, StoreValue
 from polytempo.protocol.values import TrainingProgress
-from polytempo.server.manifest import (
-    has_all_files,
-    newest_since,
-    partial_checkpoints,
-    remove_checkpoint,
-    stamp_of,
-    whole_checkpoints,
-)
 from polytempo.transport.keys import write_key_file
 
 #: Seconds that the servers may take to write the record and the last checkpoint.

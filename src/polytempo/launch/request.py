@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.server.job_plan import JobPlan, Limits
-from polytempo.server.manifest import find_checkpoint, written_later
 from polytempo.sync.spec import parse_spec
 
 

@@ -37,7 +37,25 @@ BLOCK = 1 << 17
 
 
 class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
-    """RMSProp with momentum as ASU-P has it. State of a parameter: "square" and "velocity"."""
+    """RMSProp with momentum as ASU-P has it, for any mode; the mode `asup` runs the same rule on the servers.
+
+    State of a parameter: "square" and "velocity". It differs from `torch.optim.RMSprop`: `eps` is inside the root, and
+    the learning
+    rate inside the velocity.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        momentum: Of the velocity, from 0 to below 1.
+        rho: The decay of the mean of squares, from 0 to below 1.
+        eps: Added to the mean of squares inside the root, above 0.
+        initial: The first value of the mean of squares; with 0 the first step is `lr / sqrt(1 - rho)` whatever the
+            gradient.
+        weight_decay: Coupled: added to the gradient.
+
+    Raises:
+        UsageError: An option is out of range, or a dtype cannot hold `eps`.
+    """
 
     def __init__(
         self,
@@ -53,7 +71,11 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take in a group of parameters; its options are checked."""
+        """Add a group of parameters.
+
+        Args:
+            param_group: As torch's optimizers take it; its options are checked.
+        """
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
@@ -61,7 +83,14 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient; the loss, where a closure computes it."""
+        """Make one step for every parameter that has a gradient.
+
+        Args:
+            closure: Evaluates the loss, as torch's optimizers take it.
+
+        Returns:
+            The loss, where a closure computes it.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,13 +1,13 @@
-"""The words of which schedules are made: what one replica of a stage does with the microbatches, one after the other.
+"""The actions of which schedules are made: what one replica of a stage does with the microbatches, in order.
 
 `F3` is the forward of microbatch 3, `B3` its backward, `U` the update of the stage's weights with the gradients of all
-backwards since the last one. What travels follows: F3 waits for F3 of the stage before, B3 for B3 of the stage behind.
-Microbatch m is on replica m mod r of a stage with r replicas, both ways. All replicas of a stage meet at U, the first with
-the first, and so on: they take the mean of their gradients, so that they always hold the same weights. The version of
-the weights is the number of updates so far.
+backwards since the last one. Messages follow from that: F3 waits for F3 of the stage before, B3 for B3 of the stage behind.
+Microbatch m is on replica m mod r of a stage with r replicas, both ways. All replicas of a stage synchronise at U, the first
+U of each with the first U of the others, and so on: they take the mean of their gradients, so that they always hold the same
+weights. The version of the weights is the number of updates so far.
 
-`W3`, the gradients of weights for microbatch 3, is part of B3 and stands in no schedule. A run may do it later, before the
-next U, and then says when.
+`W3`, the weight gradients of microbatch 3, is part of B3 and stands in no schedule. A run may defer it to any time before
+the next U, and its log then has W3 as an action.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WeightVersions = Literal["newest", "first"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleAction:
-    """One thing to do; an update has no microbatch."""
+    """One action; an update has no microbatch."""
 
     kind: ActionKind
     microbatch: int = -1
@@ -45,19 +45,34 @@ UPDATE = ScheduleAction("U")
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all replicas of all stages do: `lines[stage][replica]`. Nothing here is proven yet: see `check`."""
+    """A pipeline schedule as data: the actions of every replica of every stage, in order.
+
+    It has a text form (`to_text`, `from_text`), and a checker that proves it before it runs (`pipeline/check.py`).
+
+    Args:
+        name: A name of one line.
+        microbatches: The microbatches of one step; of a schedule without flushes, of the part that is written down.
+        actions: `actions[stage][replica]` is a tuple of actions: forward F, backward B, update U.
+        recompute: Keep only the inputs of a stage; backward makes the forward again.
+        versions: Which weights a forward uses: the `"newest"` of its stage, or the version that the `"first"` stage used.
+        flushes: The list is one step: one update, at the end, with nothing under way.
+        spare: Activations of this number of further microbatches may be kept for deferred weight gradients.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
 
     name: str
-    #: Of one step; of one that goes on without a flush: how many were written down.
+    #: Of one step; of a schedule without a flush, of the part that was written down.
     microbatches: int
-    lines: tuple[tuple[ReplicaActions, ...], ...]
-    #: Only the inputs of a stage are kept for the backward, which makes the forward again.
+    actions: tuple[tuple[ReplicaActions, ...], ...]
+    #: Only the inputs of a stage are kept for the backward, which recomputes the forward.
     recompute: bool = False
     #: Which weights a forward uses: the newest of its stage, or the version that the first stage used.
     versions: WeightVersions = "newest"
-    #: The list is one step: one update, at the end, with nothing under way.
+    #: The actions are one step: one update, at the end, with no microbatch in flight.
     flushes: bool = True
-    #: Room for the activations of so many microbatches more, kept for gradients of weights that wait (see `debts`).
+    #: Memory for the activations of this many more microbatches, for deferred weight gradients (`deferred_gradients.py`).
     spare: int = 0
 
     def __post_init__(self) -> None:
@@ -69,37 +84,61 @@ class Schedule:
             raise UsageError(f"microbatches must be 1 or more, not {self.microbatches}")
         if self.spare < 0:
             raise UsageError(f"spare must be 0 or more, not {self.spare}")
-        if not self.lines or not all(self.lines):
+        if not self.actions or not all(self.actions):
             raise UsageError(f"expected a stage or more, each with a replica or more; got replicas {self.replicas}")
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
-        return len(self.lines)
+        """The number of stages."""
+        return len(self.actions)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many replicas each stage has."""
-        return tuple(map(len, self.lines))
+        """The number of replicas of each stage."""
+        return tuple(map(len, self.actions))
 
     def replica_of(self, stage: int, microbatch: int) -> int:
-        """The replica of the stage that this microbatch visits, both ways."""
-        return microbatch % len(self.lines[stage])
+        """The replica of a stage that computes a microbatch, forward and backward.
 
-    def each_line(self) -> Iterator[tuple[int, int, ReplicaActions]]:
+        Args:
+            stage: The stage.
+            microbatch: The microbatch.
+
+        Returns:
+            The index of the replica.
+        """
+        return microbatch % len(self.actions[stage])
+
+    def each_replica(self) -> Iterator[tuple[int, int, ReplicaActions]]:
         """Stage, replica, actions."""
-        for stage, replicas in enumerate(self.lines):
-            for replica, line in enumerate(replicas):
-                yield stage, replica, line
+        for stage, replicas in enumerate(self.actions):
+            for replica, actions in enumerate(replicas):
+                yield stage, replica, actions
 
     def place(self, stage: int, replica: int) -> str:
-        """How texts name it: stage 2, or stage 2.1 when it has replicas."""
-        return f"stage {stage}" if len(self.lines[stage]) == 1 else f"stage {stage}.{replica}"
+        """The name of a stage or replica in texts: "stage 2", or "stage 2.1" where the stage has replicas.
 
-    def made_again(self, stage: int, replica: int) -> frozenset[int]:
-        """The microbatches whose forward the backward makes again: not those whose forward has only just been made."""
-        line = self.lines[stage][replica]
-        pairs = zip((UPDATE, *line), line, strict=False)
+        Args:
+            stage: The stage.
+            replica: The replica.
+
+        Returns:
+            The name.
+        """
+        return f"stage {stage}" if len(self.actions[stage]) == 1 else f"stage {stage}.{replica}"
+
+    def recomputed(self, stage: int, replica: int) -> frozenset[int]:
+        """The microbatches whose forward is recomputed in backward: not those whose forward has just been made.
+
+        Args:
+            stage: The stage.
+            replica: The replica.
+
+        Returns:
+            Their numbers; none without `recompute`.
+        """
+        actions = self.actions[stage][replica]
+        pairs = zip((UPDATE, *actions), actions, strict=False)
         again = (
             now.microbatch for before, now in pairs if now.kind == "B" and before != ScheduleAction("F", now.microbatch)
         )
@@ -118,11 +157,14 @@ def to_text(schedule: Schedule) -> str:
     if schedule.spare:
         facts["spare"] = schedule.spare
     head = [f"{name}: {value}" for name, value in facts.items()]
-    body = [f"{schedule.place(stage, replica)}: {' '.join(map(str, line))}" for stage, replica, line in schedule.each_line()]
+    body = [
+        f"{schedule.place(stage, replica)}: {' '.join(map(str, actions))}"
+        for stage, replica, actions in schedule.each_replica()
+    ]
     return "\n".join([*head, *body, ""])
 
 
-#: What the head may say, how a value looks, and how that is said.
+#: Fields of the head: a pattern for the value, and how errors describe it.
 _HEAD = {
     "schedule": (r".+", "a name"),
     "microbatches": (r"[0-9]+", "a number"),
@@ -134,7 +176,7 @@ _HEAD = {
 
 
 def from_text(text: str) -> Schedule:
-    """What `to_text` wrote, or somebody by hand: the head may be left out; empty lines and those that begin with # are."""
+    """A schedule from text: as `to_text` writes it, or by hand without the head; empty lines and # comments are ignored."""
     head: dict[str, str] = {}
     lines: dict[tuple[int, int], ReplicaActions] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,9 +1,20 @@
-"""From a model and a schedule to this rank's stage: cut, checked, placed, and connected."""
+"""From a model and a schedule to this rank's stage: partitioned, checked, placed, and connected.
+
+`stages="auto"`: rank 0 measures the model and plans stages for the ranks of the job; all ranks build the same plan.
+
+    auto                          every rank behind a link of 5 GB/s, about the bandwidth of shared memory between processes
+    auto:10Gb/s                   the same with another bandwidth
+    auto:4x4:12GB/s,10Gb/s        a topology (see topology.py), the ranks of a host adjacent
+
+The plan uses every rank. Its unit of work is the example, so it should have as many samples as a step.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,50 +22,58 @@ from torch import nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
-from polytempo.errors import BrokenInvariant, UsageError
+from polytempo.errors import BrokenInvariant, PolytempoError, UsageError, nearest
 from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text
-from polytempo.pipeline.auto_stages import planned
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.deferred_gradients import DeferredGradients
-from polytempo.pipeline.evaluation import fixed_in_training
 from polytempo.pipeline.gradient_sync import Clipping, GradientSync
-from polytempo.pipeline.model_part import ModelPart, tied
-from polytempo.pipeline.partition import PartitionPlan, cut
+from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied, training_only
+from polytempo.pipeline.plan_report import explain
+from polytempo.pipeline.planner import PlannedStage, StagePlan, plan
 from polytempo.pipeline.point_to_point import PointToPoint
-from polytempo.pipeline.runtime import Places, Runtime
-from polytempo.pipeline.schedules import make
+from polytempo.pipeline.profiler import profile
+from polytempo.pipeline.runtime import RankLayout, Runtime
+from polytempo.pipeline.schedules import SteadyState, make
 from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
-from polytempo.pipeline.steady_state import SteadyState
+from polytempo.pipeline.topology import Topology, parse_topology
 
 Cuts = int | Sequence[int] | PartitionPlan
-Catalogue = dict[str, tuple[torch.Size, torch.dtype]]
+TensorShapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageBuild:
-    """All that a pipeline needs."""
+    """What a pipeline consists of on one rank; its training loop, state and evaluation take this one object."""
 
     schedule: Schedule
     facts: Facts
-    places: Places
+    layout: RankLayout
+    group: RankGroup  #: all ranks
     stage: Stage
+    p2p: PointToPoint
     runtime: Runtime
-    carrier: PointToPoint
-    group: RankGroup
-    line: ReplicaActions
-    microbatches: int
-    endless: SteadyState | None
-    lag: int
-    #: Of the whole model: all names; what each stage holds; what no stage holds.
-    names: list[str]
-    catalogue: list[Catalogue]
-    aside: dict[str, torch.Tensor]
-    #: An operation that cannot be told to evaluate.
-    fixed: str
+    actions: ReplicaActions  #: of this rank, in one step
+    microbatches: int  #: of a batch
+    steady_state: SteadyState | None  #: of a schedule that does not flush
+    lag: int  #: calls between a minibatch and its loss, in the steady state
+    names: list[str]  #: of the whole model's state
+    tensors: list[TensorShapes]  #: the part of it that each stage holds
+    unused: dict[str, torch.Tensor]  #: the part of it that no stage holds
+    training_only: str  #: an operation that cannot be switched to evaluation mode
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def replica(self) -> int:
+        """Which replica of its stage this rank is."""
+        return self.layout.of(self.group.rank)[1]
 
 
 class StageBuilder:
-    """What the caller wants."""
+    """The arguments of a pipeline, and from them this rank's stage."""
 
     def __init__(
         self,
@@ -74,59 +93,47 @@ class StageBuilder:
     def build(
         self, world: World, loss: Loss, optimizer: MakeOptimizer, seed: int, device: torch.device | str | None
     ) -> StageBuild:
-        """This rank's share."""
+        """This rank's stage, connected to the others; all ranks call this together."""
         if self.auto is not None:
             self.stages = self._planned(self.auto, world, device)
         schedule = self._schedule(world.size)
         facts = _checked(schedule)
         self._check_clipping(schedule)
-        places = Places(schedule.replicas)
-        if places.size != world.size:
+        layout = RankLayout(schedule.replicas)
+        if layout.size != world.size:
             raise UsageError(
-                f"the schedule needs {places.size} ranks, one for each replica of a stage {schedule.replicas}; the job has "
-                f"{world.size}; start {places.size}, or use other stages or replicas"
+                f"the schedule needs {layout.size} ranks, one for each replica of a stage {schedule.replicas}; the job has "
+                f"{world.size}; start {layout.size}, or use other stages or replicas"
             )
         parts = cut(self.model, self._cuts(schedule), self.example)
-        number, replica = places.of(world.rank)
+        number, replica = layout.of(world.rank)
         group = world.new_group(range(world.size))
         assert group is not None
-        exchange = self._exchange(world, places, parts, schedule)
-        told = schedule.versions == "first"
-        stage = Stage(
-            parts[number],
-            number,
-            optimizer,
-            loss if number == len(parts) - 1 else None,
-            versioned=facts.versions_kept[number] > 1 or told,
-            told=told,
-            share=schedule.microbatches if schedule.flushes else 1,
-            seed=seed,
-            device=torch.device(device) if device is not None else None,
-        )
-        carrier = PointToPoint(group, stage.device)
-        exchange.start_equal([*stage.params, *stage.part.module.buffers()])
-        debts = DeferredGradients(facts.activations[number])
-        runtime = Runtime(stage, places, carrier, exchange, debts, schedule.recompute)
-        endless = self._endless(schedule, number, replica)
-        first = self._endless(schedule, 0, 0)
-        names, catalogue, aside = self._described(parts)
-        group.barrier().wait()  # nobody computes while others still trace: they might be threads
+        gradient_sync = self._gradient_sync(world, layout, parts, schedule)
+        stage = _stage(parts, number, schedule, facts, loss, optimizer, seed, device)
+        p2p = PointToPoint(group, stage.device)
+        gradient_sync.broadcast_initial([*stage.params, *stage.part.module.buffers()])
+        deferred = DeferredGradients(facts.activations[number])
+        steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
+        names, tensors, unused = self._described(parts)
+        group.barrier().wait()  # no rank computes while another still traces: ranks may be threads
         return StageBuild(
-            schedule,
-            facts,
-            places,
-            stage,
-            runtime,
-            carrier,
-            group,
-            schedule.lines[number][replica],
-            1 if endless else schedule.microbatches,
-            endless,
-            max(first.lag(), max(places.replicas) - 1) if first is not None else 0,  # who meets must be let through
-            names,
-            catalogue,
-            aside,
-            fixed_in_training(part.module for part in parts),
+            schedule=schedule,
+            facts=facts,
+            layout=layout,
+            group=group,
+            stage=stage,
+            p2p=p2p,
+            runtime=Runtime(stage, layout, p2p, gradient_sync, deferred, schedule.recompute),
+            actions=schedule.actions[number][replica],
+            microbatches=1 if steady_state else schedule.microbatches,
+            steady_state=steady_state,
+            # Replicas synchronise at updates: a loss is there only after the minibatches of the other replicas.
+            lag=max(first.lag(), max(layout.replicas) - 1) if first is not None else 0,
+            names=names,
+            tensors=tensors,
+            unused=unused,
+            training_only=training_only(part.module for part in parts),
         )
 
     # The schedule.
@@ -138,21 +145,21 @@ class StageBuilder:
             raise UsageError(f"expected clip_norm above 0, got {self.clip_norm}")
         if not schedule.flushes:
             raise UsageError(
-                f"clip_norm needs a moment at which all stages have their gradients, and {schedule.name} has none; "
-                "use a schedule that flushes (1f1b), or clip in the optimizer that you hand in"
+                f"clip_norm needs a point at which all stages have their gradients, and {schedule.name} has none; "
+                "use a schedule that flushes (1f1b), or clip in the optimizer that you pass"
             )
 
     def _planned(self, spec: str, world: World, device: torch.device | str | None) -> Cuts:
         """Stages by measurement; replicas of one each ask for a straight pipeline."""
         if not isinstance(self.spec, str) or ":" in self.spec:
-            raise UsageError(f"stages={spec!r} needs a schedule by its name, such as 1f1b, not one that is written down")
+            raise UsageError(f"stages={spec!r} needs the name of a schedule, such as 1f1b, not a schedule as text")
         if self.replicas is not None and tuple(self.replicas) != (1,) * world.size:
             raise UsageError(
                 f"stages={spec!r} chooses replicas itself, got replicas={self.replicas}; leave them out, or give "
                 f"replicas={[1] * world.size} for a straight pipeline"
             )
         straight, group = self.replicas is not None, world.all_ranks
-        found = planned(
+        found = planned_stages(
             spec, self.model, self.example, group, straight=straight, microbatches=self.microbatches, device=device
         )
         if len(found.stages) == 1 < world.size and not make(self.spec, 1, world.size, (world.size,)).flushes:
@@ -193,7 +200,7 @@ class StageBuilder:
         return tuple(self.replicas) if self.replicas is not None else None
 
     def _count(self, otherwise: int) -> int:
-        """How many stages."""
+        """The number of stages."""
         if self.stages is None:
             return otherwise
         if isinstance(self.stages, int):
@@ -203,7 +210,7 @@ class StageBuilder:
     def _cuts(self, schedule: Schedule) -> Cuts:
         return self.stages if self.stages is not None else schedule.stages
 
-    def _endless(self, schedule: Schedule, stage: int, replica: int) -> SteadyState | None:
+    def _steady_state(self, schedule: Schedule, stage: int, replica: int) -> SteadyState | None:
         spec = self.spec
         if schedule.flushes or not isinstance(spec, str) or ":" in spec:
             return None
@@ -213,10 +220,12 @@ class StageBuilder:
 
     # The model.
 
-    def _exchange(self, world: World, places: Places, parts: list[ModelPart], schedule: Schedule) -> GradientSync:
-        """All ranks make all groups, in the same order."""
-        own = places.of(world.rank)[0]
-        ours = [world.new_group(places.ranks(stage)) if count > 1 else None for stage, count in enumerate(places.replicas)]
+    def _gradient_sync(self, world: World, layout: RankLayout, parts: list[ModelPart], schedule: Schedule) -> GradientSync:
+        """The groups of this rank; all ranks make all groups, in the same order."""
+        own = layout.of(world.rank)[0]
+        replicas = [
+            world.new_group(layout.ranks(stage)) if count > 1 else None for stage, count in enumerate(layout.replicas)
+        ]
         shared = tied(parts)
         if shared and not schedule.flushes:
             stages = ", ".join(map(str, next(iter(shared))))
@@ -225,24 +234,48 @@ class StageBuilder:
                 "use a schedule that flushes (1f1b), or other stages"
             )
         groups = [
-            (world.new_group([rank for stage in stages for rank in places.ranks(stage)]), params)
+            (world.new_group([rank for stage in stages for rank in layout.ranks(stage)]), params)
             for stages, params in sorted(shared.items())
         ]
         clipping = None
-        if self.clip_norm is not None and (everybody := world.new_group(range(world.size))) is not None:
+        if self.clip_norm is not None and (whole := world.new_group(range(world.size))) is not None:
             elsewhere = {param for stages, params in shared.items() if stages[0] != own for param in params}
             mine = dict.fromkeys(param for _, param in parts[own].parameters() if param not in elsewhere)
-            first = world.rank == places.rank(own, 0)
-            clipping = Clipping(everybody, self.clip_norm, list(mine) if first else [])
-        return GradientSync(ours[own], [(group, params) for group, params in groups if group is not None], clipping)
+            first = world.rank == layout.rank(own, 0)
+            clipping = Clipping(whole, self.clip_norm, list(mine) if first else [])
+        return GradientSync(replicas[own], [(group, params) for group, params in groups if group is not None], clipping)
 
-    def _described(self, parts: list[ModelPart]) -> tuple[list[str], list[Catalogue], dict[str, torch.Tensor]]:
-        catalogue = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
-        held = [name for stage in catalogue for name in stage]
+    def _described(self, parts: list[ModelPart]) -> tuple[list[str], list[TensorShapes], dict[str, torch.Tensor]]:
+        tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
+        held = [name for stage in tensors for name in stage]
         if not isinstance(self.model, nn.Module):
-            return held, catalogue, {}
+            return held, tensors, {}
         whole = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        return list(whole), catalogue, {name: value for name, value in whole.items() if name not in held}
+        return list(whole), tensors, {name: value for name, value in whole.items() if name not in held}
+
+
+def _stage(
+    parts: list[ModelPart],
+    number: int,
+    schedule: Schedule,
+    facts: Facts,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    seed: int,
+    device: torch.device | str | None,
+) -> Stage:
+    vertical_sync = schedule.versions == "first"
+    return Stage(
+        parts[number],
+        number,
+        optimizer,
+        loss if number == len(parts) - 1 else None,
+        stashing=facts.versions_kept[number] > 1 or vertical_sync,
+        vertical_sync=vertical_sync,
+        divisor=schedule.microbatches if schedule.flushes else 1,
+        seed=seed,
+        device=torch.device(device) if device is not None else None,
+    )
 
 
 def _checked(schedule: Schedule) -> Facts:
@@ -250,3 +283,65 @@ def _checked(schedule: Schedule) -> Facts:
         return check(schedule)
     except BrokenInvariant as problem:
         raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem
+
+
+DEFAULT_RATE = "5GB/s"
+_EXAMPLES = "auto, auto:10Gb/s or auto:4x4:12GB/s,10Gb/s"
+
+
+def planned_stages(
+    spec: str,
+    model: nn.Module | Sequence[nn.Module],
+    example: tuple[Any, ...] | None,
+    group: RankGroup,
+    *,
+    straight: bool = False,
+    microbatches: int | None = None,
+    device: torch.device | str | None = None,
+) -> StagePlan:
+    """The plan that rank 0 makes and prints, on every rank. `straight`: without replicas."""
+    topology = topology_of(spec, group.size)
+    if example is None:
+        raise UsageError(f"stages={spec!r} measures the model on an example of its inputs, got none; give example=(x,)")
+    facts: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            measured = profile(model, example, device=device)
+            found = plan(measured, topology, straight=straight)
+            sys.stdout.write("\n".join([*explain(measured, found, microbatches=microbatches or group.size), ""]))
+            sys.stdout.flush()
+            facts = asdict(found)
+        except PolytempoError as error:
+            facts = {"error": str(error)}
+    facts = _broadcast_facts(group, facts)
+    if "error" in facts:
+        raise UsageError(facts["error"])
+    return StagePlan(**facts | {"stages": tuple(PlannedStage(**stage) for stage in facts["stages"])})
+
+
+def topology_of(spec: str, ranks: int) -> Topology:
+    """The links between `ranks` ranks, from "auto", "auto:RATE" or "auto:TOPOLOGY"."""
+    word, _, rest = spec.partition(":")
+    if word != "auto":
+        hint = nearest(word, ["auto"])
+        raise UsageError(f"expected stages as a number, layers for each, a plan, or {_EXAMPLES}; got {spec!r}{hint}")
+    topology = parse_topology(rest if ":" in rest else f"{ranks}:{rest or DEFAULT_RATE}")
+    if topology.devices != ranks:
+        raise UsageError(
+            f"stages={spec!r} has {topology.devices} devices and the job {ranks} ranks; start {topology.devices}, "
+            "or give a topology with one device for each rank"
+        )
+    return topology
+
+
+def _broadcast_facts(group: RankGroup, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of rank 0, on every rank."""
+    text = json.dumps(facts).encode()
+    size = torch.tensor([len(text)])
+    group.broadcast([size], 0).wait()
+    letters = torch.zeros(int(size), dtype=torch.uint8)
+    if group.rank == 0:
+        letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    group.broadcast([letters], 0).wait()
+    found: dict[str, Any] = json.loads(bytes(letters.tolist()))
+    return found

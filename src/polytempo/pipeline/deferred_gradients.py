@@ -1,8 +1,9 @@
-"""Which gradients of weights a replica owes, and when they are due.
+"""When deferred weight gradients are computed: the rule of the runtime and of the timeline alike.
 
-A backward may leave the gradients of weights (W) of its microbatch for later, in pieces. A replica that would wait does
-a piece instead. Otherwise nothing is done before it must be: before an update; and before activations are made for which
-there is no room, because what is owed keeps others. So no more microbatches have activations than the schedule itself needs.
+A backward may leave the weight gradients (W) of its microbatch for later, in pieces, as in zero-bubble schedules. A replica
+that would wait for a message computes a piece instead. Otherwise a piece is computed only when it must be: before an update,
+and before activations are made that would exceed the capacity, because deferred pieces keep activations alive. So no more
+microbatches have activations at once than the schedule itself needs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from polytempo.pipeline.actions import ScheduleAction
 
 
 class DeferredGradients:
-    """Of one replica, which has room for the activations of so many microbatches."""
+    """The deferred pieces of one replica, which has memory for the activations of `capacity` microbatches."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.most_held = 0  #: microbatches with activations at once
-        self._kept: set[int] = set()  # between forward and backward, with activations
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.peak_held = 0  #: the most microbatches with activations at once
+        self._in_flight: set[int] = set()  # between forward and backward, with activations
         self._pieces: dict[int, int] = {}  # left of each microbatch, the oldest first
 
     def __bool__(self) -> bool:
@@ -25,29 +26,29 @@ class DeferredGradients:
     @property
     def held(self) -> int:
         """Microbatches with activations now."""
-        return len(self._kept) + len(self._pieces)
+        return len(self._in_flight) + len(self._pieces)
 
-    def due(self, action: ScheduleAction, again: bool) -> bool:
-        """Must a piece be done before this action? `again`: a forward whose activations are not kept; a backward that makes
-        them again."""
+    def due(self, action: ScheduleAction, recompute: bool) -> bool:
+        """Must a piece be computed before this action? `recompute`: a forward that keeps no activations, or the backward
+        that makes them again."""
         if not self._pieces or action.kind == "U":
             return bool(self._pieces)
-        makes = again if action.kind == "B" else not again
-        return makes and self.held >= self.room
+        makes_activations = recompute if action.kind == "B" else not recompute
+        return makes_activations and self.held >= self.capacity
 
-    def did(self, action: ScheduleAction, again: bool, pieces: int = 0) -> None:
-        """An action was done; a backward owes so many pieces."""
-        if action.kind == "F" and not again:
-            self._kept.add(action.microbatch)
+    def completed(self, action: ScheduleAction, recompute: bool, pieces: int = 0) -> None:
+        """An action was completed; a backward defers `pieces` pieces."""
+        if action.kind == "F" and not recompute:
+            self._in_flight.add(action.microbatch)
         elif action.kind == "B":
-            self.most_held = max(self.most_held, self.held + again)
-            self._kept.discard(action.microbatch)
+            self.peak_held = max(self.peak_held, self.held + recompute)
+            self._in_flight.discard(action.microbatch)
             if pieces:
                 self._pieces[action.microbatch] = pieces
-        self.most_held = max(self.most_held, self.held)
+        self.peak_held = max(self.peak_held, self.held)
 
-    def pay(self) -> int:
-        """A piece is done; of which microbatch."""
+    def pop(self) -> int:
+        """Take off a piece of the oldest microbatch; the number of that microbatch."""
         microbatch = next(iter(self._pieces))
         self._pieces[microbatch] -= 1
         if not self._pieces[microbatch]:

@@ -1,4 +1,4 @@
-"""What a script's pipeline is made of, without training it: its model, and what its first batch looks like."""
+"""The model and the first batch of a script's pipeline, found by running the script up to its first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polytempo.session.session import is_initialized, shutdown
 
 @dataclass(frozen=True)
 class Found:
-    """A model, an example of its inputs, and how many microbatches a batch has where the script says so."""
+    """A model, an example of its inputs, and the number of microbatches of a batch where the script sets it."""
 
     model: Any
     example: Any
@@ -21,15 +21,15 @@ class Found:
 
 
 class Stepped(BaseException):
-    """A pipeline has got its first batch: no script that catches errors catches this."""
+    """A pipeline has received its first batch. Not an `Exception`, so that the script does not catch it."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()
         self.found = found
 
 
-class _Asked:
-    """Stands for `pt.Pipeline` while a script is looked at."""
+class _PipelineProbe:
+    """Replaces `pt.Pipeline` while a script is inspected."""
 
     def __init__(self, model: Any, *_: Any, microbatches: int | None = None, **__: Any) -> None:
         self.microbatches = microbatches
@@ -40,7 +40,7 @@ class _Asked:
 
 
 def _part(value: Any, parts: int) -> Any:
-    """One of the parts that a batch is cut into."""
+    """One of the microbatches of a batch."""
     if isinstance(value, tuple | list):
         return type(value)(_part(one, parts) for one in value)
     return value[: max(1, len(value) // parts)] if getattr(value, "shape", ()) else value
@@ -48,9 +48,9 @@ def _part(value: Any, parts: int) -> Any:
 
 @contextmanager
 def pipelines_stop_at_their_first_batch() -> Iterator[None]:
-    """Here `pt.Pipeline` trains nothing: its first step raises `Stepped`. A job that the script joins is left again."""
+    """Here `pt.Pipeline` does not train: its first step raises `Stepped`. A job that the script joins is left again."""
     real = pipeline.Pipeline
-    pipeline.Pipeline = _Asked  # type: ignore[misc, assignment]
+    pipeline.Pipeline = _PipelineProbe  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ searches over all antichains of the graph, of which there can be many: a chain k
 What is lost is the branches: both sides of a branch end in the same stage where `width` is less than what runs side by side.
 
 Four things about the order. A node is put as late as it can be, so the embedding of a decoder stands beside its decoder and
-is not carried through the encoder. A node that leads nowhere (an output nobody uses) follows what it needs at once.
+is not carried through the encoder. A node that leads nowhere (an unused output) follows what it needs at once.
 An output without bytes is no reason against a cut. Inputs (nodes without producers whose names begin with "Input") are left
 out: reading data is no work of a stage, and the first stage has it wherever the model is cut.
 """

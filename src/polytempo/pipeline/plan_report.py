@@ -1,4 +1,4 @@
-"""A plan as lines of text for people: the stages, what they promise, and why."""
+"""A plan as lines of text: the stages, their predicted times, and what limits them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPREAD = _HEADS.index("±")
 
 
 def explain(profile: Profile, plan: StagePlan, *, microbatches: int = 8) -> list[str]:
-    """What the plan is, how fast, and why; the idle time is that of a flush after so many microbatches."""
+    """The plan, its speed, and why it is so; the idle time is that of a flush after `microbatches` microbatches."""
     if microbatches < 1:
         raise UsageError(f"expected at least 1 microbatch between flushes, got {microbatches}")
     return [
@@ -32,7 +32,7 @@ def explain(profile: Profile, plan: StagePlan, *, microbatches: int = 8) -> list
 
 
 def bubble(plan: StagePlan, microbatches: int) -> float:
-    """The share of time that equal stages are idle when the pipeline is flushed after so many microbatches."""
+    """The share of time that equal stages are idle when the pipeline is flushed after `microbatches` microbatches."""
     return (len(plan.stages) - 1) / (microbatches + len(plan.stages) - 1)
 
 
@@ -40,7 +40,7 @@ def why(profile: Profile, plan: StagePlan) -> str:
     """One sentence: what limits the plan, and what data parallelism would cost."""
     weights = _bytes(sum(layer.weight_bytes for layer in profile.layers))
     if plan.devices == 1:
-        return "one device has nobody to share with"
+        return "there is only one device"
     if len(plan.stages) == 1:
         return f"exchanging {weights} of weights among all devices is cheaper than any cut"
     if plan.limit is not None and plan.data_parallel_memory > plan.limit:

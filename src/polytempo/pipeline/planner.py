@@ -13,8 +13,22 @@ link taken for the slowest, and the better of the two plans is the answer; `whol
 The paper does not say how a limit of memory enters; here it is exact: what a stage keeps depends on the devices behind it,
 so where there is a limit the level below is searched once for each number of devices that can be behind (for each replica,
 so a fraction). All devices are used, as in the paper; `use_all=False` also tries all topologies with fewer components in a
-level. The formula by default is that of the released code, because only with it the published profiles give the published
-plans (see cost.py for both).
+level.
+
+Costs. A stage of m replicas, each of which takes `inside` seconds for a minibatch and has weights of w bytes, behind links
+of bandwidth B:
+
+    paper       max(inside, 2 (m - 1) w / B) / m          updates are sent while the next minibatch is computed
+    released    (inside + 4 (m - 1) / m w / B) / m        the code that came with the paper: in sequence, as a ring
+
+The default is that of the released code, because only with it the published profiles give the published plans. The paper's m
+- 1 is that of a server or of an exchange of all with all; a ring sends 2 (m - 1) / m. A cut costs 2 a / B in both:
+activations of a bytes forward, and as many bytes of gradients back. The released code divides that by the replicas behind
+the cut and counts it only by an option; here it is always counted, and whole, as in the paper.
+
+The memory of a device is that of all minibatches in flight: for each, one version of the weights and one set of activations,
+the stage's input among them. By 1F1B, the number in flight on each replica is the number of devices in this stage and behind
+it, divided by the stage's replicas and rounded up. Gradients and optimizer state are not counted.
 
 Of equally good plans, one stage is preferred to a cut, then the earliest cut before the last stage, then the fewest replicas
 of that stage; of the two searches, the one with fewer stages.
@@ -23,14 +37,15 @@ of that stage; of the two searches, the one with fewer stages.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from typing import Protocol
 
 from polytempo.errors import UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile
-from polytempo.pipeline.planner_cost import FORMULAS, Formula, Layers, LeastMemory, Paper, in_flight
 from polytempo.pipeline.topology import Level, Topology
 
 #: Sums in another order differ by this much; a plan has to be better by more to be taken for better.
@@ -39,7 +54,7 @@ _ROUNDING = 1 + 1e-12
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Layers first..last (both included) on so many devices. Times are seconds for each minibatch of the whole job."""
+    """Layers first..last (both included) on `replicas` devices. Times are seconds for each minibatch of the whole job."""
 
     first: int
     last: int
@@ -53,18 +68,18 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages in order, and what they promise."""
+    """Stages in order, and their predicted times."""
 
     stages: tuple[PlannedStage, ...]
     seconds: float  #: between two minibatches, once the pipeline is full
     data_parallel_seconds: float  #: the same with all layers on every device
     data_parallel_memory: float
     config: str  #: replicas of the stages, such as 15-1
-    limit: float | None  #: the bytes that a device has, where that was said
+    limit: float | None  #: the bytes of memory of a device, where given
 
     @property
     def devices(self) -> int:
-        """How many devices are used."""
+        """The number of devices in use."""
         return sum(stage.replicas for stage in self.stages)
 
 
@@ -186,7 +201,7 @@ class _Table:
         return self._rows[first][0][self._level.count][last - first]
 
     def parts(self, first: int, last: int, components: int) -> list[_Part]:
-        """The stages of A of these layers on the first so many components."""
+        """The stages of A of these layers on the first `components` components."""
         whole = self._rows[first][0][components][last - first]
         if self._single(components) and self._stage(components, components)[last][first] <= whole * _ROUNDING:
             return self._replicated(first, last, components, self._level.count - components)
@@ -224,7 +239,7 @@ class _Table:
         return range(1, min(components, 2) if self._search.straight else components)
 
     def _stage(self, replicas: int, components: int) -> list[list[float]]:
-        """T by last and first layer, of the stage that has the last so many of these first components."""
+        """T by last and first layer, of the stage on the last `replicas` of the first `components` components."""
         behind = self._level.count - components if self._search.formula.limited else 0
         key = (replicas, behind)
         if key not in self._stages:
@@ -236,7 +251,7 @@ class _Table:
         if self._below:
             inside = self._inside(replicas, behind).best
         else:
-            inside = partial(formula.alone, layers, minibatches=in_flight(replicas, behind + self._behind))
+            inside = partial(formula.alone, layers, minibatches=minibatches_in_flight(replicas, behind + self._behind))
         return [
             [
                 formula.replicated(inside(first, last), layers.weights(first, last), replicas, bandwidth)
@@ -246,7 +261,7 @@ class _Table:
         ]
 
     def _inside(self, replicas: int, behind: int) -> _Table:
-        """The table of the level below, for components of a stage with so many components of this level behind it."""
+        """The table of the level below, for components of a stage with `behind` components of this level behind it."""
         return self._search.table(self._below, (behind * self._size + self._behind) / replicas, False)
 
     def _replicated(self, first: int, last: int, replicas: int, behind: int) -> list[_Part]:
@@ -259,7 +274,7 @@ class _Table:
 
 
 def _shared(part: _Part, weights: float, replicas: int, bandwidth: float, formula: Formula) -> _Part:
-    """A part of what has so many replicas, which exchange so many bytes of weights."""
+    """A part of a stage with `replicas` replicas, which exchange `weights` bytes of weights."""
     exchange = formula.replicated(part.exchange, weights, replicas, bandwidth)
     return replace(part, replicas=part.replicas * replicas, exchange=exchange, send=part.send / replicas)
 
@@ -269,7 +284,7 @@ def _described(layers: Layers, parts: list[_Part], formula: Paper) -> tuple[Plan
     stages, behind = [], 0
     for part in reversed(parts):
         compute = layers.seconds(part.first, part.last) / part.replicas
-        memory = layers.memory(part.first, part.last, in_flight(part.replicas, behind))
+        memory = layers.memory(part.first, part.last, minibatches_in_flight(part.replicas, behind))
         time = formula.together(compute, part.exchange)
         stages.append(PlannedStage(part.first, part.last, part.replicas, time, memory, compute, part.exchange, part.send))
         behind += part.replicas
@@ -282,3 +297,108 @@ def _data_parallel(layers: Layers, topology: Topology, formula: Paper) -> float:
     for level in topology.levels:
         whole = _shared(whole, layers.weights(0, layers.count - 1), level.count, level.bandwidth, formula)
     return formula.together(layers.seconds(0, layers.count - 1) / whole.replicas, whole.exchange)
+
+
+# Costs.
+
+
+class Layers:
+    """Sums over layers first..last, both included, in constant time."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.count = len(profile.layers)
+        self._seconds = _sums(layer.seconds for layer in profile.layers)
+        self._weights = _sums(layer.weight_bytes for layer in profile.layers)
+        self._kept = _sums(layer.kept_bytes for layer in profile.layers)
+        self.passed = [layer.activation_bytes for layer in profile.layers]
+
+    def seconds(self, first: int, last: int) -> float:
+        """Forward and backward of these layers for one minibatch."""
+        return self._seconds[last + 1] - self._seconds[first]
+
+    def weights(self, first: int, last: int) -> float:
+        """Bytes of their weights."""
+        return self._weights[last + 1] - self._weights[first]
+
+    def memory(self, first: int, last: int, minibatches_in_flight: int) -> float:
+        """Bytes on a device with these layers while `in_flight` minibatches are in flight."""
+        entering = self.passed[first - 1] if first else 0.0
+        return minibatches_in_flight * (self.weights(first, last) + entering + self._kept[last + 1] - self._kept[first])
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def minibatches_in_flight(replicas: int, behind: Fraction | int) -> int:
+    """Minibatches in flight on each replica of a stage with `behind` devices behind it."""
+    return math.ceil((replicas + behind) / Fraction(replicas))
+
+
+class Formula(Protocol):
+    """What the search minimises: the largest of the values of stages and cuts."""
+
+    limited: bool  #: whether the value of a stage depends on how many devices are behind it
+
+    def alone(self, layers: Layers, first: int, last: int, minibatches: int) -> float:
+        """A device with these layers; infinite where they do not fit."""
+
+    def replicated(self, inside: float, weights: float, replicas: int, bandwidth: float) -> float:
+        """Replicas of a stage whose value on one device is `inside`."""
+
+    def cut(self, passed: float, bandwidth: float) -> float:
+        """A cut through which `passed` bytes pass."""
+
+
+class Paper:
+    """The formulas of the paper, and a limit of memory."""
+
+    def __init__(self, memory: float | None = None) -> None:
+        self.limited = memory is not None
+        self._memory = math.inf if memory is None else memory
+
+    def alone(self, layers: Layers, first: int, last: int, minibatches: int) -> float:
+        fits = not self.limited or layers.memory(first, last, minibatches) <= self._memory
+        return layers.seconds(first, last) if fits else math.inf
+
+    def exchange(self, weights: float, replicas: int, bandwidth: float) -> float:
+        """Seconds in which replicas exchange their updates."""
+        return 2 * (replicas - 1) * weights / bandwidth
+
+    def together(self, inside: float, exchange: float) -> float:
+        """Seconds of work and exchange."""
+        return max(inside, exchange)
+
+    def replicated(self, inside: float, weights: float, replicas: int, bandwidth: float) -> float:
+        return self.together(inside, self.exchange(weights, replicas, bandwidth)) / replicas
+
+    def cut(self, passed: float, bandwidth: float) -> float:
+        return 2 * passed / bandwidth
+
+
+class Released(Paper):
+    """The formulas of the code that came with the paper."""
+
+    def exchange(self, weights: float, replicas: int, bandwidth: float) -> float:
+        return 4 * (replicas - 1) / replicas * weights / bandwidth
+
+    def together(self, inside: float, exchange: float) -> float:
+        return inside + exchange
+
+
+class LeastMemory:
+    """Not time but the memory of the fullest device: the least that any plan needs."""
+
+    limited = True
+
+    def alone(self, layers: Layers, first: int, last: int, minibatches: int) -> float:
+        return layers.memory(first, last, minibatches)
+
+    def replicated(self, inside: float, weights: float, replicas: int, bandwidth: float) -> float:
+        return inside
+
+    def cut(self, passed: float, bandwidth: float) -> float:
+        return 0.0
+
+
+FORMULAS = {"paper": Paper, "released": Released}

@@ -11,7 +11,7 @@ thread and waking it would cost more than the rest of a hop.
 
 from __future__ import annotations
 
-import sys
+import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,26 +21,27 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.failures import failure
+from polytempo.collectives.call_queues import CallQueue, failure
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
-from polytempo.collectives.tasks import CallQueue, Steps, Task, Wait
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
-from polytempo.pipeline.message_slots import PLACE, MessageSlots, read
 from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, outline, pack, unpacked
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 from polytempo.transport.cpu_affinity import CoreSlot
 from polytempo.transport.peer_link import DATA, SEGMENT, LinkMessage
-from polytempo.transport.shared_memory import SHARE_FROM, Segment
+from polytempo.transport.shared_memory import SHARE_FROM, LeasedBlocks, Segment, read_block, warn_unshared
 
 #: Kinds of messages: activations, gradients, losses; activations and losses of a batch that is only evaluated.
 FORWARD, BACKWARD, LOSS, EVALUATION, EVALUATED = 0, 1, 2, 3, 4
 KINDS = 8
 #: An announcement has this many bytes.
 ANNOUNCEMENT = 8 << 10
-#: What an announcement begins with: messages say where parcels lie, or are parcels.
+#: What an announcement begins with: messages refer to blocks of shared memory, or are the bytes.
 SHARED, BYTES = "shared ", "bytes "
+#: A reference: the number of a segment, and the offset of a block in it.
+REFERENCE = struct.Struct("<qq")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class _Incoming:
     shared: bool = False
     count: int = 0  # of announcements
     announced: Receipt | None = None  # the next announcement; it may be there before the messages that come first are read
-    parcels: dict[int, StageMessage] = field(default_factory=dict)
+    messages: dict[int, StageMessage] = field(default_factory=dict)
 
 
 class PointToPoint:
@@ -75,60 +76,55 @@ class PointToPoint:
         self._sending: deque[Task] = deque()
         self._pool = Pool()
         here = next(host for host in group.place.hosts if group.rank in host)
-        self._slots = {group.ranks[index]: MessageSlots() for index in here}  # for those who share memory with this rank
+        self._blocks = {group.ranks[index]: LeasedBlocks() for index in here}  # for those who share memory with this rank
         self._seat = CoreSlot(len(here))
         self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
 
     # Sending.
 
-    def send(self, to: int, kind: int, parcel: StageMessage) -> None:
+    def send(self, to: int, kind: int, message: StageMessage) -> None:
         """Send to a rank, without waiting."""
         outgoing = self._outgoing.setdefault((to, kind), _Outgoing())
-        form, announcement = self._form(outgoing, parcel, to in self._slots)
+        form, announcement = self._form(outgoing, message, to in self._blocks)
         while self._sending and self._sending[0].done:
             self._sending.popleft()
         try:
-            data, segment = self._written(to, outgoing, form, parcel)
+            data, segment = self._written(to, outgoing, form, message)
         except (OSError, MemoryError) as error:
             self._do_without(to, form.size, error)
             outgoing.form = None  # to be announced again
             outgoing.count -= bool(announcement)  # nobody has heard of it
-            return self.send(to, kind, parcel)
+            return self.send(to, kind, message)
         steps = self._send(to, kind, outgoing.count, data, announcement, segment)
         task = self._engine.begin(CallQueue(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
         self._sending.append(task)
 
-    def _form(self, outgoing: _Outgoing, parcel: StageMessage, beside: bool) -> tuple[MessageForm, bytes]:
+    def _form(self, outgoing: _Outgoing, message: StageMessage, beside: bool) -> tuple[MessageForm, bytes]:
         """What the message is like, and what must be announced before it."""
-        if outgoing.form is not None and outgoing.outline == outline(parcel):
+        if outgoing.form is not None and outgoing.outline == outline(message):
             return outgoing.form, b""
-        form = MessageForm(described(parcel))
-        outgoing.outline, outgoing.form, outgoing.shared = outline(parcel), form, beside and form.size >= SHARE_FROM
+        form = MessageForm(described(message))
+        outgoing.outline, outgoing.form, outgoing.shared = outline(message), form, beside and form.size >= SHARE_FROM
         outgoing.count += 1
         return form, _padded((SHARED if outgoing.shared else BYTES) + form.text)
 
     def _written(
-        self, to: int, outgoing: _Outgoing, form: MessageForm, parcel: StageMessage
+        self, to: int, outgoing: _Outgoing, form: MessageForm, message: StageMessage
     ) -> tuple[Bytes, tuple[int, Segment] | None]:
         """What travels; and memory to hand over before it."""
         if not outgoing.shared:
             data = self._pool.take(form.size)
-            pack(parcel, form, data)
+            pack(message, form, data)
             return data, None
-        slot, made = self._slots[to].take(form.size)
-        pack(parcel, form, slot.room)
-        data = self._pool.take(PLACE.size)
-        data[:] = memoryview(slot.place)
-        return data, (slot.number, made) if made is not None else None
+        block, made = self._blocks[to].take(form.size)
+        pack(message, form, block.room)
+        data = self._pool.take(REFERENCE.size)
+        data[:] = memoryview(REFERENCE.pack(block.number, block.offset))
+        return data, (block.number, made) if made is not None else None
 
     def _do_without(self, to: int, size: int, error: Exception) -> None:
-        del self._slots[to]
-        why = getattr(error, "strerror", None) or str(error)
-        sys.stderr.write(
-            f"polytempo: rank {self._engine.rank} cannot share {size} bytes of memory with rank {to} ({why}); "
-            "its bytes travel through sockets instead, which is slower\n"
-        )
-        sys.stderr.flush()
+        del self._blocks[to]
+        warn_unshared(f"rank {self._engine.rank} cannot share {size} bytes of memory with rank {to}", error)
 
     def _send(
         self, to: int, kind: int, count: int, data: Bytes, announcement: bytes, segment: tuple[int, Segment] | None
@@ -136,11 +132,11 @@ class PointToPoint:
         if announcement:
             note = self._pool.take(ANNOUNCEMENT)
             note[:] = memoryview(announcement)
-            self._engine.send(to, LinkMessage(DATA, self._context, kind), note)
+            self._engine.messages.send(to, LinkMessage(DATA, self._context, kind), note)
         if segment is not None:
-            self._engine.send(to, LinkMessage(SEGMENT, self._context, segment[0], segment=segment[1]))
+            self._engine.messages.send(to, LinkMessage(SEGMENT, self._context, segment[0], segment=segment[1]))
         left = [1]
-        self._engine.send(to, LinkMessage(DATA, self._context, count * KINDS + kind), data, left.clear)
+        self._engine.messages.send(to, LinkMessage(DATA, self._context, count * KINDS + kind), data, left.clear)
         if left:
             yield Wait(lambda: not left, lambda: [to])
         self._pool.give(data)
@@ -156,29 +152,29 @@ class PointToPoint:
         """The message with this number, of this kind, from this rank; waits for it. As long as it is not there,
         `meanwhile` may do a piece of other work, until it has none."""
         incoming = self._incoming.setdefault((source, kind), _Incoming())
-        while number not in incoming.parcels:
+        while number not in incoming.messages:
             task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
             while not task.is_completed() and meanwhile():
                 pass
             with self._seat if not task.done else nullcontext():
-                parcel = task.wait()
-            incoming.parcels[parcel.number] = parcel
-        return incoming.parcels.pop(number)
+                message = task.wait()
+            incoming.messages[message.number] = message
+        return incoming.messages.pop(number)
 
     def _receive(self, source: int, kind: int, incoming: _Incoming) -> Steps:
         """The next message; announcements that come before it are read."""
         while True:
             if incoming.announced is None:
-                incoming.announced = self._engine.expect(self._context, kind, source, ANNOUNCEMENT)
+                incoming.announced = self._engine.messages.expect(self._context, kind, source, ANNOUNCEMENT)
             form, note = incoming.form, incoming.announced
             tag = incoming.count * KINDS + kind
-            size = PLACE.size if incoming.shared else form.size if form else 0
-            data = self._engine.expect(self._context, tag, source, size) if form else note
+            size = REFERENCE.size if incoming.shared else form.size if form else 0
+            data = self._engine.messages.expect(self._context, tag, source, size) if form else note
             try:
                 yield from self._until(source, data, note)
             finally:
                 if data is not note:
-                    self._engine.post.withdraw(data, self._context, tag)
+                    self._engine.messages.mailbox.withdraw(data, self._context, tag)
             if form is not None and data.done:  # what was sent first is there first: it is not of the newer form
                 return unpacked(self._held(source, _bytes(data), incoming.shared, form.size), form, self.device)
             how, _, text = _bytes(note).tobytes().decode().rstrip().partition(" ")
@@ -189,37 +185,37 @@ class PointToPoint:
         """The bytes of a parcel; where they lie is free for others when nobody holds them any more."""
         if not shared:
             view = data[:]
-            weakref.finalize(view, self._engine.pool.give, data).atexit = False
+            weakref.finalize(view, self._engine.messages.pool.give, data).atexit = False
             return view
-        number, offset = PLACE.unpack(data.tobytes())
+        number, offset = REFERENCE.unpack(data.tobytes())
         try:
             if (key := (source, number)) not in self._segments:
-                self._segments[key] = self._engine.segments.pop((source, self._context, number))  # it came before
-            return read(self._segments[key], offset, size)
+                self._segments[key] = self._engine.messages.segments.pop((source, self._context, number))  # it came before
+            return read_block(self._segments[key], offset, size)
         except (KeyError, ValueError):
             raise PeerError(
-                f"rank {source} says that a message lies at {offset} of memory {number}, which is not so"
+                f"invalid shared-memory reference from rank {source} (segment {number}, offset {offset})"
             ) from None
 
     def _until(self, source: int, *receipts: Receipt) -> Steps:
-        lane = self._group.lane
+        queue = self._group.queue
 
         def ready() -> bool:
-            return lane.failed is not None or any(receipt.done for receipt in receipts)
+            return queue.failed is not None or any(receipt.done for receipt in receipts)
 
         if not ready():
             yield Wait(ready, lambda: [source])
-        if lane.failed is not None and not any(receipt.done for receipt in receipts):
-            self._engine.hear_all()  # what was sent before counts, and may be in a socket that was not looked at since
+        if queue.failed is not None and not any(receipt.done for receipt in receipts):
+            self._engine.read_all()  # what was sent before counts, and may be in a socket that was not looked at since
             if not any(receipt.done for receipt in receipts):
-                raise lane.failed
+                raise queue.failed
 
     # Failing.
 
     @property
     def failed(self) -> Exception | None:
         """Why others cannot go on, as they have said."""
-        return self._group.lane.failed
+        return self._group.queue.failed
 
     def fail(self, error: Exception, groups: Sequence[RankGroup]) -> None:
         """Tell all others in these groups that nothing goes on, and why: also what others have told. So everybody
@@ -227,8 +223,8 @@ class PointToPoint:
 
         def steps() -> Steps:
             for group in groups:
-                self._engine.spread(group.lane, failure(group.lane, error, final=True, number=0))
-                self._engine.fail(group.lane, error, tell=False, final=True)
+                self._engine.queues.spread(group.queue, failure(group.queue, error, final=True, number=0))
+                self._engine.queues.fail(group.queue, error, tell=False, final=True)
             return
             yield  # a generator
 
@@ -237,7 +233,7 @@ class PointToPoint:
 
     def loss_of(self, rank: int) -> str:
         """What is known of a rank that is gone."""
-        return self._engine.left.get(rank, "is gone")
+        return self._engine.messages.left.get(rank, "is gone")
 
     def _start(self, name: str, steps: Steps) -> Task:
         return self._engine.start(CallQueue(-1, self._group.ranks), name, steps, False, self._group.timeout)

@@ -22,8 +22,7 @@ from torch import nn
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.pipeline.layer_profile import Layer, Profile
-from polytempo.pipeline.model_part import ModelPart
-from polytempo.pipeline.partition import layers_of
+from polytempo.pipeline.partition import ModelPart, layers_of
 
 Device: TypeAlias = torch.device | str | None
 

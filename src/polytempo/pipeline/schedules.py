@@ -2,23 +2,30 @@
 
     sequential   one microbatch at a time: forward through all stages, and back (plain model parallelism)
     gpipe        all forwards, then all backwards, the last first (GPipe, 2019)
-    1f1b         as few forwards ahead as keep all stages at work, then one backward for one forward; a flush at the end
+    1f1b         as few forwards ahead as keep all stages busy, then one backward for one forward; a flush at the end
                  (PipeDream-Flush, 2021)
-    pipedream    the same without a flush: an update after every backward, old weights kept for those under way
+    pipedream    the same without a flush: an update after every backward, with weight stashing for microbatches in flight
                  (PipeDream, 2019)
 
-With replicas, a stage has ceil(replicas from it to the last stage / its own) microbatches under way on each of them; at the
-first stage this is PipeDream's NOAM. Its replicas meet at every update, as in data parallelism. When the microbatches do
-not come out even, a replica without one takes part in the last update with nothing of its own. The published number under
-way leaves stages idle where replicas differ between stages and meet after every backward: `clock` says how much.
+With replicas, a stage has ceil(replicas from it to the last stage / its own) microbatches in flight on each of them; at the
+first stage this is PipeDream's NOAM. Its replicas synchronise at every update, as in data parallelism. When the microbatches
+do not divide evenly, a replica without one takes part in the last update with no gradient of its own. The published number
+in flight leaves stages idle where replicas differ between stages and synchronise after every backward: `timeline` computes
+how much.
+
+A schedule without a flush is written down for some number of minibatches. After its beginning it is periodic: the actions of
+a replica from one of its forwards to the next are those of a period before, with higher numbers. `SteadyState` gives that
+stretch for any minibatch, and the actions that are left when no more minibatches come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
+from math import lcm
 
-from polytempo.errors import UsageError
+from polytempo.errors import BrokenInvariant, UsageError
 from polytempo.options import ArgumentReader, Syntax, parse, switch, whole_number
 from polytempo.pipeline.actions import UPDATE, ReplicaActions, Schedule, ScheduleAction
 
@@ -28,50 +35,53 @@ Replicas = Sequence[int] | None
 def sequential(stages: int, microbatches: int, replicas: Replicas = None) -> Schedule:
     """One microbatch at a time on every replica: all stages but one wait."""
     counts = _counts(stages, microbatches, replicas)
-    lines = [[_line(mine, 1) for mine in _shares(microbatches, count)] for count in counts]
-    return _schedule("sequential", microbatches, lines)
+    actions = [[_one_f_one_b(mine, 1) for mine in _shares(microbatches, count)] for count in counts]
+    return _schedule("sequential", microbatches, actions)
 
 
 def gpipe(stages: int, microbatches: int, recompute: bool = True, replicas: Replicas = None) -> Schedule:
     """All forwards, then all backwards in reverse order."""
     counts = _counts(stages, microbatches, replicas)
-    lines = [[_all_then_back(mine) for mine in _shares(microbatches, count)] for count in counts]
-    return _schedule("gpipe", microbatches, lines, recompute)
+    actions = [[_all_then_back(mine) for mine in _shares(microbatches, count)] for count in counts]
+    return _schedule("gpipe", microbatches, actions, recompute)
 
 
 def one_f_one_b(stages: int, microbatches: int, recompute: bool = False, replicas: Replicas = None) -> Schedule:
     """One forward, one backward, with a flush at the end of the step."""
     counts = _counts(stages, microbatches, replicas)
     ahead = [in_flight(counts, stage) for stage in range(stages)]
-    lines = [[_line(mine, most) for mine in _shares(microbatches, count)] for most, count in zip(ahead, counts, strict=True)]
-    return _schedule("1f1b", microbatches, lines, recompute)
+    actions = [
+        [_one_f_one_b(mine, most) for mine in _shares(microbatches, count)]
+        for most, count in zip(ahead, counts, strict=True)
+    ]
+    return _schedule("1f1b", microbatches, actions, recompute)
 
 
 def pipedream(
     stages: int, minibatches: int, replicas: Replicas = None, vertical_sync: bool = False, recompute: bool = False
 ) -> Schedule:
-    """One forward, one backward and update, until so many minibatches have gone through."""
+    """One forward, one backward and update, for `minibatches` minibatches."""
     counts = _counts(stages, minibatches, replicas, "minibatches")
     if vertical_sync and len(set(counts)) > 1:
         raise UsageError(
             f"vertical sync needs equally many replicas at every stage, so that a version is made of the same minibatches "
             f"everywhere; got {counts}; nearest: {(counts[0],) * stages}, or leave vertical sync out"
         )
-    lines = [
-        [_line(mine, in_flight(counts, stage), -(-minibatches // count)) for mine in _shares(minibatches, count)]
+    actions = [
+        [_one_f_one_b(mine, in_flight(counts, stage), -(-minibatches // count)) for mine in _shares(minibatches, count)]
         for stage, count in enumerate(counts)
     ]
-    made = tuple(map(tuple, lines))
+    made = tuple(map(tuple, actions))
     return Schedule("pipedream", minibatches, made, recompute, "first" if vertical_sync else "newest", flushes=False)
 
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
-    """How many microbatches each replica of the stage has under way at most, so that no stage behind it waits."""
+    """The most microbatches in flight on each replica of the stage, so that no stage behind it waits."""
     return -(-sum(replicas[stage:]) // replicas[stage])
 
 
-def _schedule(name: str, microbatches: int, lines: list[list[ReplicaActions]], recompute: bool = False) -> Schedule:
-    return Schedule(name, microbatches, tuple(map(tuple, lines)), recompute)
+def _schedule(name: str, microbatches: int, actions: list[list[ReplicaActions]], recompute: bool = False) -> Schedule:
+    return Schedule(name, microbatches, tuple(map(tuple, actions)), recompute)
 
 
 def _shares(microbatches: int, replicas: int) -> Iterator[Sequence[int]]:
@@ -87,17 +97,17 @@ def _all_then_back(mine: Sequence[int]) -> ReplicaActions:
     )
 
 
-def _line(mine: Sequence[int], ahead: int, updates: int = 0) -> ReplicaActions:
-    """So many forwards ahead, then a backward for a forward; an update after each backward, or, with 0, one at the end."""
-    line = [ScheduleAction("F", number) for number in mine[: ahead - 1]]
+def _one_f_one_b(mine: Sequence[int], ahead: int, updates: int = 0) -> ReplicaActions:
+    """`ahead` forwards, then a backward for a forward. `updates`: an update after each backward; 0: one, at the end."""
+    actions = [ScheduleAction("F", number) for number in mine[: ahead - 1]]
     for index, number in enumerate(mine):
-        line += [ScheduleAction("F", mine[at]) for at in (index + ahead - 1,) if at < len(mine)]
-        line += [ScheduleAction("B", number), *([UPDATE] if updates else [])]
-    return (*line, *[UPDATE] * (updates - len(mine) if updates else 1))
+        actions += [ScheduleAction("F", mine[at]) for at in (index + ahead - 1,) if at < len(mine)]
+        actions += [ScheduleAction("B", number), *([UPDATE] if updates else [])]
+    return (*actions, *[UPDATE] * (updates - len(mine) if updates else 1))
 
 
 def _counts(stages: int, microbatches: int, replicas: Replicas, things: str = "microbatches") -> tuple[int, ...]:
-    """The replicas of each stage, one unless told; refuses what cannot be."""
+    """The replicas of each stage, one by default; refuses impossible numbers."""
     if stages < 1:
         raise UsageError(f"expected 1 stage or more, got {stages}; nearest: 1")
     if microbatches < 1:
@@ -142,3 +152,77 @@ def make(spec: str, stages: int, microbatches: int, replicas: Replicas = None) -
     spare = choice.options.pop("spare", 0)
     made = SCHEDULES[choice.name].make(stages, microbatches, replicas=replicas, **choice.options)
     return replace(made, spare=spare)
+
+
+class SteadyState:
+    """One replica's actions without end. `make` gives the schedule for some number of minibatches."""
+
+    def __init__(self, make: Callable[[int], Schedule], stage: int, replica: int, replicas: tuple[int, ...]) -> None:
+        self._period = lcm(*replicas)
+        self._begin = self._period * (2 + sum(replicas))
+        self._replicas = replicas[stage]
+        schedule = make(self._begin + 4 * self._period)
+        self._stretches = [_stretches(actions) for actions in schedule.actions[stage]]
+        self._replica = replica
+        for other in range(self._replicas):
+            self._check(other)
+
+    def _check(self, replica: int) -> None:
+        """Refuse a schedule that is not periodic."""
+        period = self._period
+        for number in range(self._begin - period, self._begin):
+            here, later = self._stretches[replica].get(number), self._stretches[replica].get(number + period)
+            if here is not None and later != [_shifted(action, period) for action in here]:
+                raise BrokenInvariant(
+                    f"a schedule without flushes must be periodic; F{number} and F{number + period} go on differently"
+                )
+
+    def call(self, number: int, replica: int | None = None) -> list[ScheduleAction]:
+        """The actions from the forward of this minibatch up to the next forward; none where it is another replica's."""
+        replica = self._replica if replica is None else replica
+        if number % self._replicas != replica:
+            return []
+        known = number if number < self._begin else self._begin + (number - self._begin) % self._period
+        return [_shifted(action, number - known) for action in self._stretches[replica][known]]
+
+    def rest(self, fed: int) -> list[ScheduleAction]:
+        """The backwards and updates that are left for this replica when no more than `fed` minibatches come."""
+        rests = [self._rest(fed, replica) for replica in range(self._replicas)]
+        missing = max(updates for updates, _ in rests) - rests[self._replica][0]
+        return [*rests[self._replica][1], *[UPDATE] * missing]  # replicas synchronise at every update
+
+    def _rest(self, fed: int, replica: int) -> tuple[int, list[ScheduleAction]]:
+        """The number of updates of a replica in all, and its actions that are left."""
+        mine = len(range(replica, fed, self._replicas))
+        calls = (replica + index * self._replicas for index in count())
+        backwards = updates = 0
+        rest: list[ScheduleAction] = []
+        fresh = False  # a backward since the last update
+        for index, number in enumerate(calls):
+            if backwards == mine and not fresh:
+                return updates, rest
+            for action in self.call(number, replica):
+                if action.kind == "F" or action.microbatch >= fed or (action == UPDATE and not fresh):
+                    continue
+                backwards, updates = backwards + (action.kind == "B"), updates + (action == UPDATE)
+                fresh = action.kind == "B"
+                rest += [action] if index >= mine else []
+        raise AssertionError
+
+    def lag(self) -> int:
+        """How many calls after its forward the first backward comes."""
+        return next(number for number in count() if ScheduleAction("B", self._replica) in self.call(number)) - self._replica
+
+
+def _stretches(actions: ReplicaActions) -> dict[int, list[ScheduleAction]]:
+    """For each forward: it, and the actions up to the next."""
+    stretches: dict[int, list[ScheduleAction]] = {}
+    for action in actions:
+        if action.kind == "F":
+            current = stretches[action.microbatch] = []
+        current.append(action)
+    return stretches
+
+
+def _shifted(action: ScheduleAction, by: int) -> ScheduleAction:
+    return action if action == UPDATE else ScheduleAction(action.kind, action.microbatch + by)

@@ -1,5 +1,10 @@
-"""What passes between two stages: values with a microbatch's number, the version of its weights, and a figure; as bytes
-and back. Tensors that arrive lie in the memory the message came in."""
+"""Messages between stages, and the microbatches that become the first of them.
+
+A message has values (tensors, numbers, None), the number of its microbatch, the version of its weights, and a figure (a
+loss). Its form (shapes, dtypes, which tensors require a gradient) is described once; then only bytes travel. Received
+tensors lie in the memory in which the message came. A batch is split along the first dimension of its tensors, in tuples,
+lists and dicts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ ALIGNED = 64
 
 @dataclass
 class StageMessage:
-    """What one message brings. `single`: the one value was not in a tuple."""
+    """The contents of one message. `single`: the one value was not in a tuple."""
 
     values: list[Any]
     single: bool = False
@@ -33,9 +38,9 @@ class StageMessage:
 
 @dataclass(slots=True)
 class _Tensor:
-    """Where a tensor lies, and what it is like."""
+    """The offset, dtype and shape of a tensor in a message."""
 
-    place: int
+    offset: int
     dtype: torch.dtype
     shape: torch.Size
     count: int
@@ -44,14 +49,14 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Value:
-    """What is the same in every message."""
+    """A value that is the same in every message of a form."""
 
     value: Any
 
 
 @dataclass
 class MessageForm:
-    """What all messages are like that follow an announcement: for each value its place, dtype and shape, or itself."""
+    """The form of the messages after an announcement: for each value its offset, dtype and shape, or the value itself."""
 
     text: str
     single: bool = False
@@ -70,18 +75,18 @@ class MessageForm:
             self.size += -(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED
 
 
-def outline(parcel: StageMessage) -> tuple[Any, ...]:
-    """Parcels with equal outlines have equal forms: this is cheaper to compare."""
+def outline(message: StageMessage) -> tuple[Any, ...]:
+    """Messages with equal outlines have equal forms; outlines are cheaper to compare."""
     tensor = torch.Tensor
-    return parcel.single, *(
+    return message.single, *(
         (value.shape, value.dtype, value.requires_grad, value.layout) if isinstance(value, tensor) else (type(value), value)
-        for value in parcel.values
+        for value in message.values
     )
 
 
-def described(parcel: StageMessage) -> str:
-    """The form of a parcel, as text."""
-    return json.dumps([parcel.single, [_entry(value) for value in parcel.values]], separators=(",", ":"))
+def described(message: StageMessage) -> str:
+    """The form of a message, as text."""
+    return json.dumps([message.single, [_entry(value) for value in message.values]], separators=(",", ":"))
 
 
 def _entry(value: Any) -> dict[str, Any]:
@@ -97,27 +102,27 @@ def _entry(value: Any) -> dict[str, Any]:
     raise WrongType(f"expected tensors between stages (or numbers, or None), got {type(value).__name__}; cut elsewhere")
 
 
-def pack(parcel: StageMessage, form: MessageForm, data: Bytes) -> None:
-    """Copy it into memory that has room for it."""
-    HEAD.pack_into(data.data, 0, parcel.number, parcel.version, parcel.figure)
-    for value, entry in zip(parcel.values, form.entries, strict=True):
+def pack(message: StageMessage, form: MessageForm, data: Bytes) -> None:
+    """Copy a message into memory of its form's size."""
+    HEAD.pack_into(data.data, 0, message.number, message.version, message.figure)
+    for value, entry in zip(message.values, form.entries, strict=True):
         if isinstance(entry, _Tensor) and entry.count:
             _copy(value.detach(), entry, data)
 
 
 def _copy(value: torch.Tensor, entry: _Tensor, data: Bytes) -> None:
     if value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
-        ctypes.memmove(address_of(data) + entry.place, value.data_ptr(), value.nbytes)  # torch's takes 0.1 ms when cold
+        ctypes.memmove(address_of(data) + entry.offset, value.data_ptr(), value.nbytes)  # torch's takes 0.1 ms when cold
     else:
         _view(data, entry).copy_(value)
 
 
 def _view(data: Bytes, entry: _Tensor) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=entry.dtype, count=entry.count, offset=entry.place).view(entry.shape)
+    return torch.frombuffer(data, dtype=entry.dtype, count=entry.count, offset=entry.offset).view(entry.shape)
 
 
 def unpacked(data: Bytes, form: MessageForm, device: torch.device) -> StageMessage:
-    """Tensors in the same memory, which they hold."""
+    """The message in this memory; its tensors share the memory and keep it alive."""
     number, version, figure = HEAD.unpack_from(data.data, 0)
     values = [_value(data, entry, device) for entry in form.entries]
     return StageMessage(values, form.single, number, version, figure)
@@ -131,3 +136,48 @@ def _value(data: Bytes, entry: _Tensor | _Value, device: torch.device) -> Any:
     else:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     return tensor.requires_grad_() if entry.grad else tensor
+
+
+def split(batch: Any, parts: int, device: torch.device, even: bool = True) -> list[Any]:
+    """Equal parts of a batch on a device; if not `even`, about equal ones, some of them empty. Values that are no tensors
+    are repeated in each part."""
+    if isinstance(batch, torch.Tensor):
+        if not even and batch.dim():
+            return list(batch.to(device).tensor_split(parts))
+        if batch.dim() == 0 or batch.shape[0] == 0 or batch.shape[0] % parts:
+            raise UsageError(_uneven(batch, parts))
+        return list(batch.to(device).chunk(parts))
+    if isinstance(batch, dict):
+        cut = {name: split(value, parts, device, even) for name, value in batch.items()}
+        return [{name: pieces[part] for name, pieces in cut.items()} for part in range(parts)]
+    if isinstance(batch, tuple | list):
+        pieces = [split(value, parts, device, even) for value in batch]
+        return [tuple(piece[part] for piece in pieces) for part in range(parts)]
+    return [batch] * parts
+
+
+def rows(batch: Any) -> int:
+    """The number of examples in a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return max(map(rows, values), default=0)
+
+
+def stage_inputs(batch: Any, parts: int, device: torch.device, even: bool = True) -> list[StageMessage]:
+    """The microbatches of a batch as inputs of the first stage."""
+    if batch is None:
+        raise UsageError("the first stage needs the inputs of the batch, got None; call step(x, y) on every rank")
+    pieces = split(batch, parts, device, even)
+    return [
+        StageMessage(list(piece)) if isinstance(piece, tuple) else StageMessage([piece], single=True) for piece in pieces
+    ]
+
+
+def _uneven(batch: torch.Tensor, parts: int) -> str:
+    if batch.dim() == 0 or batch.shape[0] == 0:
+        return f"expected a batch of examples, got a tensor of shape {tuple(batch.shape)}"
+    size = batch.shape[0]
+    divisors = [number for number in range(1, size + 1) if size % number == 0]
+    near = min(divisors, key=lambda number: (abs(number - parts), number))
+    return f"a batch of {size} examples cannot be cut into {parts} equal microbatches; nearest: microbatches={near}"

@@ -1,9 +1,9 @@
-"""When everything happens: a schedule and the times of its stages give a moment for every action.
+"""The timeline of a schedule: from the durations of its stages, the start and end of every action.
 
-Every action starts as soon as its line is free and what it waits for has arrived. What travels between stages s and s + 1
-takes `transfer[s]` both ways and holds nobody up: a link carries any number of things at once, and sending costs a stage
-nothing. The replicas of a stage take equally long, and start an update together. Gradients of weights that have a time
-of their own are done by the rule that a run goes by (`debts.py`).
+Every action starts as soon as its replica is free and its message has arrived. A message between stages s and s + 1 takes
+`transfer[s]` both ways and delays no other: a link carries any number at once, and sending costs a stage nothing. The
+replicas of a stage take equally long, and start an update together. Weight gradients with a duration of their own are
+deferred by the rule of the runtime (`deferred_gradients.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each replica of each stage did what: `spans[stage][replica]`; the first action starts at 0."""
+    """The actions of each replica with their times: `spans[stage][replica]`; the first action starts at 0."""
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Span, ...], ...], ...]
@@ -40,12 +40,12 @@ class Timeline:
         return max(span.end for stage in self.spans for line in stage for span in line)
 
     def bubble(self, stage: int | None = None) -> float:
-        """The share of the whole time in which the stage, or all of them on average, has nothing to do."""
+        """The share of the whole time in which the stage, or all stages on average, are idle."""
         return self._idle(0.0, self.total, self.spans if stage is None else self.spans[stage : stage + 1])
 
     def steady_bubble(self, skip: int = 0) -> float:
-        """The same while a schedule without a flush is under way: from the first backward of the first stage, or the one
-        after so many on each of its replicas, to its last forward."""
+        """The same for the steady state of a schedule without a flush: from the first backward of the first stage, after
+        `skip` backwards on each of its replicas, to its last forward."""
         if skip < 0:
             raise UsageError(f"skip must be 0 or more, not {skip}")
         first = self.spans[0]
@@ -86,9 +86,9 @@ def run(
     weights: Sequence[float] = (),
     pieces: int = 1,
 ) -> Timeline:
-    """The moments of all actions, from what one takes at each stage; a backward that makes its forward again takes
-    `recompute` more. `weights`: what the gradients of weights take, in so many pieces; it is not part of `backward` then.
-    Times that are left out are 0. The schedule is checked first."""
+    """The timeline, from the durations of an action at each stage; a backward that recomputes its forward takes `recompute`
+    more. `weights`: the duration of the weight gradients, in `pieces` pieces; it is then no part of `backward`. Durations
+    that are left out are 0. The schedule is checked first."""
     stages = schedule.stages
     durations = {
         "F": _times("forward", forward, stages),
@@ -98,16 +98,16 @@ def run(
     travel = _times("transfer", transfer or [0.0] * (stages - 1), stages - 1)
     extra = _times("recompute", recompute or [0.0] * stages, stages)
     later = [time / pieces for time in _times("weights", weights or [0.0] * stages, stages)]
-    again = {(stage, replica): schedule.made_again(stage, replica) for stage, replica, _ in schedule.each_line()}
+    again = {(stage, replica): schedule.recomputed(stage, replica) for stage, replica, _ in schedule.each_replica()}
     facts = check(schedule)
     clock = _Clock(schedule, travel, later, facts.activations)
     for stage, replica, index in facts.order:
-        action = schedule.lines[stage][replica][index]
+        action = schedule.actions[stage][replica][index]
         repeated = action.microbatch in again[stage, replica]
         more = extra[stage] if action.kind == "B" and repeated else 0.0
-        clock.pay(stage, replica, action, repeated)
+        clock.run_deferred(stage, replica, action, repeated)
         clock.do(stage, replica, action, durations[action.kind][stage] + more)
-        clock.debts[stage][replica].did(action, repeated, pieces if later[stage] else 0)
+        clock.deferred[stage][replica].completed(action, repeated, pieces if later[stage] else 0)
     return Timeline(schedule, tuple(tuple(map(tuple, replicas)) for replicas in clock.spans))
 
 
@@ -120,39 +120,42 @@ def _times(name: str, times: Sequence[float], count: int) -> Sequence[float]:
 
 
 class _Clock:
-    """Who is free when, and what has arrived when."""
+    """When each replica is free, and when each message arrives."""
 
-    def __init__(self, schedule: Schedule, travel: Sequence[float], later: Sequence[float], rooms: Sequence[int]) -> None:
+    def __init__(
+        self, schedule: Schedule, travel: Sequence[float], later: Sequence[float], capacities: Sequence[int]
+    ) -> None:
         self.travel, self.later = travel, later
-        self.debts = [
-            [DeferredGradients(room) for _ in replicas] for room, replicas in zip(rooms, schedule.lines, strict=True)
+        self.deferred = [
+            [DeferredGradients(capacity) for _ in replicas]
+            for capacity, replicas in zip(capacities, schedule.actions, strict=True)
         ]
         self.free = [[0.0] * count for count in schedule.replicas]
         self.spans: list[list[list[Span]]] = [[[] for _ in replicas] for replicas in self.free]
         self.ends: dict[tuple[int, ScheduleAction], float] = {}
-        self.meeting = [0.0] * schedule.stages
+        self.synchronised = [0.0] * schedule.stages
 
     def do(self, stage: int, replica: int, action: ScheduleAction, duration: float) -> None:
-        """As soon as can be; what it waits for was done before."""
+        """Run an action as early as possible; the actions it waits for have run."""
         start = max(self.free[stage][replica], self.arrival(stage, replica, action))
         self.spans[stage][replica].append(Span(action, start, start + duration))
         self.free[stage][replica] = self.ends[stage, action] = start + duration
 
-    def pay(self, stage: int, replica: int, action: ScheduleAction, again: bool) -> None:
-        """What is owed, as far as it is due before this action or there is time until it can start."""
+    def run_deferred(self, stage: int, replica: int, action: ScheduleAction, again: bool) -> None:
+        """Deferred pieces that are due before this action, or fit in before it can start."""
         if action.kind == "U":
-            for other, debts in enumerate(self.debts[stage]):  # they meet: all of them must be done
-                while debts:
+            for other, deferred in enumerate(self.deferred[stage]):  # replicas synchronise: none may be left
+                while deferred:
                     self.piece(stage, other)
             return
-        debts = self.debts[stage][replica]
-        while debts.due(action, again) or (debts and self.free[stage][replica] < self.arrival(stage, replica, action)):
+        deferred = self.deferred[stage][replica]
+        while deferred.due(action, again) or (deferred and self.free[stage][replica] < self.arrival(stage, replica, action)):
             self.piece(stage, replica)
 
     def piece(self, stage: int, replica: int) -> None:
-        """Do one; those of a microbatch that follow each other are one span."""
+        """Run a deferred piece; adjacent pieces of a microbatch are one span."""
         spans, start = self.spans[stage][replica], self.free[stage][replica]
-        action = ScheduleAction("W", self.debts[stage][replica].pay())
+        action = ScheduleAction("W", self.deferred[stage][replica].pop())
         end = self.free[stage][replica] = start + self.later[stage]
         if spans[-1].action == action and spans[-1].end == start:
             start = spans.pop().start
@@ -161,7 +164,7 @@ class _Clock:
     def arrival(self, stage: int, replica: int, action: ScheduleAction) -> float:
         if action.kind == "U":
             if replica == 0:  # the replicas come here one after the other, and start together
-                self.meeting[stage] = max(self.free[stage])
-            return self.meeting[stage]
+                self.synchronised[stage] = max(self.free[stage])
+            return self.synchronised[stage]
         before, link = (stage - 1, stage - 1) if action.kind == "F" else (stage + 1, stage)
         return self.ends[before, action] + self.travel[link] if 0 <= link < len(self.travel) else 0.0

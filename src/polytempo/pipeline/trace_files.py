@@ -1,41 +1,41 @@
-"""What a pipeline did, in files: each rank writes its own, and whoever wants to see the whole puts them together.
+"""Traces of a pipeline: each rank writes its actions to a file of its own; a picture is drawn from all of them.
 
-One line of JSON an action, in DIR/pipeline-RANK.jsonl. Moments are those of the host's steady clock (`time.monotonic`),
-which all processes of a host share: ranks of different hosts cannot be put together.
+One line of JSON for each action, in DIR/pipeline-RANK.jsonl. Times are those of the host's monotonic clock
+(`time.monotonic`), which all processes of a host share: traces of different hosts cannot be merged.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import UsageError
 
 if TYPE_CHECKING:
-    from polytempo.pipeline.pipeline import Pipeline
+    from polytempo.pipeline.runtime import CompletedAction
 
-#: Of each line.
+#: Fields of each line.
 FIELDS = {"stage", "replica", "rank", "ranks", "kind", "microbatch", "version", "start", "end"}
 
 
-def write_log(pipe: Pipeline, directory: str | Path) -> Path:
-    """Write what this rank did so far, in place of what it wrote before; the file. Every rank calls this."""
-    path = Path(directory) / f"pipeline-{pipe.rank}.jsonl"
+def write_trace(log: Sequence[CompletedAction], rank: dict[str, int], directory: str | Path) -> Path:
+    """Write a rank's actions, in place of an earlier trace; returns the file. `rank`: its stage, replica, rank and ranks."""
+    path = Path(directory) / f"pipeline-{rank['rank']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     shift = time.monotonic() - time.perf_counter()  # 0 on Linux, where they are one clock
-    where = {"stage": pipe.stage.number, "replica": pipe.replica, "rank": pipe.rank, "ranks": pipe.places.size}
     with path.open("w", encoding="utf-8") as file:
-        for done in pipe.log:
+        for done in log:
             what = {"kind": done.action.kind, "microbatch": done.action.microbatch, "version": done.version}
             when = {"start": done.start + shift, "end": done.end + shift}
-            file.write(json.dumps(where | what | when) + "\n")
+            file.write(json.dumps(rank | what | when) + "\n")
     return path
 
 
-def read_logs(directory: str | Path) -> list[dict[str, Any]]:
-    """What all ranks wrote, in order of time; a rank that was lost may be missing."""
+def read_traces(directory: str | Path) -> list[dict[str, Any]]:
+    """The actions of all ranks, in order of time; a rank that was lost may be missing."""
     found = sorted(Path(directory).glob("pipeline-*.jsonl"))
     lines = [line for path in found for line in _read(path)]
     if not lines:

@@ -1,13 +1,13 @@
-"""Gradients of weights, computed when nobody waits for them.
+"""Weight gradients that are computed while no other rank waits for them.
 
-The backward of a layer has two halves: the gradient of its input, which the stage before waits for, and that of its
-weights, which is not needed before the update. Here a backward does the first half; what the second needs is put on a list,
-and the runtime works that off while it would wait for others. (Zero-bubble schedules make the halves two actions, each at
-its place. Here schedules stay what they are, and no more microbatches are held than they say.) Gradients of matrices
-are added straight to what is there, without a tensor between.
+The backward of a layer has two halves: the gradient of its input, for which the stage before waits, and that of its weights,
+which is not needed before the update. Here a backward computes the first half and defers the second; the runtime computes
+deferred pieces while it would wait for messages. (Zero-bubble schedules make the halves two actions, each at its place. Here
+schedules stay as they are, and no more microbatches are held than they say.) Gradients of matrices are accumulated in place.
 
-This is for linear layers and convolutions, however they are called. Everything else is autograd's, and so are these where
-somebody might notice: hooks on the parameter or on what is saved (checkpointing), autocast, torch.func, compiled modules.
+This is for linear layers and convolutions, however they are called. All other operations are autograd's, and so are these
+where the difference could be seen: hooks on the parameter or on saved tensors (checkpointing), autocast, torch.func,
+compiled modules.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch.overrides import TorchFunctionMode
 
 
 class SplitBackward(TorchFunctionMode):  # type: ignore[misc]
-    """Layers that are called while this is entered have backwards that may be split. `jobs`: where second halves go; None
-    while it is not our backward that runs: then both halves are done at once."""
+    """Layers that are called inside this mode have backwards that may be split. `deferred`: where second halves go; None
+    outside a stage's backward: then both halves are computed at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs: list[Job] | None = None
+        self.deferred: list[WeightGradient] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         make = _LAYERS.get(func)
         if make is not None and args and _is_plain():
-            call = _taken_apart(make, *args, **kwargs)
+            call = _splittable(make, *args, **kwargs)
             if call is not None:
                 return _Split.apply(*call, self)
         return func(*args, **kwargs)
@@ -51,7 +51,7 @@ def may_split(module: nn.Module) -> bool:
 
 
 def _is_plain() -> bool:
-    """Is this simple autograd, which nobody looks into?"""
+    """Is this plain autograd: no autocast, no saved-tensor hooks, no torch.func?"""
     return (
         torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -61,16 +61,16 @@ def _is_plain() -> bool:
     )
 
 
-def _taken_apart(make: Any, x: Any, weight: Any, bias: Any = None, *rest: Any, **others: Any) -> Any:
-    """The tensors of a call, and its layer; None where it is to be left alone."""
+def _splittable(make: Any, x: Any, weight: Any, bias: Any = None, *rest: Any, **others: Any) -> Any:
+    """The tensors of a call and its layer; None where the call is left to autograd."""
     simple = type(x) is torch.Tensor and x.layout == torch.strided
-    if not simple or not _is_ours(weight) or (bias is not None and bias.requires_grad and not _is_ours(bias)):
+    if not simple or not _can_defer(weight) or (bias is not None and bias.requires_grad and not _can_defer(bias)):
         return None
     layer = make(x, weight, *rest, **others)
     return (x, weight, bias, layer) if layer is not None else None
 
 
-def _is_ours(param: Any) -> bool:
+def _can_defer(param: Any) -> bool:
     return (
         type(param) is nn.Parameter
         and param.requires_grad
@@ -81,7 +81,7 @@ def _is_ours(param: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Job:
+class WeightGradient:
     """The second half of the backward of one layer."""
 
     layer: Linear | Convolution
@@ -90,8 +90,8 @@ class Job:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def do(self) -> None:
-        """Add to the gradients of its weights."""
+    def compute(self) -> None:
+        """Accumulate the gradients of the layer's weights."""
         with torch.no_grad():
             self.layer.add_of_weight(self.given, self.x, self.weight)
             if self.bias is not None:
@@ -114,14 +114,14 @@ class _Split(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> Any:
-        (x, weight), layer, jobs = ctx.saved_tensors, ctx.layer, ctx.mode.jobs
+        (x, weight), layer, deferred = ctx.saved_tensors, ctx.layer, ctx.mode.deferred
         wanted, _, wants_bias, *_ = ctx.needs_input_grad
         back = layer.of_input(given, x, weight) if wanted else None
-        if jobs is None:
+        if deferred is None:
             of_bias = layer.of_bias(given) if wants_bias else None
             return back, layer.of_weight(given, x, weight), of_bias, None, None
         leaf, bias = ctx.leaves
-        jobs.append(Job(layer, given, x, leaf, bias if wants_bias else None))
+        deferred.append(WeightGradient(layer, given, x, leaf, bias if wants_bias else None))
         return back, None, None, None, None
 
 
@@ -143,7 +143,7 @@ class Linear:
         return _rows(given).sum(0)
 
     def add_of_weight(self, given: torch.Tensor, x: torch.Tensor, weight: nn.Parameter) -> None:
-        """Add the gradient of the weight to what is there."""
+        """Accumulate the gradient of the weight."""
         if weight.grad is None:
             weight.grad = self.of_weight(given, x, weight)
         else:
@@ -152,7 +152,7 @@ class Linear:
 
 @dataclass(slots=True)
 class Convolution:
-    """In so many dimensions."""
+    """A convolution in 1, 2 or 3 dimensions."""
 
     dimensions: int
     options: tuple[Any, ...]  # stride, padding, dilation, groups
@@ -179,7 +179,7 @@ class Convolution:
         return given.sum([0, *range(2, given.dim())])
 
     def add_of_weight(self, given: torch.Tensor, x: torch.Tensor, weight: nn.Parameter) -> None:
-        """Add the gradient of the weight to what is there."""
+        """Accumulate the gradient of the weight."""
         _add(self.of_weight(given, x, weight), weight)
 
 
@@ -204,7 +204,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Convolution | None:
-    """None where it has no batch, or words for its padding."""
+    """None where the input has no batch dimension, or padding is a word such as "same"."""
     if isinstance(padding, str) or x.dim() != dimensions + 2:
         return None
     return Convolution(dimensions, (stride, padding, dilation, groups))

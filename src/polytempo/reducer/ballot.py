@@ -1,7 +1,7 @@
-"""What each rank says at the end of a step that no sequencer decides, and what follows: the same for everybody.
+"""The ballot that ends a step which no sequencer decides: what each rank reports, and what all of them then do.
 
-A rank that has run out of data goes on with weight zero. A bucket that somebody has changed since it was sent (clipping,
-another weight than was thought) is done again by all. If one skips the step, all skip it.
+A rank that has run out of data goes on with weight zero. A bucket whose gradients a rank has changed since it was launched
+(clipping, another weight than expected) is reduced again by all ranks. If one rank skips the step, all skip it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's word. `changed` numbers buckets, `absent` parameters without a gradient; `digest`: its hyper-parameters;
-    `touched`: its script has written to parameters, which might now differ from the others'; `gradient`: a digest of its
-    gradient, in the first steps."""
+    """What one rank reports."""
 
     weight: float
-    ran_out: bool = False
+    ran_out: bool = False  #: it has no more data
     skips: bool = False
-    digest: int = 0
-    changed: frozenset[int] = frozenset()
-    absent: frozenset[int] = frozenset()
-    touched: bool = False
-    gradient: int = 0
+    digest: int = 0  #: of its hyper-parameters
+    changed: frozenset[int] = frozenset()  #: buckets whose gradients have changed since they were launched
+    absent: frozenset[int] = frozenset()  #: parameters without a gradient
+    touched: bool = False  #: its script has written to parameters, so that replicas may differ
+    gradient: int = 0  #: a digest of its gradient, in the first steps
 
     def pack(self, buckets: int, params: int) -> bytes:
-        """As long on every rank."""
+        """The ballot as bytes, of the same length on every rank."""
         flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
         head = HEAD.pack(self.weight, flags, self.digest, self.gradient)
         return head + _bits(self.changed, buckets) + _bits(self.absent, params)
@@ -40,16 +38,16 @@ class Ballot:
 
 @dataclass(frozen=True)
 class BallotOutcome:
-    """What all ranks do now. `unlike`: the first two ranks whose hyper-parameters differ; `alike`: two of one gradient."""
+    """What all ranks do now."""
 
-    total: float
-    over: bool
+    total: float  #: the weight of all gradients
+    over: bool  #: all ranks have run out of data
     skipped: bool
-    again: tuple[int, ...]
-    absent: tuple[int, ...]
-    unlike: tuple[int, int] | None
-    touched: bool = False
-    alike: tuple[int, int] | None = None
+    again: tuple[int, ...]  #: buckets to reduce again
+    absent: tuple[int, ...]  #: parameters without a gradient on any rank
+    unlike: tuple[int, int] | None  #: the first two ranks whose hyper-parameters differ
+    touched: bool = False  #: a script has written to parameters: compare the replicas
+    alike: tuple[int, int] | None = None  #: two ranks with the same gradient
 
 
 def size_of(buckets: int, params: int) -> int:
@@ -58,7 +56,7 @@ def size_of(buckets: int, params: int) -> int:
 
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
-    """What `pack` wrote."""
+    """The ballot that `pack` wrote."""
     weight, flags, digest, gradient = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
@@ -67,7 +65,7 @@ def unpack(data: bytes, buckets: int, params: int) -> Ballot:
 
 
 def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:
-    """What follows."""
+    """What all ranks conclude from all ballots."""
     active = [index for index, ballot in enumerate(ballots) if not ballot.ran_out]
     weighing = [index for index in active if ballots[index].weight > 0]
     unlike = next(((active[0], other) for other in active if ballots[other].digest != ballots[active[0]].digest), None)

@@ -30,8 +30,7 @@ from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, size_of, unpack
-from polytempo.reducer.bucket_scheduler import BucketScheduler
-from polytempo.reducer.buckets import Bucket, plan_buckets
+from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean
@@ -191,7 +190,7 @@ class BucketRounds:
         Returns:
             Whether another rank has seen the vote to its end that this rank has not: the step is decided then.
         """
-        if self.world.size - len({*self.world.engine.left, *error.ranks}) < self._least:
+        if self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self._ballots
         self.group = self.world.reform(self._number, error.ranks)
@@ -352,8 +351,8 @@ class CollectiveReducer(Reducer):
             sys.stderr.flush()
 
     def traffic(self) -> tuple[int, int]:
-        sent = sum(link.payload_sent for link in self._rounds.world.engine.links.values())
-        return sent, self._rounds.world.engine.payload_received
+        sent = sum(link.payload_sent for link in self._rounds.world.engine.messages.links.values())
+        return sent, self._rounds.world.engine.messages.payload_received
 
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:

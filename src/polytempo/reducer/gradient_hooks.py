@@ -29,7 +29,7 @@ class ReferenceCounts:
     and compared with counts taken where the script certainly holds none: those depend on the versions of torch and Python
     (torch may or may not count its own reference through `.grad`), so they are measured, never written down here.
     A wrong answer costs speed in one direction (a copy at `step()`) and the script's values in the other;
-    `tests/threads/test_staging.py` has both.
+    `tests/threads/test_gradient_hooks.py` has both.
     """
 
     def __init__(self, buffer: FlatBuffer, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer says to the servers of itself: its tensors, its hyper-parameters, which rule runs there.
+"""The spec of an optimizer, by which it registers: its tensors, its hyper-parameters, the rule that servers run.
 
 A mode may bring a rule of its own (`asup`): then the wrapped optimizer gives the learning rate and the weight decay.
 """
@@ -21,21 +21,22 @@ from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.optimizers import check_optimizer
 from polytempo.sync.spec import Spec
 
-#: What a hyper-parameter may be to travel in a header, beside tuples of these and tensors of one element.
+#: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
 PLAIN = (bool, int, float, str, type(None))
 
 
 class HyperParameters:
-    """The hyper-parameters of all groups as they travel. They seldom change; what was looked at is not looked at again."""
+    """The hyper-parameters of all groups, as plain data. They seldom change, so values that are the same objects are not
+    converted again."""
 
     def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer) -> None:
-        self._spec, self._is_own = spec, isinstance(optimizer, AsuP)
+        self._spec, self._optimizer, self._is_own = spec, optimizer, isinstance(optimizer, AsuP)
         self._seen: list[Any] = []
         self._plain: tuple[dict[str, Any], ...] = ()
 
-    def of(self, groups: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """As they are now."""
-        groups = list(groups)
+    def now(self) -> tuple[dict[str, Any], ...]:
+        """The hyper-parameters as they are now."""
+        groups = self._optimizer.param_groups
         seen = [value for group in groups for name, value in group.items() if name != "params"]
         same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
         if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
@@ -53,7 +54,7 @@ class HyperParameters:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A hyper-parameter as it can travel."""
+    """A hyper-parameter as plain data."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, PLAIN):
@@ -71,10 +72,10 @@ class SpecBuilder:
     ) -> None:
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm = compression, clip_norm
-        self._started: str | None = None  # looked at once, before the first step
+        self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool) -> None:
-        """Refuse what does not go together; `here`: the wrapped optimizer runs on the worker."""
+        """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
         rule, name = self._spec.mode.rule, type(self._inner).__name__
         if rule and type(self._inner) not in (torch.optim.SGD, AsuP):
             raise UsageError(
@@ -101,7 +102,7 @@ class SpecBuilder:
             )
 
     def _start(self) -> str:
-        """What the wrapped optimizer began with, as a word: replicas that begin with different states drift apart."""
+        """A digest of the wrapped optimizer's initial state: replicas that start from different states drift apart."""
         if self._started is None:
             self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
         return self._started
@@ -150,15 +151,15 @@ def _digest(state: dict[int, dict[str, Any]]) -> str:
 class RuleAlone:
     """A mode's own rule in a job of one without servers."""
 
-    def __init__(self, spec: Spec, hyper: HyperParameters, outer: torch.optim.Optimizer) -> None:
-        self._hyper, self._outer = hyper, outer
-        described = hyper.of(outer.param_groups)
-        groups = [{**own, "params": group["params"]} for own, group in zip(described, outer.param_groups, strict=True)]
+    def __init__(self, hyper: HyperParameters, optimizer: torch.optim.Optimizer) -> None:
+        self._hyper, self._optimizer = hyper, optimizer
+        pairs = zip(hyper.now(), optimizer.param_groups, strict=True)
+        groups = [{**own, "params": group["params"]} for own, group in pairs]
         self._rule = AsuP(groups)
 
     def step(self) -> None:
         """With the hyper-parameters of now."""
-        for group, now in zip(self._rule.param_groups, self._hyper.of(self._outer.param_groups), strict=True):
+        for group, now in zip(self._rule.param_groups, self._hyper.now(), strict=True):
             group.update(now)
-        self._rule.state = self._outer.state  # so that state_dict() has it, and load_state_dict() gives it
+        self._rule.state = self._optimizer.state  # so that state_dict() has it, and load_state_dict() gives it
         self._rule.step()

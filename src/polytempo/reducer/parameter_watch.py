@@ -1,8 +1,7 @@
-"""What a worker's parameters were when this library wrote them last: has something else written to them since, or given them
-other memory?
+"""Finds parameters that the script has written to, or given other memory, since this library wrote them last.
 
-Torch counts writes to a tensor (its version), but not those through `.data` or NumPy. Of these a part of the values is
-compared, in each step another: what a script does in every step is found soon. Both are a matter of microseconds.
+Torch counts writes to a tensor (its version), but not those through `.data` or NumPy. For these a sample of the values is
+compared, another one in each step, so that writes in every step are found soon. Both cost microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ AT_MOST = 16
 
 
 class ParameterWatch:
-    """Looks at the parameters of one optimizer. `compares`: also for writes that torch does not count."""
+    """The parameters of one optimizer. `compares`: also find writes that torch does not count."""
 
     def __init__(self, params: Sequence[torch.Tensor], infos: Sequence[TensorInfo], compares: bool = False) -> None:
         self._params, self._infos = list(params), infos
@@ -36,12 +35,12 @@ class ParameterWatch:
         self.record()
 
     def is_clean(self) -> bool:
-        """Has nothing else written to them, as far as can be seen?"""
+        """Has only this library written to them, as far as can be seen?"""
         self.see_writes()
         return not self.touched and not self._has_moved()
 
     def _find_places(self) -> None:
-        """Where the values lie. Memory that is held is not used again: another place is another memory."""
+        """Note where the values lie. Holding the memory keeps its address from being reused."""
         self._held = [param.detach() for param in self._params]
         self._places = [param.data_ptr() for param in self._params]
         self._plain = [param.is_contiguous() for param in self._params]
@@ -55,7 +54,7 @@ class ParameterWatch:
         self._compared = []
 
     def record(self) -> None:
-        """This library has written: so they are now."""
+        """This library has written: remember versions and a sample of the values."""
         self._versions = [param._version for param in self._params]
         self._compared = []
         room = COMPARED

@@ -17,8 +17,7 @@ from polytempo.client.client_state import PartlySent
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.messages import PartialPush
 from polytempo.protocol.values import BufferRange, PushId, SentBucket
-from polytempo.reducer.bucket_scheduler import BucketScheduler
-from polytempo.reducer.buckets import Bucket, plan_buckets, rest_of
+from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets, rest_of
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.transport.channel import Bytes
 
@@ -70,7 +69,7 @@ class PartialPushes:
         for shard, buffers in enumerate(copies):
             if buffers:
                 message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
-                self._client.stage(shard, message, buffers)
+                self._client.send_partial(shard, message, buffers)
 
     def _now(self, shard: int, piece: BufferRange) -> Bytes:
         return self._buffer.parts[shard][piece.buffer][piece.start : piece.stop]

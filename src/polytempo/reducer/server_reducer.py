@@ -154,9 +154,9 @@ class ServerReducer(Reducer):
         self.holds_state = spec.apply == "server"
         self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=spec.apply != "mean")
         if delay:
-            self.client.overlap()
+            self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
-            self.client.lend(self.copier.next_buffer().parts)
+            self.client.exchanges.lend(self.copier.next_buffer().parts)
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
@@ -197,7 +197,7 @@ class ServerReducer(Reducer):
 
     def _partial_pushes(self) -> PartialPushes | None:
         """Where bytes must travel, buckets are sent while backward runs."""
-        if self.hooks is None or self.client.pool.shelf is not None:
+        if self.hooks is None or self.client.pool.registry is not None:
             return None
         self.hooks.on_complete = self._complete
         buffer = self.copier.next_buffer()
@@ -260,7 +260,7 @@ class ServerReducer(Reducer):
         name, self.client_state.checkpoint = self.client_state.checkpoint, ""
         residuals = self.filters.state().items()
         state, buffers = pack([SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in residuals])
-        self.client.stage(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
+        self.client.send_partial(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
 
     def set_sending(self, sending: bool) -> None:
         super().set_sending(sending)

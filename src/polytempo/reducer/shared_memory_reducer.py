@@ -1,6 +1,6 @@
 """BSP on one host: workers average their gradients in shared memory.
 
-Each worker's flat buffer is its slot of a shared buffer (`collectives/shared_mean.py`). A step is a push without data, by
+Each worker's flat buffer is its slot of a shared buffer (`collectives/shared_buffer.py`). A step is a push without data, by
 which the sequencer decides as always which workers are in the round; its answer means that all their gradients are there.
 Then each worker adds up its part of the mean, and runs the wrapped optimizer on the whole. All make the same change, so all
 replicas stay the same.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from polytempo.client.client_state import ClientState
-from polytempo.collectives.shared_mean import SharedMeanBuffer, mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.values import OptimizerSpec
@@ -60,7 +60,7 @@ class SharedMemoryReducer(Reducer):
 
     def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
-        session.mesh()  # it listens before the sequencer tells other workers of this one
+        session.local_peers()  # it listens before the sequencer tells other workers of this one
         self._clock = SequencerClient(session, spec, self.client_state)
         self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
         self.step = self._clock.step
@@ -72,10 +72,10 @@ class SharedMemoryReducer(Reducer):
         self.hooks = GradientHooks(params, self.copier.next_buffer())
 
     def _open_shared_buffer(self) -> SharedMeanBuffer:
-        members, mesh = self.client_state.answer.members, self.session.mesh()
-        mesh.meet(members)
+        members, peers = self.client_state.answer.members, self.session.local_peers()
+        peers.meet(members)
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(mesh, members, self.session.next_board(), max(size, 1), self._clock.client.watched())
+        return SharedMeanBuffer(peers, members, self.session.next_buffer(), max(size, 1), self._clock.client.watched())
 
     def _start_from(self, root: int) -> None:
         """All workers take the values of one."""
@@ -136,8 +136,7 @@ class SharedMemoryReducer(Reducer):
             self._shared.round += 1
             mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
             nbytes = length * ITEM_SIZES[dtype]
-            client.bytes_sent += nbytes
-            client.bytes_received += nbytes
+            client.connections.count(nbytes)
             offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from polytempo.errors import UsageError
 from polytempo.report.table import Trained, mode_name
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.scaling import Series
+from polytempo.simulate.run import Series
 
 #: Okabe and Ito's colours: told apart by everybody.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#000000", "#F0E442")

@@ -1,8 +1,8 @@
 """A pipeline as a picture: one row for each replica of a stage, one bar for each action, time to the right.
 
-Takes the lines of a clock (`Timeline.as_lines()`) or of a run (`read_logs()`). Forwards are dark, backwards light, gradients
-of weights that were done later a little darker, updates black and waiting grey with stripes: colours that everybody tells
-apart, and that stay apart without colour.
+Takes the lines of a clock (`Timeline.as_lines()`) or of a run (`read_traces()`). Forwards are dark, backwards light,
+gradients of weights that were done later a little darker, updates black and waiting grey with stripes: colours that
+everybody tells apart, and that stay apart without colour.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _bar(line: Mapping[str, Any]) -> Bar:
     kind, number = word[:1], word[1:]
     if missing or kind not in LOOKS:
         wrong = f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B, W or U"
-        raise UsageError(f"expected lines of Timeline.as_lines() or of read_logs(), got {wrong}")
+        raise UsageError(f"expected lines of Timeline.as_lines() or of read_traces(), got {wrong}")
     label = "" if kind == "U" else number
     return Bar((line["stage"], line["replica"]), kind, label, float(line["start"]), float(line["end"]))
 

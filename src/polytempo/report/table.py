@@ -9,7 +9,7 @@ from typing import Protocol
 from polytempo.report.live import RepeatedRun
 from polytempo.report.summary import plain_number
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.scaling import Series
+from polytempo.simulate.run import Series
 
 
 class Trained(Protocol):

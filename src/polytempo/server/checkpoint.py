@@ -1,20 +1,16 @@
-"""Checkpoints: one safetensors file a shard and a manifest, in a directory that appears whole or not at all.
+"""A parameter server's checkpoints: one safetensors file a shard and a manifest (`polytempo/checkpoints.py` writes them).
 
     DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...  filters-0-worker-0.safetensors ...
 
-Shards write into `step-00000120.partial`, each file synced; when all have, the first server writes the manifest with their
-digests, syncs it and the directory, and renames. All shards save at one place of the log, so the files fit together.
-Stretches are given in the flat order of the whole model, so any number of servers can read them.
+All shards save at one position of the log, so the files fit together. Each writes its own into `step-00000120.partial`; when
+all have, the coordinator publishes the directory with a manifest that holds their digests. Segments are given in the flat
+order of the whole model, so any number of servers can read them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +18,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from polytempo.checkpoints import MANIFEST, PARTIAL, digest_of_file, error_text, publish, remove_checkpoint, write_synced
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import first_difference, lay_out, table_difference
 from polytempo.protocol.messages import NotSaved, Saved
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.server.effects import Checkpoint
-from polytempo.server.manifest import MANIFEST, PARTIAL, remove_checkpoint, step_of, whole_checkpoints
 from polytempo.server.optimizer_state import SegmentState, as_bytes
 from polytempo.server.shard import Shard
 from polytempo.transport.channel import Bytes
@@ -72,8 +68,9 @@ def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Sha
     partial = directory / f"{name}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
-    save_file({key: tensor.contiguous() for key, tensor in _apart(tensors).items()}, partial / file)
-    return file, _digest(partial / file), contents
+    whole = {key: tensor.contiguous() for key, tensor in _apart(tensors).items()}
+    write_synced(partial / file, lambda path: save_file(whole, path))
+    return file, digest_of_file(partial / file), contents
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -82,31 +79,6 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for key, tensor in tensors.items()
     }
-
-
-def _digest(path: Path) -> str:
-    """Of a file that is then safely on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def finish_checkpoint(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> Path:
-    """All shards are written: make it a checkpoint."""
-    partial, final = directory / f"{name}{PARTIAL}", directory / name
-    text = json.dumps({"format": 1, **manifest, "files": list(files)}, indent=1)
-    _write_synced(partial / MANIFEST, text.encode())
-    _sync_directory(partial)
-    replaced = directory / f"{name}.replaced{PARTIAL}"
-    shutil.rmtree(replaced, ignore_errors=True)
-    with suppress(FileNotFoundError):  # there seldom is one
-        final.rename(replaced)
-    partial.rename(final)
-    _sync_directory(directory)
-    earlier = [old for old in whole_checkpoints(directory) if step_of(old) <= manifest["step"]]
-    for old in [replaced, *earlier[:-KEPT]]:
-        remove_checkpoint(old)
-    return final
 
 
 class JobCheckpoints:
@@ -143,10 +115,10 @@ class JobCheckpoints:
         reason = next((one.reason for one in parts if isinstance(one, NotSaved)), "")
         try:
             if not reason:
-                self.latest = str(finish_checkpoint(self.directory, part.name, manifest, files))
+                self.latest = str(publish(self.directory, part.name, manifest, files, KEPT))
                 self._manifest = manifest
         except OSError as error:
-            reason = in_words(error)
+            reason = error_text(error)
         if reason:
             remove_checkpoint(self.directory / f"{part.name}{PARTIAL}")
         return reason
@@ -201,7 +173,7 @@ def write_held(directory: Path, name: str, track: str, worker: int, held: Sequen
     for place in (directory / f"{name}{PARTIAL}", directory / name):
         file = place / _held_file(track, worker)
         try:
-            file.write_bytes(data)
+            write_synced(file, lambda path: path.write_bytes(data))
             return
         except FileNotFoundError:  # it has just become whole, or is gone already
             continue
@@ -219,24 +191,3 @@ def read_held(directory: Path, track: str, worker: int) -> list[SegmentState]:
 
 def _held_file(track: str, worker: int) -> str:
     return f"filters-{track.replace('/', '-')}-worker-{worker}.safetensors"
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def in_words(error: Exception) -> str:
-    """Why something could not be written, in one line."""
-    said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-    return " ".join(said.split())

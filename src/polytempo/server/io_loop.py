@@ -145,7 +145,7 @@ class IoLoop:
         self._poller = Poller()
         for endpoint in endpoints:
             endpoint.attach(self._poller)
-        self._poller.register(executor.bell.fileno, zmq.POLLIN)
+        self._poller.register(executor.wake_up.fileno, zmq.POLLIN)
         self._launcher_exit = launcher
         if launcher is not None:
             self._poller.register(launcher, zmq.POLLIN)
@@ -178,8 +178,8 @@ class IoLoop:
             self._receive_log(self._to_coordinator)
         if self._launcher_exit in ready:
             self._stop("the launcher is gone")
-        if self.executor.bell.fileno in ready:
-            self.executor.bell.silence()
+        if self.executor.wake_up.fileno in ready:
+            self.executor.wake_up.silence()
         self._deliver()
         if self._coordinator is not None:
             now = time.monotonic()

@@ -288,8 +288,8 @@ class Shard:
 
     def _own(self) -> None:
         """Before values change: what is still being read must not."""
-        if self._pool.shelf is not None:
-            self._pool.shelf.collect()
+        if self._pool.registry is not None:
+            self._pool.registry.collect()
         if not self._loan.count:
             return
         free = next((index for index, (_, loan) in enumerate(self._earlier) if not loan.count), None)

@@ -20,10 +20,11 @@ from queue import SimpleQueue
 import torch
 from safetensors import SafetensorError
 
+from polytempo.checkpoints import error_text
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
-from polytempo.server.checkpoint import in_words, load_values, read_held, read_shards, write_held, write_shard
+from polytempo.server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
 from polytempo.server.shard import Shard
 from polytempo.server.shard_tables import row_buffers
@@ -77,7 +78,7 @@ class ShardExecutor:
     ) -> None:
         self.shard, self.shards = shard, shards
         self._workers = workers
-        self.bell = WakeUp()
+        self.wake_up = WakeUp()
         self.stores: dict[str, Shard] = {}
         self.pool = pool
         self._arena = Arena(pool)
@@ -122,7 +123,7 @@ class ShardExecutor:
         self._entries.put(None)
         self._totals.put(None)
         self._thread.join()
-        self.bell.close()
+        self.wake_up.close()
 
     # The thread.
 
@@ -146,7 +147,7 @@ class ShardExecutor:
     def _report(self, item: WorkerReply | AnyMessage) -> None:
         self._out.append(item)
         if threading.current_thread() is self._thread:
-            self.bell.ring()
+            self.wake_up.ring()
 
     def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
         if isinstance(entry, Update):
@@ -334,7 +335,7 @@ class ShardExecutor:
         try:
             file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
         except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
-            self._report(NotSaved(shard=self.shard, name=name, reason=in_words(error)))
+            self._report(NotSaved(shard=self.shard, name=name, reason=error_text(error)))
             return
         self._report(Saved(shard=self.shard, name=name, file=file, digest=digest, tensors=tensors))
 
@@ -344,4 +345,4 @@ class ShardExecutor:
         try:
             write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
         except OSError as error:
-            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=in_words(error), worker=worker))
+            self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=error_text(error), worker=worker))

@@ -72,8 +72,8 @@ class Session:
         self.positions = Positions()  #: of its samplers; they go with the pushes
         self.life = 0  #: how often this process had left a job before it joined this one
         self._returned = self._excluded = 0.0
-        self._mesh: LocalPeers | None = None
-        self._boards = 0
+        self._local_peers: LocalPeers | None = None
+        self._buffers = 0
         self._world: World | None = None
         self._natives: dict[int, Native] = {}
         self.way = Way()
@@ -100,7 +100,7 @@ class Session:
         """Is the job's budget used up, as of this worker's last exchange?"""
         if self.client is None:
             return False
-        self.client.asked = True
+        self.client.exchanges.asked = True
         return self.client.stop
 
     def computing_from(self, now: float) -> None:
@@ -130,13 +130,13 @@ class Session:
         self.optimizers += 1
         return str(self.optimizers - 1)
 
-    def mesh(self) -> LocalPeers:
+    def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
-        if self._mesh is None:
-            self._mesh = LocalPeers(self.job.meeting, self.rank)
+        if self._local_peers is None:
+            self._local_peers = LocalPeers(self.job.meeting, self.rank)
             if self.client is not None:
-                self.client.on_departed = self._mesh.forget
-        return self._mesh
+                self.client.on_departed = self._local_peers.forget
+        return self._local_peers
 
     def world(self) -> World:
         """The links to all other workers, made on first use."""
@@ -169,10 +169,10 @@ class Session:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
 
-    def next_board(self) -> int:
-        """The number of the next board: workers make them in the same order."""
-        self._boards += 1
-        return self._boards - 1
+    def next_buffer(self) -> int:
+        """The number of the next shared buffer: ranks make them in the same order."""
+        self._buffers += 1
+        return self._buffers - 1
 
     def close(self, reason: str = "finished") -> None:
         """Leave the job; first help others to end what they do, if this worker has no part in it any more."""
@@ -180,8 +180,8 @@ class Session:
             for flush in self.flushing:
                 flush()
         client, self.client = self.client, None
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._local_peers is not None:
+            self._local_peers.close()
         if client is not None:
             client.leave(reason)
         try:
@@ -226,8 +226,8 @@ class Session:
         """In a forked child: leave the parent's connections to the parent."""
         if self.client is not None:
             self.client.let_go(parent)
-        if self._mesh is not None:
-            self._mesh.let_go()
+        if self._local_peers is not None:
+            self._local_peers.let_go()
 
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:

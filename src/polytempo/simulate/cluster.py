@@ -24,7 +24,12 @@ class Stall:
 
 @dataclass(frozen=True)
 class Hiccup:
-    """Each step of each worker stalls for `seconds` with this probability."""
+    """Random stalls: each step of each worker takes longer with a probability.
+
+    Args:
+        probability: Of a stall, from 0 to 1.
+        seconds: By how much the step is longer.
+    """
 
     probability: float
     seconds: float
@@ -57,7 +62,13 @@ class Crash:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a worker to the others: full duplex and its own, or one medium `shared` by all of them."""
+    """The network link of a worker: full duplex and its own, or one medium `shared` by all workers.
+
+    Args:
+        latency: Seconds.
+        bandwidth: Bytes a second; None for no limit.
+        shared: Whether all workers share one medium.
+    """
 
     latency: float = 0.0
     bandwidth: float | None = None  #: None: without limit
@@ -75,7 +86,13 @@ class Servers:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Workers a host, and what joins them inside it: for hierarchical all-reduce."""
+    """The grouping of workers into hosts, for hierarchical all-reduce.
+
+    Args:
+        size: Workers a host.
+        latency: Seconds, inside a host.
+        bandwidth: Bytes a second, inside a host; None for no limit.
+    """
 
     size: int
     latency: float = 0.0
@@ -84,7 +101,30 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything a simulation needs to know about the machines."""
+    """The cluster of a simulation. Times are seconds, sizes bytes, rates bytes a second.
+
+    Args:
+        workers: The number of workers at the start.
+        step_time: Seconds a step, or a distribution of them such as `Lognormal`.
+        slow: Rank to the factor by which its steps take longer.
+        step_times: Rank to a step time of its own.
+        batch: Samples a step.
+        batches: Rank to a batch of its own.
+        hiccup: Random stalls of all workers.
+        stalls: Stalls of single workers at given times.
+        joins: Workers that join later.
+        leaves: Workers that leave.
+        crashes: Workers that crash, and when that is noticed.
+        link: The link of every worker.
+        links: Rank to a link of its own.
+        servers: The shards of the parameter server.
+        hosts: The grouping of workers into hosts.
+        reduce_rate: Bytes a second that a worker adds up in all-reduce; None for no limit.
+        model_bytes: The size of a gradient.
+
+    Raises:
+        ClusterError: A value is out of range, or names a rank that does not exist.
+    """
 
     workers: int = 4
     step_time: Duration | float = 1.0
@@ -117,7 +157,14 @@ class Cluster:
         return range(max([self.workers - 1, *(join.worker for join in self.joins)]) + 1)
 
     def duration(self, rank: int) -> Duration:
-        """How long a rank's steps take, before its factor."""
+        """The step time of a rank, before its slow-down.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The distribution that its step times are drawn from.
+        """
         return as_duration(self.step_times.get(rank, self.step_time))
 
     def _check_positive(self) -> None:
@@ -153,7 +200,7 @@ class Cluster:
                 raise ClusterError(f"joins names worker {rank}, which is there from the start and never leaves")
         missing = set(known) - set(range(self.workers)) - set(joining)
         if missing:
-            raise ClusterError(f"joins must use the next free ranks; nobody has rank {min(missing)}")
+            raise ClusterError(f"joins must use the next free ranks; no worker has rank {min(missing)}")
 
 
 def _ranks_in(value: Any) -> list[int]:

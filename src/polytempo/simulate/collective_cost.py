@@ -1,7 +1,11 @@
-"""What an all-reduce costs, by the textbook's formulas.
+"""The cost of an all-reduce, by the textbook's formulas.
 
 alpha is a message's latency, beta the seconds a byte takes on a link, gamma the seconds to add one up, n the bytes, p the
-ranks. The formulas assume equal links and that everybody starts together, which after a barrier is so.
+ranks. The formulas assume equal links and that all ranks start together, as they do after a barrier.
+
+`collectives/cost.py` has formulas of the same algorithms for another purpose: it predicts our own plans, whose messages are
+chunks and whose hosts share links, to choose one. These are the textbook's, for clusters that are only described, with a
+message of any size in each round; and the simulator must not import a room that loads torch.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 
 def all_reduce_seconds(algorithm: str, cluster: Cluster, workers: int) -> float:
-    """The seconds of one all-reduce of the cluster's model over so many of its workers."""
+    """The seconds of one all-reduce of the cluster's model over `workers` of its workers."""
     if workers <= 1 or cluster.model_bytes == 0:
         return 0.0
     bytes_, link = cluster.model_bytes, _slowest_link(cluster)

@@ -1,21 +1,27 @@
-"""Ready-made tasks: the 8x8 digits, which travel in the package, and Fashion-MNIST, where it is installed."""
+"""Data for training in virtual time: ready-made tasks, and the samples of each worker's steps.
+
+The 8x8 digits are in the package; Fashion-MNIST is read where it is installed. `Shards` gives the samples of a step as
+`DistributedSampler` would, as a pure function of worker and step.
+"""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from polytempo.errors import UsageError, nearest
-from polytempo.simulate.sharded_data import TensorPair
+from polytempo.errors import UsageError, WrongType, nearest
 
+#: Inputs and targets.
+TensorPair = tuple[torch.Tensor, torch.Tensor]
 #: Where Debian's package dataset-fashion-mnist puts its files.
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -33,7 +39,15 @@ class TrainingTask:
 
 
 def digits(seed: int = 0) -> TrainingTask:
-    """1,797 handwritten digits of 8 by 8 pixels, 360 of them for testing; a network of one hidden layer."""
+    """A training task: 1,797 handwritten digits of 8 by 8 pixels, 360 of them for testing, and a perceptron with one hidden
+    layer.
+
+    Args:
+        seed: Of the initial weights.
+
+    Returns:
+        Model, data, loss and suggested learning rate and target.
+    """
     with files("polytempo").joinpath("data/digits.npz").open("rb") as file, np.load(file) as arrays:
         images = torch.tensor(arrays["images"], dtype=torch.float32).flatten(1) / 16
         labels = torch.tensor(arrays["labels"], dtype=torch.int64)
@@ -44,7 +58,19 @@ def digits(seed: int = 0) -> TrainingTask:
 
 
 def fashion_mnist(seed: int = 0, folder: Path = FASHION_MNIST) -> TrainingTask:
-    """60,000 pictures of clothes of 28 by 28 pixels, 10,000 for testing; a network of one hidden layer."""
+    """A training task: 60,000 pictures of clothes of 28 by 28 pixels, 10,000 for testing, and a perceptron with one hidden
+    layer.
+
+    Args:
+        seed: Of the initial weights.
+        folder: Where the files of the data set are; by default where Debian's package puts them.
+
+    Returns:
+        Model, data, loss and suggested learning rate and target.
+
+    Raises:
+        UsageError: The files are not there.
+    """
     train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
     test = _idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte")
     return TrainingTask(
@@ -94,3 +120,48 @@ def _idx(folder: Path, name: str) -> np.ndarray:
         raise UsageError(f"{path} is not an IDX file of bytes")
     shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape).copy()
+
+
+def as_tensors(data: Any, name: str) -> TensorPair:
+    """Inputs and targets from a pair of tensors, or from a data set of (input, target) items."""
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data):
+        inputs, targets = data
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        items = [data[index] for index in range(len(data))]
+        inputs = torch.stack([torch.as_tensor(x) for x, _ in items])
+        targets = torch.stack([torch.as_tensor(y) for _, y in items])
+    else:
+        raise WrongType(f"expected {name} as (inputs, targets) or as a data set with items, got {type(data).__name__}")
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise UsageError(f"{name}: expected as many inputs as targets, got {len(inputs)} and {len(targets)}")
+    return inputs, targets
+
+
+class Shards:
+    """The training samples of each worker: a new shuffle each epoch, each worker every n-th of it, whole batches only."""
+
+    def __init__(self, size: int, ranks: int, batches: Sequence[int], seed: int) -> None:
+        self._size, self._ranks, self._batches, self._seed = size, ranks, batches, seed
+        self._shuffles: dict[int, torch.Tensor] = {}
+        short = size // ranks
+        if short < max(batches):
+            raise UsageError(
+                f"{size} samples over {ranks} workers are {short} each, less than a batch of {max(batches)}; "
+                f"use a smaller batch or fewer workers"
+            )
+
+    def batch(self, worker: int, step: int) -> torch.Tensor:
+        """The indices of a worker's samples in its step."""
+        batch = self._batches[worker]
+        steps = (self._size // self._ranks) // batch
+        epoch, place = divmod(step, steps)
+        mine = self._shuffle(epoch)[worker :: self._ranks]
+        return mine[place * batch : (place + 1) * batch]
+
+    def _shuffle(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._shuffles:
+            if len(self._shuffles) > 64:  # workers are rarely further apart; a shuffle is made again if one is
+                self._shuffles.clear()
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._shuffles[epoch] = torch.randperm(self._size, generator=generator)
+        return self._shuffles[epoch]

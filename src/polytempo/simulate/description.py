@@ -1,17 +1,27 @@
-"""A cluster or an experiment from plain data (a YAML or JSON file, already loaded), checked key by key.
+"""Clusters and experiments from data: a description, a recorded run, or a seed.
 
-Every mistake is one line that says where it is, what was expected and what came; a misspelt key names the nearest one.
+A description is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where
+it is, what was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator
+imports no third-party package.)
+
+A recorded run as a cluster answers what another mode would have done with the same machines: a worker's step, from its
+release to the arrival of its push, takes as long as it took; steps beyond the recorded ones repeat them. The cost of servers
+and network is inside these times, so the cluster has no links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 from typing import Any
 
-from polytempo.errors import ClusterError, nearest
+from polytempo.errors import ClusterError, RecordError, nearest
+from polytempo.records.lines import RecordLine
 from polytempo.simulate import durations
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
+from polytempo.simulate.durations import Duration, Exponential, Lognormal, Trace
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
 FieldReader = Callable[[Any, str], Any]
@@ -35,7 +45,18 @@ def experiment_from(data: Any) -> Experiment:
 
 
 def cluster_from(data: Any, where: str = "cluster") -> Cluster:
-    """The cluster that this data describes."""
+    """Read a cluster from plain data, as in a YAML file: numbers, or texts with units ("1Gb/s", "200ms", "50MB").
+
+    Args:
+        data: A mapping with the keys of `cluster:` in the file (docs/simulate.md).
+        where: How errors name the place.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        ClusterError: A key is unknown or a value cannot be read.
+    """
     values = _keys(data, where, _CLUSTER)
     if "model" in values:
         values["model_bytes"] = values.pop("model")
@@ -62,7 +83,7 @@ def duration_from(data: Any, where: str) -> durations.Duration:
         raise ClusterError(f"{where}: {kind} needs {', '.join(readers)}; got {', '.join(values) or 'nothing'}") from None
 
 
-# Readers: each takes a value and the place it stands at.
+# Readers: each takes a value and its place in the description.
 
 
 def _number(value: Any, where: str) -> float:
@@ -192,3 +213,49 @@ _EXPERIMENT: dict[str, FieldReader] = {
     "train": _mapping({"task": _text, "lr": _number, "target": _number, "evaluate_every": _seconds}),
     "seed": _whole,
 }
+
+
+def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
+    """The cluster of a recorded run, as far as the record shows it."""
+    released: dict[tuple[int, int], float] = {}
+    seconds: dict[int, list[float]] = {}
+    samples: dict[int, list[float]] = {}
+    for line in lines:
+        if "optimizer" in line:
+            continue
+        if line["kind"] == "release":
+            released[line["worker"], line["step"]] = line["t"]
+        elif line["kind"] == "push" and (line["worker"], line["step"]) in released:
+            started = released.pop((line["worker"], line["step"]))
+            seconds.setdefault(line["worker"], []).append(max(line["t"] - started, 1e-9))
+            samples.setdefault(line["worker"], []).append(line.get("samples", 1))
+    missing = [worker for worker in range(workers) if worker not in seconds]
+    if missing:
+        raise RecordError(f"the record has no step of workers {missing[:8]}; expected a run in which every worker took some")
+    return Cluster(
+        workers=workers,
+        step_times={worker: Trace(tuple(times)) for worker, times in seconds.items()},
+        batches={worker: max(1, round(sum(sizes) / len(sizes))) for worker, sizes in samples.items()},
+    )
+
+
+def random_cluster(seed: int) -> Cluster:
+    """A random cluster for tests of modes, by seed: 1 to 9 workers, a join, a leave, a crash, a stall, any link."""
+    random = Random(seed)
+    workers = random.randint(1, 9)
+    some = partial(random.randrange, workers)
+    crashed = some()
+    step_time: Duration = Lognormal(1.0, random.random()) if random.random() < 0.5 else Exponential(1.0)
+    return Cluster(
+        workers=workers,
+        step_time=step_time,
+        slow={some(): random.uniform(1, 5)},
+        hiccup=Hiccup(random.random() / 10, 5.0),
+        stalls=(Stall(some(), random.uniform(0, 30), random.uniform(0, 20)),),
+        joins=(Arrival(workers, random.uniform(0, 40)), Arrival(crashed, random.uniform(30, 60))),
+        leaves=(Departure(some(), random.uniform(0, 60)),),
+        crashes=(Crash(crashed, random.uniform(0, 30), random.uniform(0, 5)),),
+        link=random.choice([Link(), Link(random.random(), 10 ** random.uniform(0, 2)), Link(0.0, 5.0, shared=True)]),
+        servers=Servers(random.randint(1, 3)),
+        model_bytes=1.0,
+    )

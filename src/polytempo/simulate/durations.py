@@ -28,7 +28,11 @@ def _require(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True)
 class Constant:
-    """Every step takes `seconds`."""
+    """A constant step time.
+
+    Args:
+        seconds: Of every step.
+    """
 
     seconds: float
 
@@ -41,7 +45,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Skewed to the long side; `spread` is the standard deviation over the mean."""
+    """A log-normal step time, skewed to the long side.
+
+    Args:
+        mean: Seconds.
+        spread: The standard deviation over the mean.
+    """
 
     mean: float
     spread: float

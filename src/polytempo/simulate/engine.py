@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.deadlock_report import who_waits
 from polytempo.simulate.durations import stretched
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
-from polytempo.simulate.trainer import Trainer
-from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
-from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Trainer, Worker
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.corrections import NOTHING, Corrections
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.policy import Policy
@@ -56,7 +54,7 @@ class SimulationEngine:
         budget: Budget,
         seed: int = 0,
         record: Callable[[RecordLine], None] | None = None,
-        trainee: Trainer | None = None,
+        trainer: Trainer | None = None,
         observe_every: float | None = None,
         progress: Callable[[float], None] | None = None,
         corrections: Corrections = NOTHING,
@@ -66,7 +64,7 @@ class SimulationEngine:
         self.updates = 0
         self.max_lead = 0
         self._cluster, self._policy, self._route, self._budget = cluster, policy, route, budget
-        self._record, self._trainee, self._progress = record, trainee, progress
+        self._record, self._trainer, self._progress = record, trainer, progress
         self._observe_every = observe_every
         self._corrections = corrections
         self._decide = self._corrected if corrections.any else policy.handle
@@ -99,7 +97,7 @@ class SimulationEngine:
             self._plan(0.0, OBSERVE, self.workers[0], life=ANY_LIFE)
         handlers = self._handlers()
         heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
-        count, every = 0, PROGRESS_EVERY[self._trainee is not None]
+        count, every = 0, PROGRESS_EVERY[self._trainer is not None]
         while heap and not self._stopped:
             now, _, what, worker, life, step, version = pop(heap)
             if now > limit:
@@ -108,8 +106,8 @@ class SimulationEngine:
             self.now = now
             if life == worker.life or life == ANY_LIFE:
                 handlers[what](now, worker, step, version)
-            elif self._trainee and version != NO_WEIGHTS:
-                self._trainee.drop(version)
+            elif self._trainer and version != NO_WEIGHTS:
+                self._trainer.drop(version)
             count += 1
             if progress and count % every == 0:
                 progress(self._budget.used(now, sum(w.steps for w in self.workers), self._samples, len(self.workers)))
@@ -131,12 +129,12 @@ class SimulationEngine:
 
     def _finish(self) -> None:
         if not self._stopped and self._policy.members:
-            raise StuckError(f"nothing can happen after {self.now:g} s: {who_waits(self._policy, self.workers)}")
+            raise StuckError(f"nothing can happen after {self.now:g} s: {deadlock_report(self._policy, self.workers)}")
         for worker in self.workers:
             if worker.alive:
                 worker.settle(self.now, self._route is not None)
-        if self._trainee:
-            self._trainee.observe(self.now)
+        if self._trainer:
+            self._trainer.observe(self.now)
         if self._progress:
             self._progress(1.0)
 
@@ -193,7 +191,7 @@ class SimulationEngine:
             self._leave(now, worker)
 
     def _answered(self, now: float, worker: Worker, step: int, version: int) -> None:
-        if self._trainee:
+        if self._trainer:
             self._forget_weights(worker)
         worker.weights = version
         worker.allowed = step
@@ -207,8 +205,8 @@ class SimulationEngine:
             self._stay(now, worker)
             return
         worker.next_step = step + 1
-        if self._trainee:
-            self._trainee.keep(worker.weights)
+        if self._trainer:
+            self._trainer.keep(worker.weights)
         self._compute(now, worker, step, worker.weights)
 
     def _compute(self, now: float, worker: Worker, step: int, version: int) -> None:
@@ -233,8 +231,8 @@ class SimulationEngine:
             self._plan(now, LEAVE, worker)
 
     def _forget_weights(self, worker: Worker) -> None:
-        if self._trainee and worker.weights != NO_WEIGHTS:
-            self._trainee.drop(worker.weights)
+        if self._trainer and worker.weights != NO_WEIGHTS:
+            self._trainer.drop(worker.weights)
             worker.weights = NO_WEIGHTS
 
     # Membership.
@@ -330,7 +328,7 @@ class SimulationEngine:
             worker.end_hold(now)
         if self._route is not None:  # several steps released to a worker at once travel in one answer
             self._answers[worker] = step
-        elif self._trainee:
+        elif self._trainer:
             self._answered(now, worker, step, self._read())
         else:
             worker.weights, worker.allowed = self.updates, step
@@ -351,8 +349,8 @@ class SimulationEngine:
 
     def _read(self) -> int:
         """The newest version, with one reader more."""
-        if self._trainee:
-            self._trainee.keep(self.updates)
+        if self._trainer:
+            self._trainer.keep(self.updates)
         return self.updates
 
     def _apply(self, apply: Apply, now: float) -> None:
@@ -365,9 +363,9 @@ class SimulationEngine:
             worker.staleness_sum += stale
             if stale > worker.staleness_max:
                 worker.staleness_max = stale
-        if self._trainee:
+        if self._trainer:
             used = [workers[push.worker].used for push in apply.pushes]
-            self._trainee.apply(apply.pushes, used, apply.rate)
+            self._trainer.apply(apply.pushes, used, apply.rate)
         self.updates = version + 1
         if self._route is not None:
             self._route.applied(now)
@@ -384,14 +382,30 @@ class SimulationEngine:
         worker = self.workers[action.worker]
         worker.discarded += 1
         worker.wasted += worker.spent if self._route else now - worker.since
-        worker.resuming = not self._corrections.gives(action.reason)  # one that was too stale is behind nobody
-        if self._trainee:
-            self._trainee.drop(worker.used)
+        worker.resuming = not self._corrections.gives(action.reason)  # a too stale push does not move its worker
+        if self._trainer:
+            self._trainer.drop(worker.used)
 
     def _wake(self, now: float, worker: Worker, step: int, version: int) -> None:
         self._feed(Ticked(), now)
 
     def _observe(self, now: float, worker: Worker, step: int, version: int) -> None:
-        if self._trainee and self._observe_every and self._heap:
-            self._trainee.observe(now)
+        if self._trainer and self._observe_every and self._heap:
+            self._trainer.observe(now)
             self._plan(now + self._observe_every, OBSERVE, worker, life=ANY_LIFE)
+
+
+def deadlock_report(policy: Policy, workers: Sequence[Worker]) -> str:
+    """All holds, and the crashed workers that are still members."""
+    holds = policy.holds()
+    waits = "; ".join(_wait_text(hold) for hold in holds[:NAMED_AT_MOST]) or "no worker is held"
+    more = f" and {len(holds) - NAMED_AT_MOST} more wait" if len(holds) > NAMED_AT_MOST else ""
+    gone = [rank for rank in policy.members if not workers[rank].alive]
+    crashed = f"; crashed and not noticed: {', '.join(map(str, gone[:NAMED_AT_MOST]))}" if gone else ""
+    return f"{waits}{more}{crashed}"
+
+
+def _wait_text(hold: Hold) -> str:
+    others = hold.waiting_count - len(hold.waiting_for)
+    names = ", ".join(map(str, hold.waiting_for)) + (f" and {others} more" if others else "")
+    return f"worker {hold.worker} waits for {names} ({hold.reason})"

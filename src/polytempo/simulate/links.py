@@ -1,4 +1,4 @@
-"""How long pushes and answers are under way.
+"""Links: how long pushes and answers take.
 
 A route answers two questions: when does a push sent now arrive, and when do answers decided now arrive? Bytes pass a link
 one message after another, in the order they were sent (so a saturated server queues its workers), at the pace of the
@@ -52,7 +52,7 @@ class ServerRoute:
         self._latency = [one.latency for one in links]
         self._own_seconds = [_seconds(n, one.bandwidth) for one in links]
         self._server_seconds = _seconds(n / servers.shards, servers.bandwidth or link.bandwidth)
-        if link.shared:  # one medium carries all bytes of everybody, both ways
+        if link.shared:  # one medium carries the bytes of all workers, both ways
             self._server_seconds = _seconds(n, link.bandwidth)
         self._update_seconds = _seconds(n / servers.shards, servers.update_rate)
         self._in = Queue()
@@ -84,7 +84,7 @@ class ServerRoute:
 
 
 class AllReduceRoute:
-    """No server: when the last one is ready, everybody takes part in one all-reduce."""
+    """No server: when the last worker is ready, all take part in one all-reduce."""
 
     def __init__(self, cluster: Cluster, algorithm: str) -> None:
         self._cluster = cluster

@@ -20,8 +20,7 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.engine import ANSWERED, LEAVE, OBSERVE, Handler, SimulationEngine
 from polytempo.simulate.links import Route, ServerRoute
 from polytempo.simulate.outcome import Budget
-from polytempo.simulate.trainer import LocalTrainer
-from polytempo.simulate.worker import NO_WEIGHTS, Worker
+from polytempo.simulate.worker import NO_WEIGHTS, LocalTrainer, Worker
 from polytempo.sync.actions import Apply, Discard, Refuse, Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.policy import Policy
@@ -58,11 +57,11 @@ class LocalEngine(SimulationEngine):
         route: ServerRoute | None,
         budget: Budget,
         local: LocalSteps,
-        trainee: LocalTrainer | None = None,
+        trainer: LocalTrainer | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(cluster, policy, route, budget, trainee=trainee, **options)
-        self._local, self._learner, self._servers = local, trainee, route
+        super().__init__(cluster, policy, route, budget, trainer=trainer, **options)
+        self._local, self._learner, self._servers = local, trainer, route
         self._places = [LocalPlace() for _ in self.workers]
 
     def _handlers(self) -> tuple[Handler, ...]:

@@ -1,4 +1,7 @@
-"""When a run ends."""
+"""The budget of a run, its outcome for each worker and for the job, and its meta.json.
+
+Nothing in the meta.json of a simulated run depends on when or where it was simulated.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,6 @@ class Budget:
         return max(now / self.seconds, steps / self.steps, samples / self.samples, steps / (self.steps_each * workers))
 
 
-# What came of a run: for each worker, and for the job.
-
-
 @dataclass(frozen=True)
 class WorkerOutcome:
     """One worker's part in a run. Seconds are virtual."""
@@ -57,7 +57,25 @@ class WorkerOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run under one mode."""
+    """The result of a simulated run under one mode. Seconds are virtual.
+
+    Args:
+        sync: The mode.
+        via: "ps", or the all-reduce algorithm.
+        seconds: The length of the run.
+        steps: Steps of all workers.
+        samples: Samples of all workers.
+        discarded: Pushes that the mode discarded.
+        updates: Updates of the weights.
+        samples_per_second: Throughput.
+        efficiency: Worker-seconds whose result was applied, over all worker-seconds.
+        waiting: The share of worker-seconds held by the mode.
+        communicating: The share of worker-seconds waiting for bytes.
+        staleness_mean: Of the applied gradients.
+        staleness_max: Of the applied gradients.
+        max_lead: The largest lead of a worker over the slowest, in steps.
+        workers: The same for each worker.
+    """
 
     sync: str
     via: str
@@ -122,9 +140,6 @@ def _part(worker: Worker, model_bytes: float) -> WorkerOutcome:
         staleness_mean=worker.staleness_sum / max(worker.steps, 1),
         staleness_max=worker.staleness_max,
     )
-
-
-# The meta.json of a simulated run: nothing in it depends on when or where it was simulated.
 
 
 def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""One call: a cluster, a mode and a budget in, an outcome out."""
+"""A simulation by one call: a cluster, a mode and a budget in, an outcome out; and how throughput grows with workers.
+
+`scaling` runs a job with n = 1, 2, 3, ... workers, over servers and over rings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from polytempo.errors import UsageError, nearest
@@ -13,7 +17,7 @@ from polytempo.simulate.engine import SimulationEngine
 from polytempo.simulate.links import make_route, make_server_route
 from polytempo.simulate.local_engine import LocalEngine
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.trainer import LocalTrainer, Trainer
+from polytempo.simulate.worker import LocalTrainer, Trainer
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
@@ -27,15 +31,37 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainee: Trainer | LocalTrainer | None = None,
+    trainer: Trainer | LocalTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
 ) -> Outcome:
-    """Run a job in virtual time.
+    """Simulate a job in virtual time: the policies of a live job on a described cluster.
 
-    The budget is any of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`. `via` is "ps" (the
-    default), "allreduce" (its cheapest form here) or the name of one. `record` is called with every line of the record.
+    Args:
+        cluster: The machines and links.
+        sync: The mode, such as `"ssp:3"`.
+        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`.
+        seed: Of everything random.
+        record: Called with every line of the record.
+        trainer: Computes real gradients along the run; `train_virtually` makes one.
+        observe_every: Virtual seconds between evaluations of the trainer.
+        progress: Called with the share of the budget that is used up.
+        **budget: At least one of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`.
+
+    Returns:
+        Times, throughput, waiting and staleness.
+
+    Raises:
+        UsageError: The mode, the way or the budget cannot be used.
+        StuckError: The run cannot go on: which worker waits for which.
+
+    Example:
+        ```python
+        from polytempo.simulate import Cluster, simulate_job
+
+        simulate_job(Cluster(workers=8, slow={7: 3.0}), "ssp:3", steps=1000).efficiency
+        ```
     """
     spec = parse_spec(sync)
     way = resolve_via(spec, via, cluster)
@@ -44,7 +70,7 @@ def simulate_job(
         cluster,
         way,
         Budget(**budget),
-        trainee,
+        trainer,
         seed=seed,
         record=record,
         observe_every=observe_every,
@@ -56,12 +82,12 @@ def simulate_job(
 
 
 def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainee: Trainer | LocalTrainer | None, **options: Any
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | LocalTrainer | None, **options: Any
 ) -> SimulationEngine:
     policy, local = spec.policy(cluster.workers), spec.local
     if local is None:
-        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainee=trainee, **options)
-    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainee), **options)
+        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=trainer, **options)
+    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainer), **options)
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
@@ -73,3 +99,57 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     if not (spec.mode.barrier and spec.mode.all_reduce):
         raise UsageError(f"{spec.text} needs a parameter server, got {via!r}; use ps, or bsp with {via}")
     return best_all_reduce(cluster) if via == "allreduce" else via
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of job."""
+
+    workers: int
+    samples_per_second: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """All sizes over one way of moving bytes."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def scaling(
+    cluster: Cluster,
+    sync: str = "bsp",
+    *,
+    most: int = 64,
+    shards: Sequence[int] = (1, 2, 4, 8),
+    rings: Sequence[str] = ("ring",),
+    steps_each: int = 10,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> list[Series]:
+    """Simulate jobs of 1 to `most` workers on machines like this cluster's: servers with these shards, and these rings.
+
+    Only what concerns every worker is kept of the cluster: step time, batch, link, hosts, model; not single slow ranks.
+    """
+    even = replace(
+        cluster, slow={}, step_times={}, batches={}, links={}, stalls=(), joins=(), leaves=(), crashes=(), workers=1
+    )
+    ways = [(f"{count} shard{'s' * (count > 1)}", "ps", count) for count in shards]
+    ways += [(name, name, 1) for name in rings]
+    series = []
+    for number, (name, via, count) in enumerate(ways):
+        points = []
+        for workers in range(1, most + 1):
+            job = replace(even, workers=workers, servers=replace(even.servers, shards=count))
+            run = simulate_job(job, sync, via=via, steps_each=steps_each, seed=seed)
+            points.append(Point(workers, run.samples_per_second, run.efficiency))
+            if progress:
+                progress((number + workers / most) / len(ways))
+        series.append(Series(name, tuple(points)))
+    return series

@@ -14,7 +14,7 @@ from polytempo.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from polytempo.train.kv import KV as KV
-    from polytempo.train.kv_arrays import Array as Array
+    from polytempo.train.kv import Array as Array
     from polytempo.train.server_embedding import ServerEmbedding as ServerEmbedding
 
 __all__ = ["KV", "Array", "ServerEmbedding"]
@@ -22,8 +22,7 @@ __all__ = ["KV", "Array", "ServerEmbedding"]
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "polytempo.train.kv": ("KV",),
-        "polytempo.train.kv_arrays": ("Array",),
+        "polytempo.train.kv": ("KV", "Array"),
         "polytempo.train.server_embedding": ("ServerEmbedding",),
     },
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from polytempo.checkpoints import find_checkpoint
 from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.errors import PeerError, PolytempoError, RankLost
@@ -27,7 +28,6 @@ from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
-from polytempo.server.manifest import find_checkpoint
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.session.session import Session, as_current

@@ -1,21 +1,18 @@
-"""The word "polytempo" for torch: `torch.distributed.init_process_group("polytempo")`.
+"""The `torch.distributed` back end: `torch.distributed.init_process_group("polytempo")`.
 
-    register.py   tells torch the word, before torch is loaded or after
-    opening.py    from torch's store to links, when a group is made
-    base.py       a process group of torch: its links, its names, its end
-    messages.py   send, receive, and the barrier that names who is missing
-    group.py      the collectives
-    work.py       the handle of a call, and its future
-    errors.py     what goes wrong, as torch's errors and as ours
+    register.py        registers the back end, before or after torch is imported
+    process_group.py   a process group of torch: rendezvous, point-to-point messages, collectives, shutdown
+    work.py            the `Work` of a call, and its future
+    errors.py          errors that are torch's and Polytempo's at once
 
-Every group of torch has links and an engine of its own. A call is handed to the engine's progress thread and returns at
-once; what hangs on its future runs in a thread that is neither the caller's nor the engine's: it may wait for other calls.
+Every group of torch has links and a progress engine of its own. A call is handed to the progress thread and returns at once;
+callbacks of its future run in a third thread, so that they may wait for other calls.
 
 Not offered, each refused in one line, or by torch itself:
 
 - sparse tensors: use `.to_dense()`; PREMUL_SUM, which is NCCL's own;
 - one back end for each device (`"cpu:polytempo,cuda:nccl"`): a process group made in Python stands for the whole group, so
-  torch would not make the second one. CUDA tensors are taken, and go through the memory of the host;
+  torch would not make the second one. CUDA tensors are accepted, and staged through host memory;
 - `dist.monitored_barrier`, which torch keeps for gloo by name; a group's own `monitored_barrier` does the same;
 - `split_group`, `shrink_group`, `merge_remote_group`, `_coalescing_manager` with a device, time estimates, symmetric
   memory: use `new_group`;

@@ -1,4 +1,4 @@
-"""What goes wrong, as an error of torch and as one of ours: whoever catches either, catches it."""
+"""Errors of the back end: each is an error of torch and one of Polytempo, so that either `except` clause catches it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from polytempo.errors import PeerError, UsageError
 
 
 class GroupError(PeerError, DistBackendError):  # type: ignore[misc]
-    """Another rank is gone, late, or calls something else."""
+    """Another rank is lost, late, or made a different call."""
 
 
 class CallError(UsageError, ValueError, RuntimeError):
-    """A call that cannot be right. Both errors of torch: its back ends raise now the one, now the other."""
+    """A call with wrong arguments: a ValueError and a RuntimeError, since torch's back ends raise either."""
 
 
 def as_torch_error(error: Exception, ranks: Sequence[int]) -> Exception:
-    """The same words. In a group of some ranks, ranks are numbered from 0: it is said which those are."""
+    """The same text as an error of torch; in a group of some ranks with their ranks in the job, since numbers are the
+    group's.
+    """
     text = str(error)
     if list(ranks) != list(range(len(ranks))):
         text += f" (in the group of ranks {', '.join(map(str, ranks))}, where they count from 0)"

@@ -1,29 +1,46 @@
-"""A process group of torch that is made in Python: its links, its names, how its calls are started, and its end."""
+"""A process group of torch, in Python: torch's calls as tasks of a `World` of its own.
+
+    open_group        torch's store -> rendezvous -> a World with links and a progress engine for this group alone
+    TorchGroup        the methods of `torch.distributed.ProcessGroup`: each starts a task and returns its `Work`
+    monitored_barrier a barrier over point-to-point messages that names the ranks that are missing
+
+Roots and peers are numbered within the group, as torch hands them over.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed import ProcessGroup
 
+from polytempo.client.key_value_store import TorchStore
 from polytempo.collectives.flattening import shape_of
+from polytempo.collectives.group import RankGroup
 from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.shutdown import at_exit
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.collectives.world import World
+from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
+from polytempo.launch.job_facts import way_of
 from polytempo.torch_backend.errors import as_torch_error
 from polytempo.torch_backend.register import DEVICES, NAME
 from polytempo.torch_backend.work import TaskWork
 
+#: Tags of the messages of monitored barriers count down from here, one for each barrier: a late rank finds its own answer.
+BARRIER_TAGS = -1000
 
-class BaseGroup(ProcessGroup):  # type: ignore[misc]
-    """What does not depend on the operation. Torch asks a group for its back end: that is the group itself."""
+TorchTensors = Sequence[Any]
+
+
+class TorchGroup(ProcessGroup):  # type: ignore[misc]
+    """One process group of torch. Torch asks a group for its back end: that is the group itself."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
@@ -31,14 +48,17 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
         super().__init__(world.rank, world.size)
         self._store, self._name, self._description = store, "", ""
         self.world, self.group, self.ranks = world, world.all_ranks, ranks
+        self._barrier_tags = count(BARRIER_TAGS, -1)
         self._forget_exit = at_exit(world.close)
 
-    # What torch asks.
+    # Names and properties that torch asks for.
 
-    # ruff: noqa: N802  torch's names for them
+    # ruff: noqa: N802  torch's names
 
     def getBackendName(self) -> str:
         return NAME
+
+    _get_backend_name = getBackendName
 
     def getGroupName(self) -> str:
         return self._name
@@ -52,10 +72,7 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    def _get_backend_name(self) -> str:
-        return NAME
-
-    def _get_backend(self, _: Any) -> BaseGroup:
+    def _get_backend(self, _: Any) -> TorchGroup:
         return self
 
     def get_group_store(self) -> Any:
@@ -68,7 +85,7 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
     def supports_tensor_alloc(self, _: Any) -> bool:
         return False
 
-    # Time and the end.
+    # Time-out and shutdown.
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For calls from now on."""
@@ -77,131 +94,35 @@ class BaseGroup(ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Leave: what the others still need of this rank has been sent."""
+        """Leave the group after everything that other ranks still need has been sent."""
         self._forget_exit()
         self.world.close()
 
     def abort(self) -> None:
-        """Leave at once: whoever still needs this rank learns that it is gone."""
+        """Leave at once: ranks that still need this one get an error that names it."""
         self._forget_exit()
         self.world.close(politely=False)
 
-    # Calls.
-
-    def _start(self, results: list[Any], touched: Sequence[Any], opts: Any, start: Callable[[], Task | list[Task]]) -> Any:
-        """Start tasks that touch these tensors; their handle."""
-        try:
-            _check_dense(touched)
-            started = start()
-        except PolytempoError as error:
-            raise as_torch_error(error, self.ranks) from None
-        tasks = started if isinstance(started, list) else [started]
-        timeout = getattr(opts, "timeout", None)
-        if timeout is not None and timeout > timedelta(0):  # torch's "not given" is less
-            for task in tasks:
-                task.timeout = timeout.total_seconds()
-        return TaskWork(tasks, results, self.ranks)
-
-
-def _check_dense(tensors: Sequence[Any]) -> None:
-    for tensor in tensors:
-        if tensor.layout != torch.strided:
-            raise UsageError(f"expected dense tensors, got layout {tensor.layout}; use .to_dense() (DDP: sparse=False)")
-
-
-# Single messages between two ranks, and a barrier made of them that names who has not come.
-
-#: Tags of the barrier's own messages go down from here, one for each barrier: who comes too late finds its answer.
-BARRIERS = -1000
-
-
-class MessagingGroup(BaseGroup):
-    """What is not a collective."""
-
-    def __init__(self, store: Any, world: World, ranks: Sequence[int]) -> None:
-        super().__init__(store, world, ranks)
-        self._barriers = count()
+    # Point to point.
 
     def send(self, tensors: list[Any], to: int, tag: int = 0) -> Any:
-        tensor = self._ready(tensors)
-        return self._start([tensor], [tensor], None, lambda: send(self.group, tensor, to, tag, background=True))
+        return self._message(tensors, lambda tensor: send(self.group, tensor, to, tag, background=True))
 
     def recv(self, tensors: list[Any], source: int, tag: int = 0) -> Any:
-        tensor = self._ready(tensors)
-        return self._start([tensor], [tensor], None, lambda: receive(self.group, tensor, source, tag, background=True))
+        return self._message(tensors, lambda tensor: receive(self.group, tensor, source, tag, background=True))
 
     def recv_anysource(self, tensors: list[Any], tag: int = 0) -> Any:
-        tensor = self._ready(tensors)
-        return self._start([tensor], [tensor], None, lambda: receive(self.group, tensor, None, tag, background=True))
+        return self._message(tensors, lambda tensor: receive(self.group, tensor, None, tag, background=True))
 
-    def _ready(self, tensors: list[Any]) -> Any:
-        """Messages are in no lane: nothing but the caller can wait for what the GPU still does."""
+    def _message(self, tensors: list[Any], start: Callable[[Any], Task]) -> Any:
+        """Messages are in no call queue, so that only the caller can wait for kernels of the GPU that are still running."""
         if len(tensors) != 1:
-            raise as_torch_error(UsageError(f"expected one tensor in a message, got {len(tensors)}"), self.ranks)
+            raise self._refusal(f"expected one tensor in a message, got {len(tensors)}")
         if tensors[0].device.type == "cuda":
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        return tensors[0]
+        return self._start(tensors, tensors, None, lambda: start(tensors[0]))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks are here. On those who are, all who are not are named, in the words that gloo uses."""
-        tag, seconds = BARRIERS - next(self._barriers), self.group.timeout
-        if timeout is not None and timeout >= timedelta(0):  # torch's "not given" is less
-            seconds = timeout.total_seconds()
-        try:
-            missing = self._count_heads(tag, seconds) if self.rank() == 0 else self._report(tag, seconds)
-            if missing:
-                raise PeerError(f"{self._plaint(seconds)}: {_named(missing, wait_all_ranks)}")
-        except PolytempoError as error:
-            raise as_torch_error(error, self.ranks) from None
-
-    def _plaint(self, seconds: float | None) -> str:
-        if self.rank() == 0:
-            return "Rank 0 timed out in monitoredBarrier" + ("" if seconds is None else f" after {1000 * seconds:.0f} ms")
-        here = f"Rank {self.rank()} successfully reached monitoredBarrier"
-        return f"{here}, but received errors while waiting for send/recv from rank 0"
-
-    def _count_heads(self, tag: int, seconds: float | None) -> list[int]:
-        """Rank 0 hears from everybody, and tells those who came who did not."""
-        deadline = time.monotonic() + seconds if seconds is not None else None
-        others = range(1, self.size())
-        tasks = [receive(self.group, torch.empty(1, dtype=torch.uint8), rank, tag, background=True) for rank in others]
-        absent = torch.zeros(self.size(), dtype=torch.uint8)
-        for rank, task in zip(others, tasks, strict=True):
-            try:
-                task.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except PeerError:
-                absent[rank] = 1
-        for rank in others:
-            send(self.group, absent, rank, tag, background=True)
-        return [int(rank) for rank in absent.nonzero().flatten()]
-
-    def _report(self, tag: int, seconds: float | None) -> list[int]:
-        send(self.group, torch.ones(1, dtype=torch.uint8), 0, tag, background=True).wait(seconds)
-        absent = torch.zeros(self.size(), dtype=torch.uint8)
-        # Rank 0 gives up after the same time, counted from when it came: its answer is waited for a little longer.
-        receive(self.group, absent, 0, tag, background=True).wait(None if seconds is None else seconds + 1.0)
-        return [int(rank) for rank in absent.nonzero().flatten()]
-
-
-def _named(missing: list[int], together: bool) -> str:
-    """Those who are missing; without `together`, in a sentence that begins with the first."""
-    others = ", ".join(map(str, missing[1:]))
-    if not others:
-        return f"Rank {missing[0]} failed to pass monitoredBarrier"
-    if together:
-        return f"Ranks {missing[0]}, {others} failed to pass monitoredBarrier"
-    return f"Rank {missing[0]} failed to pass monitoredBarrier, and so did {others}"
-
-
-# The collectives of torch's process groups, as those of `polytempo.collectives`. Roots are numbered within the group.
-
-TorchTensors = Sequence[Any]
-
-
-class TorchGroup(MessagingGroup):
-    """One process group of torch. Its methods are those of `torch.distributed.ProcessGroup`."""
-
-    # From all to all.
+    # Collectives among all ranks.
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         tensors = _listed(tensors)
@@ -211,7 +132,7 @@ class TorchGroup(MessagingGroup):
         return self.allreduce(tensors, opts)
 
     def allgather(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> Any:
-        self._one_each("all_gather", outputs, inputs)
+        self._check_single("all_gather", outputs, inputs)
         touched = [*outputs[0], inputs[0]]
         return self._call(outputs[0], touched, opts, lambda: self.group.all_gather(outputs[0], inputs[0], background=True))
 
@@ -219,7 +140,7 @@ class TorchGroup(MessagingGroup):
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> Any:
-        pairs = [(self._parts("all_gather", output, tensor), tensor) for output, tensor in _pairs(outputs, inputs)]
+        pairs = [(self._split_like("all_gather", output, tensor), tensor) for output, tensor in _pairs(outputs, inputs)]
 
         def start() -> list[Task]:
             return [self.group.all_gather(parts, tensor, background=True) for parts, tensor in pairs]
@@ -237,20 +158,20 @@ class TorchGroup(MessagingGroup):
         return self._call(flat, [*flat, *inputs], opts, start)
 
     def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Any:
-        self._one_each("reduce_scatter", inputs, outputs)
-        output, pieces = outputs[0], inputs[0]
+        self._check_single("reduce_scatter", inputs, outputs)
+        output, parts = outputs[0], inputs[0]
         return self._call(
             outputs,
-            [*pieces, output],
+            [*parts, output],
             opts,
-            lambda: self.group.reduce_scatter(output, pieces, _op(opts), background=True),
+            lambda: self.group.reduce_scatter(output, parts, _op(opts), background=True),
         )
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> Any:
-        pairs = [(output, self._parts("reduce_scatter", tensor, output)) for output, tensor in _pairs(outputs, inputs)]
+        pairs = [(output, self._split_like("reduce_scatter", tensor, output)) for output, tensor in _pairs(outputs, inputs)]
 
         def start() -> list[Task]:
             return [self.group.reduce_scatter(output, parts, _op(opts), background=True) for output, parts in pairs]
@@ -265,9 +186,9 @@ class TorchGroup(MessagingGroup):
     def all_to_all_single(
         self, output: Any, tensor: Any, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
-        """Rows go to each rank: so many, or, if no numbers are given on any rank, the same to each."""
+        """Rows go to each rank: the given numbers, or, if no rank gives numbers, the same number to each."""
         even = not output_sizes and not input_sizes
-        outputs, inputs = self._rows(output, output_sizes), self._rows(tensor, input_sizes)
+        outputs, inputs = self._split_rows(output, output_sizes), self._split_rows(tensor, input_sizes)
         return self._call(
             [output], [output, tensor], opts, lambda: self.group.all_to_all(outputs, inputs, background=True, even=even)
         )
@@ -275,7 +196,17 @@ class TorchGroup(MessagingGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._call([], [], opts, lambda: self.group.barrier(background=True))
 
-    # From or to one rank.
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks are here; the error names all ranks that are missing, in gloo's words."""
+        seconds = self.group.timeout
+        if timeout is not None and timeout >= timedelta(0):  # torch's "not given" is less
+            seconds = timeout.total_seconds()
+        try:
+            monitored_barrier(self.group, next(self._barrier_tags), seconds, wait_all_ranks)
+        except PolytempoError as error:
+            raise as_torch_error(error, self.ranks) from None
+
+    # Collectives from or to one rank.
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Any:
         tensors = _listed(tensors)
@@ -316,46 +247,67 @@ class TorchGroup(MessagingGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Parts of one tensor.
-
-    def _parts(self, call: str, whole: Any, part: Any) -> list[Any]:
-        """A tensor as one part for each rank."""
-        if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
-            wanted = f"{self.size()} times {shape_of(part)}"
-            raise self._wrong(f"{call}: expected a tensor of {wanted}, got {shape_of(whole)}")
-        return self._cut(whole, [part.numel()] * self.size())
-
-    def _rows(self, tensor: Any, rows: Sequence[int]) -> list[Any]:
-        count = tensor.shape[0] if tensor.dim() else 0
-        if not rows and count % self.size():
-            raise self._wrong(f"expected a number of rows that {self.size()} ranks can share, got {shape_of(tensor)}")
-        rows = rows or [count // self.size()] * self.size()
-        if len(rows) != self.size() or sum(rows) != count:
-            raise self._wrong(f"expected {self.size()} numbers of rows that add up to {count}, got {list(rows)}")
-        each = tensor.numel() // count if count else 0
-        return self._cut(tensor, [number * each for number in rows])
-
-    def _cut(self, tensor: Any, sizes: Sequence[int]) -> list[Any]:
-        if not tensor.is_contiguous():
-            raise self._wrong(f"expected a contiguous tensor, got strides {list(tensor.stride())}; use .contiguous()")
-        return list(tensor.detach().view(-1).split(sizes))
-
-    def _one_each(self, call: str, lists: Sequence[TorchTensors], single: TorchTensors) -> None:
-        if len(lists) != 1 or len(single) != 1:
-            raise self._wrong(f"{call}: expected one tensor on this rank, got {len(single)}, and {len(lists)} lists")
-
-    def _wrong(self, text: str) -> Exception:
-        return as_torch_error(UsageError(text), self.ranks)
-
-    # Calls.
+    # Starting a call.
 
     def _call(self, results: list[Any], touched: TorchTensors, opts: Any, start: Callable[[], Task | list[Task]]) -> Any:
-        """The progress thread reads tensors in a stream of its own: not before the caller's kernels have made them."""
+        """Start a collective. The progress thread has a CUDA stream of its own: it waits for the caller's kernels first."""
         for device in {tensor.device for tensor in touched if tensor.device.type == "cuda"}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self.group.before_next("the GPU", _until(event))
         return self._start(results, touched, opts, start)
+
+    def _start(self, results: list[Any], touched: TorchTensors, opts: Any, start: Callable[[], Task | list[Task]]) -> Any:
+        """Start tasks that read or write the `touched` tensors; returns their `Work`."""
+        try:
+            _check_dense(touched)
+            started = start()
+        except PolytempoError as error:
+            raise as_torch_error(error, self.ranks) from None
+        tasks = started if isinstance(started, list) else [started]
+        timeout = getattr(opts, "timeout", None)
+        if timeout is not None and timeout > timedelta(0):  # torch's "not given" is less
+            for task in tasks:
+                task.timeout = timeout.total_seconds()
+        return TaskWork(tasks, results, self.ranks)
+
+    # Checks and parts of tensors.
+
+    def _split_like(self, call: str, whole: Any, part: Any) -> list[Any]:
+        """A tensor as one part for each rank, each as large as `part`."""
+        if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
+            wanted = f"{self.size()} times {shape_of(part)}"
+            raise self._refusal(f"{call}: expected a tensor of {wanted}, got {shape_of(whole)}")
+        return self._split(whole, [part.numel()] * self.size())
+
+    def _split_rows(self, tensor: Any, rows: Sequence[int]) -> list[Any]:
+        """A tensor as its rows for each rank."""
+        total = tensor.shape[0] if tensor.dim() else 0
+        if not rows and total % self.size():
+            raise self._refusal(f"expected a number of rows that {self.size()} ranks can share, got {shape_of(tensor)}")
+        rows = rows or [total // self.size()] * self.size()
+        if len(rows) != self.size() or sum(rows) != total:
+            raise self._refusal(f"expected {self.size()} numbers of rows that add up to {total}, got {list(rows)}")
+        each = tensor.numel() // total if total else 0
+        return self._split(tensor, [number * each for number in rows])
+
+    def _split(self, tensor: Any, sizes: Sequence[int]) -> list[Any]:
+        if not tensor.is_contiguous():
+            raise self._refusal(f"expected a contiguous tensor, got strides {list(tensor.stride())}; use .contiguous()")
+        return list(tensor.detach().view(-1).split(sizes))
+
+    def _check_single(self, call: str, lists: Sequence[TorchTensors], single: TorchTensors) -> None:
+        if len(lists) != 1 or len(single) != 1:
+            raise self._refusal(f"{call}: expected one tensor on this rank, got {len(single)}, and {len(lists)} lists")
+
+    def _refusal(self, text: str) -> Exception:
+        return as_torch_error(UsageError(text), self.ranks)
+
+
+def _check_dense(tensors: TorchTensors) -> None:
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise UsageError(f"expected dense tensors, got layout {tensor.layout}; use .to_dense() (DDP: sparse=False)")
 
 
 def _until(event: Any) -> Steps:
@@ -372,10 +324,123 @@ def _pairs(outputs: list[Any], inputs: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _op(opts: Any) -> Any:
-    """The operation, of options or alone. Torch wraps it, and the wrapper says nothing in words."""
+    """The operation, of options or alone. Torch wraps it, and the wrapper has no readable name."""
     op = getattr(opts, "reduceOp", opts)
     return "sum" if op is None or isinstance(op, int) else getattr(op, "op", op)
 
 
 def _root(opts: Any) -> int:
     return int(getattr(opts, "rootRank", opts))
+
+
+# The monitored barrier.
+
+
+def monitored_barrier(group: RankGroup, tag: int, seconds: float | None, wait_all_ranks: bool) -> None:
+    """Rank 0 receives a message from every rank, and answers those that came with the list of those that did not.
+
+    Args:
+        group: The group.
+        tag: Of its messages, a new one for each barrier.
+        seconds: The time-out, counted on each rank from its call.
+        wait_all_ranks: Whether the error lists all missing ranks at once, or begins with the first, as gloo's does.
+
+    Raises:
+        PeerError: Ranks are missing, or rank 0 does not answer.
+    """
+    missing = _collect_arrivals(group, tag, seconds) if group.rank == 0 else _report_arrival(group, tag, seconds)
+    if missing:
+        raise PeerError(f"{_position(group, seconds)}: {_listing(missing, wait_all_ranks)}")
+
+
+def _collect_arrivals(group: RankGroup, tag: int, seconds: float | None) -> list[int]:
+    deadline = time.monotonic() + seconds if seconds is not None else None
+    others = range(1, group.size)
+    tasks = [receive(group, torch.empty(1, dtype=torch.uint8), rank, tag, background=True) for rank in others]
+    absent = torch.zeros(group.size, dtype=torch.uint8)
+    for rank, task in zip(others, tasks, strict=True):
+        try:
+            task.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except PeerError:
+            absent[rank] = 1
+    for rank in others:
+        send(group, absent, rank, tag, background=True)
+    return [int(rank) for rank in absent.nonzero().flatten()]
+
+
+def _report_arrival(group: RankGroup, tag: int, seconds: float | None) -> list[int]:
+    send(group, torch.ones(1, dtype=torch.uint8), 0, tag, background=True).wait(seconds)
+    absent = torch.zeros(group.size, dtype=torch.uint8)
+    # Rank 0 gives up after the same time, counted from its own call: its answer is waited for a little longer.
+    receive(group, absent, 0, tag, background=True).wait(None if seconds is None else seconds + 1.0)
+    return [int(rank) for rank in absent.nonzero().flatten()]
+
+
+def _position(group: RankGroup, seconds: float | None) -> str:
+    if group.rank == 0:
+        return "Rank 0 timed out in monitoredBarrier" + ("" if seconds is None else f" after {1000 * seconds:.0f} ms")
+    here = f"Rank {group.rank} successfully reached monitoredBarrier"
+    return f"{here}, but received errors while waiting for send/recv from rank 0"
+
+
+def _listing(missing: list[int], together: bool) -> str:
+    others = ", ".join(map(str, missing[1:]))
+    if not others:
+        return f"Rank {missing[0]} failed to pass monitoredBarrier"
+    if together:
+        return f"Ranks {missing[0]}, {others} failed to pass monitoredBarrier"
+    return f"Rank {missing[0]} failed to pass monitoredBarrier, and so did {others}"
+
+
+# Opening a group.
+
+_opened: Counter[str] = Counter()  # groups made so far, by name
+
+
+def open_group(options: Any, group_options: Any) -> TorchGroup:
+    """Make a group; torch calls this on each of its ranks."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    try:
+        if group_options is not None:
+            raise UsageError(f"expected no pg_options for the back end polytempo, got {type(group_options).__name__}")
+        world = _open_world(options, ranks)
+    except PolytempoError as error:
+        raise as_torch_error(error, ranks) from None
+    return TorchGroup(options.store, world, ranks)
+
+
+def _open_world(options: Any, ranks: Sequence[int]) -> World:
+    """The prefix of keys counts groups of this name: one that is made again must not read the keys of the old one."""
+    _opened[options.group_id] += 1
+    store = TorchStore(torch.distributed.PrefixStore(f"polytempo-{_opened[options.group_id]}", options.store))
+    way, seconds = way_of(None, None), options.timeout.total_seconds()
+    return open_by_store(
+        store,
+        options.group_rank,
+        options.group_size,
+        way.address or _store_address(options.store),
+        way.keys,
+        way.insecure,
+        patience=seconds,
+        timeout=seconds,
+        gone=lambda: _lost_ranks(ranks),
+    )
+
+
+def _lost_ranks(ranks: Sequence[int]) -> dict[int, str]:
+    """The ranks that the default group has lost, numbered as in a new group of `ranks`, with the cause."""
+    default = torch.distributed.group.WORLD
+    if not isinstance(default, TorchGroup):  # another back end's, or this is the first
+        return {}
+    default.world.engine.look()
+    left = default.world.engine.messages.left
+    return {number: left[rank] for number, rank in enumerate(ranks) if rank in left}
+
+
+def _store_address(store: Any) -> str:
+    """The address of torch's store, which all ranks reach; empty for a file or memory store, which serves one host."""
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, torch.distributed.TCPStore):
+        return ""
+    return f"[{store.host}]:{store.port}" if ":" in store.host else f"{store.host}:{store.port}"

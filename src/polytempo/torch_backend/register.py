@@ -1,7 +1,7 @@
-"""Tells torch the word "polytempo". This loads neither torch nor the rest of this room: both come when they are used.
+"""Registers the back end "polytempo" with `torch.distributed`, without importing torch or the rest of this package.
 
-Torch has no list in which a package could leave a word. So: if torch is here already, it is told at once; if not, the import
-of its module is watched for, and it is told then. Either order of `import torch` and `import polytempo` will do.
+Torch has no entry point for back ends. If torch is imported already, the back end is registered at once; otherwise when
+torch's module is imported. Either order of `import torch` and `import polytempo` works.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from polytempo.lazy_imports import when_imported
 
 NAME = "polytempo"
 DEVICES = ("cpu", "cuda")
-#: Where torch keeps its back ends.
+#: The module of torch that keeps the list of back ends.
 AWAITED = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Tell torch, now or as soon as it is loaded."""
-    when_imported(AWAITED, _tell)
+    """Register the back end now, or as soon as torch is imported."""
+    when_imported(AWAITED, _register)
 
 
-def _tell(module: ModuleType) -> None:
+def _register(module: ModuleType) -> None:
     if NAME not in module.Backend.backend_list:
         module.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
 
 
 def _create(options: Any, group_options: Any) -> Any:
-    """What torch calls to make a group."""
-    from polytempo.torch_backend.rendezvous import open_group
+    """Torch calls this to make a group."""
+    from polytempo.torch_backend.process_group import open_group
 
     return open_group(options, group_options)

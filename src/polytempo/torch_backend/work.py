@@ -1,4 +1,4 @@
-"""The handle of a call: what torch waits for, asks, and hangs futures on."""
+"""The `Work` of a call: wait, result, error and future."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from polytempo.collectives.tasks import Task
 from polytempo.errors import PolytempoError
 from polytempo.torch_backend.errors import as_torch_error
 
-#: Seconds that what hangs on futures has left when the process ends.
+#: Seconds that callbacks of futures have left when the process ends.
 LAST_JOBS = 5.0
 
 
 class TaskWork(Work):
-    """One task, or several of one lane, which end in their order."""
+    """The `Work` of one task, or of several tasks of one call queue, which end in their order."""
 
     def __init__(self, tasks: Sequence[Task], results: list[Any], ranks: Sequence[int]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TaskWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the end; torch's "no timeout" is zero."""
+        """Wait for the end; torch's "no timeout" is zero."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         try:
             for task in self._tasks:
@@ -55,7 +55,7 @@ class TaskWork(Work):
         return self._results
 
     def source_rank(self) -> int:
-        """Who sent it, for a receive from anybody."""
+        """The rank that sent the message, for a receive from any source."""
         return int(self._tasks[-1].result)
 
     _source_rank = source_rank
@@ -67,12 +67,12 @@ class TaskWork(Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Made when it is asked for: most calls are only waited for."""
+        """The future, made on first use: most calls are only waited for."""
         with self._lock:
             if self._future is None:
                 source = torch.futures.Future(devices=_devices(self._results))
-                self._future = source.then(self._value)  # what is raised in there is an error to C++, too
-                self._tasks[-1].when_done(lambda _: _callers.run(lambda: source.set_result(None)))
+                self._future = source.then(self._value)  # an error raised there reaches C++ too
+                self._tasks[-1].when_done(lambda _: _callback_threads.run(lambda: source.set_result(None)))
         return self._future
 
     def _value(self, _: Any) -> list[Any]:
@@ -87,8 +87,8 @@ def _devices(results: Sequence[Any]) -> list[torch.device]:
     return sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str)
 
 
-class _Callers:
-    """Threads that run what hangs on futures. There is always a free one: what they run may wait for other futures."""
+class _CallbackThreads:
+    """Threads that run callbacks of futures. One is always free, since a callback may wait for other futures."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -96,7 +96,7 @@ class _Callers:
         self._changed = threading.Condition()
 
     def run(self, job: Callable[[], object]) -> None:
-        """Soon, in one of them."""
+        """Run a job soon, in one of the threads."""
         with self._changed:
             self._jobs += 1
             more = self._jobs > self._threads
@@ -109,17 +109,19 @@ class _Callers:
         while True:
             job = self._queue.get()
             job()
-            del job  # what it holds must not live until the next one
+            del job  # its references must not live until the next job
             with self._changed:
                 self._jobs -= 1
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """At the end of the process: a thread that is in C++ when Python is taken down would take the process with it."""
+        """At the end of the process, wait for callbacks: a thread that is in C++ while Python shuts down crashes the
+        process.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs == 0, LAST_JOBS)
 
 
-_callers = _Callers()
-atexit.register(_callers.finish)  # after the groups, which are made later, have left
-os.register_at_fork(after_in_child=_callers.__init__)  # type: ignore[misc]  # threads stay with the parent
+_callback_threads = _CallbackThreads()
+atexit.register(_callback_threads.finish)  # runs after the groups have left, since they register later
+os.register_at_fork(after_in_child=_callback_threads.__init__)  # type: ignore[misc]  # threads stay with the parent

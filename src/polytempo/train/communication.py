@@ -49,6 +49,12 @@ class Group:
     def index(self, rank: int) -> int:
         """The index within the group of a rank of the job.
 
+        Args:
+            rank: The rank of the job.
+
+        Returns:
+            Its place in `ranks`.
+
         Raises:
             UsageError: The rank is not a member.
         """
@@ -58,7 +64,7 @@ class Group:
 
 
 AnyGroup: TypeAlias = Group | None
-Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+TensorOrList: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 def new_group(ranks: Sequence[int] | None = None) -> Group:
@@ -138,7 +144,7 @@ def _inner(group: Group) -> RankGroup:
     return group.inner
 
 
-def _list(tensors: Tensors) -> list[torch.Tensor]:
+def _list(tensors: TensorOrList) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -237,7 +243,7 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, 
 
 
 def all_reduce(
-    tensor: Tensors, op: object = "sum", group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
+    tensor: TensorOrList, op: object = "sum", group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
 ) -> Task | None:
     """Make a tensor, or each of a list (fused into few messages), the combination of that tensor over all ranks.
 
@@ -301,7 +307,7 @@ def reduce(
 
 
 def broadcast(
-    tensor: Tensors, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
+    tensor: TensorOrList, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
 ) -> Task | None:
     """Make a tensor, or each of a list (fused into few messages), that of rank `src`.
 

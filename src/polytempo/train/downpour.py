@@ -1,11 +1,12 @@
-"""Downpour SGD at the worker: local steps, accumulated pushes, fetches that are not waited for (`sync/downpour.py`).
+"""Downpour SGD at the worker: local steps, accumulated pushes, asynchronous fetches (`sync/downpour.py`).
 
     step     local: w -= alpha * g, and g is added to what the next push will hold
-    push     after each P of them; waits only while the push before is unanswered
-    fetch    after each F of them; when it has come, at the end of a step, its values are taken, and the local steps that
+    push     after P local steps; it waits only while the push before is unanswered
+    fetch    after F local steps; when it has come, at the end of a step, its values are taken, and the local steps that
              they cannot contain yet are made again on top
 
-Which of this worker's pushes fetched values contain, the servers say: the read stands at one place of their log.
+The servers' answer to a fetch names the last of this worker's pushes that the values contain: a read has one place in
+their log.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ Missing = tuple[dict[int, float], Gradients]
 
 @dataclass
 class Made:
-    """Local steps since the last push, those that were skipped included."""
+    """Local steps since the last push, skipped ones included."""
 
     count: int = 0
     samples: float = 0.0
     computed: float = 0.0
 
     def add(self, samples: float, computed: float) -> None:
-        """One more."""
+        """Count one more."""
         self.count, self.samples, self.computed = self.count + 1, self.samples + samples, self.computed + computed
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The servers' values that local steps begin at."""
+    """The servers' values that local steps start from."""
 
     version: int
     contained: int  # the last of this worker's pushes that is in them
@@ -53,7 +54,7 @@ class Basis:
 
 @dataclass
 class Accumulated:
-    """What the next push will hold."""
+    """The gradients that the next push will hold."""
 
     buffer: FlatBuffer
     absent: frozenset[int]
@@ -66,7 +67,7 @@ class Accumulated:
 
 @dataclass
 class ParameterFetch:
-    """Values that were asked for: since when nothing has moved, and how much had by then."""
+    """A fetch under way: since when no byte has moved, and how many had by then."""
 
     reading: Reading
     quiet_since: float
@@ -131,7 +132,7 @@ class DownpourUpdate(Update):
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
 
     def flush(self, **about: Any) -> None:
-        """Push what was accumulated, however much it is."""
+        """Push what was accumulated so far."""
         total, self._sum = self._sum, None
         if total is None:
             return
@@ -155,16 +156,16 @@ class DownpourUpdate(Update):
         )
 
     def _ask(self) -> None:
-        """Start a fetch, unless one is under way; when nothing has moved for a while, ask what became of it."""
+        """Start a fetch, unless one is under way; when no byte has moved for a while, ask for it again."""
         client, now = self._reducer.client, time.monotonic()
-        moved = client.moved()
+        moved = client.connections.moved()
         with self._reducer.session.lock:
             if self._fetch is None:
                 self._fetch = ParameterFetch(client.start_read(self._reducer.name, "params"), now, moved)
             elif moved != self._fetch.moved:
                 self._fetch.quiet_since, self._fetch.moved = now, moved
             elif now - self._fetch.quiet_since > client.retry:
-                client.ask_for(self._fetch.reading)
+                client.reads.ask_status(self._fetch.reading)
                 self._fetch.quiet_since = now
 
     def _install(self) -> None:
@@ -174,7 +175,7 @@ class DownpourUpdate(Update):
             reducer.client.poll()
             if self._fetch is None or len(self._fetch.reading.answers) < reducer.client.shards:
                 return
-            answers = reducer.client.end_read(self._fetch.reading)
+            answers = reducer.client.reads.take(self._fetch.reading)
         self._fetch = None
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange

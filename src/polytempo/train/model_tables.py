@@ -1,26 +1,31 @@
-"""The tables of a model: which there are, and where their rows are.
+"""The tables of a model: which there are, where their rows are, and how state converts between servers and torch.
 
-Rows of a `ServerEmbedding` are on the servers, or, in a job of one without a launcher, in this process.
+Rows of a `ServerEmbedding` are on the servers or, in a job of one without a launcher, in this process. Servers keep an
+optimizer's state in flat segments; torch's `state_dict` has it by the number of a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from polytempo.client.row_traffic import WorkerTable
 from polytempo.errors import UsageError
+from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.reducer import Reducer
-from polytempo.server.optimizer_state import OF_TABLES, SegmentState
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState, of_tensor
 from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, sparse_embedding_tables, torch_rows
-from polytempo.train.state_dict import segments_of, torch_state
 
 Params = Sequence[torch.nn.Parameter]
+
+#: State that is one element for the whole parameter, in torch's own optimizers. A parameter may have one element, too.
+SINGLE = ("step", "mu_product", "eta", "mu")
 
 
 def embedding_tables(model: torch.nn.Module | None) -> list[EmbeddingTable]:
@@ -89,7 +94,7 @@ class ModelTables:
 
     def torch_state(self, segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], params: Params) -> dict[int, Any]:
         """The servers' state by parameter number."""
-        dense = torch_state([one for one in segments if one.dtype != OF_TABLES], tensors, self.dense)
+        dense = dense_state([one for one in segments if one.dtype != OF_TABLES], tensors, self.dense)
         shards = [one.state for one in segments if one.dtype == OF_TABLES]
         places = {id(param): index for index, param in enumerate(params)}
         rows = {places[id(t.weight)]: torch_rows(number, t, shards) for number, t in enumerate(self.mirrored)}
@@ -101,7 +106,7 @@ class ModelTables:
         given: dict[str, Any] = {}
         for number, table in enumerate(self.mirrored):
             given |= rows_of_torch(number, table, state.get(places[id(table.weight)], {}))
-        return [*segments_of(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
+        return [*dense_segments(state, tensors, self.dense), *([SegmentState(OF_TABLES, 0, 0, given)] if given else [])]
 
     def check_unchanged(self) -> None:
         """Refuse tables that the script has written to: only rows with gradients travel."""
@@ -128,3 +133,54 @@ class ModelTables:
         """Forget the gradients of rows on servers."""
         for table in self.embeddings:
             table.drop()
+
+
+# State of dense parameters.
+
+
+def dense_state(
+    segments: Sequence[SegmentState], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """State by parameter number, as torch's `state_dict()["state"]`; `numbers` are those of the tensors.
+
+    Servers have no state of a parameter without elements. It gets what a neighbour in its group has: Adagrad makes state
+    only when it is built, and could not go on from a dictionary that lacks some.
+    """
+    result, of_group = {}, {}
+    places = lay_out(tensors, 1).places
+    for place in places:
+        state = of_tensor(segments, place.info.dtype, place.start, place.stop, place.info.shape)
+        if state:
+            result[numbers[place.index]] = state
+            of_group[place.info.group] = state, place.info
+    for place in places:
+        if place.start == place.stop and place.info.group in of_group:
+            state, info = of_group[place.info.group]
+            result[numbers[place.index]] = {name: _emptied(name, value, info, place.info) for name, value in state.items()}
+    return dict(sorted(result.items()))
+
+
+def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
+    """A neighbour's state, for a parameter that has no elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    each = value.numel() == prod(info.shape) and name not in SINGLE
+    return torch.empty(tuple(empty.shape), dtype=getattr(torch, empty.dtype)) if each else value.clone()
+
+
+def dense_segments(
+    state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]
+) -> list[SegmentState]:
+    """The same the other way: one segment for each parameter that has state."""
+    segments = []
+    for place in lay_out(tensors, 1).places:
+        own = {name: _on_cpu(name, value, place.info) for name, value in state.get(numbers[place.index], {}).items()}
+        segments.append(SegmentState(place.info.dtype, place.start, place.stop, own))
+    return segments
+
+
+def _on_cpu(name: str, value: Any, info: TensorInfo) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.reshape(-1) if value.numel() == prod(info.shape) and name not in SINGLE else value

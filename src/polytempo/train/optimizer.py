@@ -34,10 +34,10 @@ from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
-from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.update import (
@@ -134,11 +134,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if session.together:
             check_unique(self._params, self._names, on_servers=not among_workers)
             self._reducer = self._make_reducer(among_workers)
-            self._own_parameters(self._reducer)
+            _take_over(self, self._params, self._names)
+            session.watches.add(self._reducer.copier.watch)
         finite = FiniteWatch(self._names, session.rank, nonfinite)
-        self._wrapped = Wrapped(optimizer, self._params, self._hyper_now, finite, tables, clip_norm)
-        tables.attach(self._reducer, lambda: self.param_groups[0]["lr"])
-        self._update = self._make_update(self._reducer)
+        self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
+        tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
+        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper)
         session.computing_from(time.perf_counter())
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
@@ -161,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         chosen = range(len(self._params)) if special else self._tables.dense
         tables = () if special else tuple(table.info for table in self._tables.all)
         described = self._specs.describe(self._params, self._names, self._groups, chosen)
-        return self._specs.build(special, described, self._hyper_now(), tables)
+        return self._specs.build(special, described, self._hyper.now(), tables)
 
     def _take_initial_state(self, spec: OptimizerSpec) -> Sequence[SegmentState]:
         """State that the wrapped optimizer has already goes to the servers, where they keep it."""
@@ -170,29 +171,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
         self.inner.state.clear()
         return state
-
-    def _make_update(self, reducer: Reducer | None) -> Update:
-        wrapped, barrier = self._wrapped, self._spec.mode.barrier
-        if reducer is None:
-            return StepAlone(wrapped, RuleAlone(self._spec, self._hyper, self) if self._spec.mode.rule else None)
-        if reducer.mean is not None:
-            return StepOnMean(wrapped, reducer, reducer.mean)
-        if self._spec.local is not None:
-            return DownpourUpdate(wrapped, reducer, self._spec.local)
-        return PushChange(wrapped, reducer, barrier) if self._apply == "delta" else PushGradient(wrapped, reducer, barrier)
-
-    def _hyper_now(self) -> GroupValues:
-        return self._hyper.of(self.param_groups)
-
-    def _own_parameters(self, reducer: Reducer) -> None:
-        """Of several optimizers with the same parameter only the last made may step: servers hold values for each."""
-        owners, mine = self._session.owners, weakref.ref(self)
-        for param, name in zip(self._params, self._names, strict=True):
-            before = owners.get(id(param), mine)()
-            if before is not None and before is not self:
-                before._displaced = before._displaced or name
-            owners[id(param)] = mine
-        self._session.watches.add(reducer.copier.watch)
 
     # It shares everything with the optimizer it wraps.
 
@@ -217,7 +195,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.inner.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before it is wrapped."""
+        """Refused after wrapping: servers and peers know the parameters by then.
+
+        Args:
+            param_group: The group.
+
+        Raises:
+            UsageError: The optimizer is wrapped; add groups before.
+        """
         if self._ready:
             raise UsageError("add parameter groups before wrapping the optimizer: the job knows its parameters by now")
 
@@ -297,7 +282,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return bool(found) or not self._tables.is_finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of rows too."""
+        """Reset all gradients, those of table rows too; buckets that were sent without a `step()` are dropped.
+
+        Args:
+            set_to_none: As in torch.
+        """
         super().zero_grad(set_to_none)
         self._tables.drop()
 
@@ -332,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._reducer is not None:
             with self._not_computing(), torch.no_grad():
                 self._find_changes(self._reducer)
-                self._reducer.agree(self._hyper_now(), weight, skip=False)
+                self._reducer.agree(self._hyper.now(), weight, skip=False)
         self._agreed = True
 
     def join(self) -> None:
@@ -425,6 +414,28 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
         }
+
+
+def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: str, hyper: HyperParameters) -> Update:
+    """Where the update is made, by the mode, `apply` and the reducer."""
+    if reducer is None:
+        return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
+    if reducer.mean is not None:
+        return StepOnMean(wrapped, reducer, reducer.mean)
+    if spec.local is not None:
+        return DownpourUpdate(wrapped, reducer, spec.local)
+    kind = PushChange if apply == "delta" else PushGradient
+    return kind(wrapped, reducer, spec.mode.barrier)
+
+
+def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Of several optimizers with the same parameter only the last made may step: servers hold values for each."""
+    owners, mine = optimizer._session.owners, weakref.ref(optimizer)
+    for param, name in zip(params, names, strict=True):
+        before = owners.get(id(param), mine)()
+        if before is not None and before is not optimizer:
+            before._displaced = before._displaced or name
+        owners[id(param)] = mine
 
 
 _observed_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)

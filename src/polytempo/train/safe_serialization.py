@@ -1,7 +1,7 @@
-"""Plain data as bytes and back: never pickles, since reading a pickle runs whatever its writer liked.
+"""Safe serialization of plain data: never pickles, since reading a pickle runs code of its writer's choice.
 
-Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, set, numpy arrays and numbers, tensors. Containers
-and arrays become a letter and what is in them; msgpack does the rest.
+Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, set, numpy arrays and scalars, tensors. Containers
+and arrays are encoded as a letter and their contents, in msgpack.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from polytempo.errors import PeerError, UsageError, WrongType
 
 TensorList = list[torch.Tensor]
 
-_AS_THEY_ARE = (type(None), bool, float, str, bytes)
-_SMALL = 1 << 63
+_UNCHANGED = (type(None), bool, float, str, bytes)
+_INT64_LIMIT = 1 << 63
 _SENT, _REFUSED = b"\0", b"\1"
 
 
 def encode(thing: object, aside: TensorList | None = None) -> bytes:
-    """As bytes. Tensors are put into `aside`, where there is one, and only described."""
+    """Plain data as bytes. With `aside`, tensors are appended to it, and only described in the bytes."""
     try:
         return msgspec.msgpack.encode(_down(thing, aside))
     except RecursionError:
@@ -32,7 +32,7 @@ def encode(thing: object, aside: TensorList | None = None) -> bytes:
 
 
 def decode(data: bytes, aside: TensorList | None = None) -> Any:
-    """The thing again. Tensors that were put aside are made, to be filled, and put into `aside`."""
+    """The data again. Tensors that were put aside are allocated, to be filled, and appended to `aside`."""
     try:
         return _up(msgspec.msgpack.decode(data), aside)
     except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -40,7 +40,7 @@ def decode(data: bytes, aside: TensorList | None = None) -> Any:
 
 
 def encode_for_all(thing: object, aside: TensorList | None = None) -> tuple[bytes, UsageError | None]:
-    """As bytes, or, where it is refused, the refusal as bytes: whoever waits for it must learn of that too."""
+    """Plain data as bytes or, where it is refused, the refusal as bytes: the ranks that wait for it must raise it too."""
     try:
         return _SENT + encode(thing, aside), None
     except UsageError as error:
@@ -50,12 +50,12 @@ def encode_for_all(thing: object, aside: TensorList | None = None) -> tuple[byte
 
 
 def is_refusal(data: bytes) -> bool:
-    """Is this what `encode_for_all` makes of something that is not plain?"""
+    """Did `encode_for_all` refuse the data?"""
     return data[:1] == _REFUSED
 
 
 def decode_from(rank: int, data: bytes, aside: TensorList | None = None) -> Any:
-    """What `encode_for_all` of this rank made: the thing, or its refusal raised here as well."""
+    """The data that `encode_for_all` of this rank encoded; a refusal is raised here as well."""
     if is_refusal(data):
         raise WrongType(f"rank {rank} has nothing to send: {data[1:].decode(errors='replace')}")
     return decode(data[1:], aside)
@@ -63,10 +63,10 @@ def decode_from(rank: int, data: bytes, aside: TensorList | None = None) -> Any:
 
 def _down(thing: Any, aside: TensorList | None) -> Any:
     kind = type(thing)
-    if kind in _AS_THEY_ARE:
+    if kind in _UNCHANGED:
         return thing
     if kind is int:
-        return thing if -_SMALL <= thing < _SMALL else ["i", str(thing)]
+        return thing if -_INT64_LIMIT <= thing < _INT64_LIMIT else ["i", str(thing)]
     if kind in (list, tuple, set, torch.Size):
         letter = "l" if kind is list else "s" if kind is set else "t"
         return [letter, [_down(part, aside) for part in thing]]

@@ -164,7 +164,14 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
         self._device = torch.nn.Buffer(torch.empty(0), persistent=False)  # moves with the module
 
     def named(self, name: str) -> EmbeddingTable:
-        """Its table, under the name it has in the model; tables with other names begin with other values."""
+        """Name the table after its place in the model; tables of different names get different initial values.
+
+        Args:
+            name: The name of the module in the model.
+
+        Returns:
+            The table.
+        """
         info = self.table.info
         seed = zlib.crc32(name.encode()) ^ self._seed  # not the table's: a refused optimizer may have named it before
         self.table.info = TableInfo(name, info.rows, info.dim, info.dtype, info.start, seed, info.rule)

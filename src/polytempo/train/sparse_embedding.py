@@ -1,7 +1,7 @@
 """`nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`: every worker holds the whole table, and only rows travel.
 
-A push carries the rows that have a gradient, an answer the rows that anybody has changed since the worker's last one. On the
-servers the wrapped optimizer's own rule runs on those rows, as torch runs it on sparse gradients.
+A push carries the rows that have a gradient, an answer the rows that any worker has changed since this worker's last answer.
+On the servers the wrapped optimizer's own rule runs on those rows, as torch runs it on sparse gradients.
 """
 
 from __future__ import annotations

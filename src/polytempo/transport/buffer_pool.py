@@ -22,13 +22,13 @@ class Pool:
 
     pins = True
 
-    def __init__(self, shelf: SharedMemoryRegistry | None = None) -> None:
-        self.shelf = shelf  #: what this process shares with others of its host; None where it shares nothing
+    def __init__(self, registry: SharedMemoryRegistry | None = None) -> None:
+        self.registry = registry  #: what this process shares with others of its host; None where it shares nothing
         self._free: dict[int, list[Bytes]] = {}
 
     def allocate(self, size: int) -> Bytes:
         """Memory to keep, zeroed, from which buffers will be sent: shared where that is possible."""
-        return self.shelf.allocate(size) if self.shelf is not None else numpy.zeros(size, dtype=numpy.uint8)
+        return self.registry.allocate(size) if self.registry is not None else numpy.zeros(size, dtype=numpy.uint8)
 
     def take(self, size: int) -> Bytes:
         """A buffer of so many bytes, with anything in it."""

@@ -1,10 +1,10 @@
 """Messages on a Unix stream socket: how they are put together and taken apart.
 
-A buffer that lies in memory which its sender shares (`segments.py`) travels as a reference: which of the sender's segments,
-where, how long. A segment is handed over with the first message that refers to it. Where the sender must know when the
-memory is free again, the message names the word of a loan.
+A buffer that lies in shared memory (`shared_memory.py`) travels as a reference: which of the sender's segments, offset,
+length. A segment is handed over with the first message that refers to it. Where the sender must know when the memory is free
+again, the message names a lease.
 
-    "PT02" | header length u32 | buffers u32 | new segments u32 | loan: segment u32, word u32
+    "PT02" | header length u32 | buffers u32 | new segments u32 | lease: segment u32, word u32
     | for each buffer: length u64, offset u64, segment u32 | header | bytes of buffers that are not references
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, OnSent
-from polytempo.transport.shared_memory import Borrowed, Segment, SharedMemoryRegistry, open_segment
+from polytempo.transport.shared_memory import Borrowed, Lease, Segment, SharedMemoryRegistry, open_segment
 
 MAGIC = b"PT02"
 PREFIX = struct.Struct("<4sIIIII")
@@ -52,57 +52,57 @@ class FrameWriter:
     """Puts messages together, for one connection: what is written out, what is only referred to."""
 
     def __init__(self, pool: Pool) -> None:
-        self._shelf = pool.shelf
+        self._registry = pool.registry
         self._numbers: dict[int, int] = {}  # a segment's own number -> its number on this connection
-        self._words: set[int] = set()  # loans that are out
+        self._leases: set[Lease] = set()  # that this connection's peer holds
         self._places: dict[int, tuple[weakref.ref[Bytes], tuple[Segment, int] | None]] = {}  # of buffers sent before
 
     def write(self, header: bytes, buffers: Sequence[Bytes], done: OnSent | None) -> tuple[list[FramePiece], OnSent | None]:
-        """The pieces to send, and what is to be called when they were sent; of a loan, `done` is called when it is back."""
+        """The pieces to send, and what to call when they are sent; with a lease, `done` is called when that is free."""
         new: list[Segment] = []
-        found = [self._place(self._shelf, buffer) if self._shelf is not None else None for buffer in buffers]
-        loan = None
+        found = [self._place(self._registry, buffer) if self._registry is not None else None for buffer in buffers]
+        lease = None
         if len([place for place in found if place]) >= SEGMENT_COUNT_LIMIT:
             found = [None] * len(buffers)  # more could be new than can be handed over at once
-        if self._shelf is not None and done is not None and any(found):
-            loan = self._lend(self._shelf, done)
-            if loan is None:
+        if self._registry is not None and done is not None and any(found):
+            lease = self._lease(self._registry, done)
+            if lease is None:
                 found = [None] * len(buffers)
         entries = [
             ENTRY.pack(buffer.nbytes, *((place[1], self._number(place[0], new)) if place else (0, NONE)))
             for buffer, place in zip(buffers, found, strict=True)
         ]
-        lent = (self._number(loan[0], new), loan[1]) if loan else (NONE, 0)
-        prefix = PREFIX.pack(MAGIC, len(header), len(buffers), len(new), *lent)
+        leased = (self._number(lease.segment, new), lease.word) if lease else (NONE, 0)
+        prefix = PREFIX.pack(MAGIC, len(header), len(buffers), len(new), *leased)
         written = [b.data.cast("B") for b, place in zip(buffers, found, strict=True) if place is None and b.nbytes]
         small = sum(len(data) for data in written) <= JOIN_UP_TO
         first = b"".join((prefix, *entries, header, *(written if small else ())))
         pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
-        return pieces, None if loan else done
+        return pieces, None if lease else done
 
-    def _place(self, shelf: SharedMemoryRegistry, buffer: Bytes) -> tuple[Segment, int] | None:
-        """Where a buffer lies. The same few are sent again and again."""
+    def _place(self, registry: SharedMemoryRegistry, buffer: Bytes) -> tuple[Segment, int] | None:
+        """The segment and offset of a buffer; those of the last few buffers are remembered."""
         known = self._places.get(id(buffer))
         if known is not None and known[0]() is buffer:
             return known[1]
-        place = shelf.find(buffer)
+        place = registry.find(buffer)
         if len(self._places) >= REMEMBERED:
             self._places.clear()
         self._places[id(buffer)] = weakref.ref(buffer), place
         return place
 
-    def _lend(self, shelf: SharedMemoryRegistry, done: OnSent) -> tuple[Segment, int] | None:
-        word = -1
+    def _lease(self, registry: SharedMemoryRegistry, done: OnSent) -> Lease | None:
+        lease: Lease | None = None
 
-        def back() -> None:
-            self._words.discard(word)  # it may be another connection's next
+        def returned() -> None:
+            if lease is not None:
+                self._leases.discard(lease)
             done()
 
-        loan = shelf.lend(back)
-        if loan is not None:
-            word = loan[1]
-            self._words.add(word)
-        return loan
+        lease = registry.lease(returned)
+        if lease is not None:
+            self._leases.add(lease)
+        return lease
 
     def _number(self, segment: Segment, new: list[Segment]) -> int:
         if segment.number not in self._numbers:
@@ -111,9 +111,9 @@ class FrameWriter:
         return self._numbers[segment.number]
 
     def close(self) -> None:
-        """The connection is gone: what it has borrowed is back."""
-        for word in list(self._words) if self._shelf is not None else ():
-            self._shelf.write_off(word)  # type: ignore[union-attr]
+        """The connection is gone: its leases expire."""
+        for lease in list(self._leases) if self._registry is not None else ():
+            self._registry.expire(lease)  # type: ignore[union-attr]
 
 
 class FrameReader:
@@ -184,7 +184,7 @@ class FrameReader:
         fixed = bytearray(PREFIX.size)
         while True:
             yield memoryview(fixed)
-            magic, header_length, count, new, *loan = PREFIX.unpack(fixed)
+            magic, header_length, count, new, *lease = PREFIX.unpack(fixed)
             if magic != MAGIC:
                 raise PeerError("a connection does not speak polytempo's protocol")
             if count > BUFFER_COUNT_LIMIT or header_length + ENTRY.size * count + new * SEGMENT_COST > self.limit:
@@ -197,33 +197,33 @@ class FrameReader:
             total = sum(entry[0] for entry in entries)
             if total > self.limit:
                 raise PeerError(f"a message of {total} bytes was refused; at most {self.limit} are taken")
-            buffers = self._buffers(entries, *loan)
+            buffers = self._buffers(entries, *lease)
             yield from _to_fill(buffers)
             self._done = bytes(memoryview(table)[ENTRY.size * count :]), buffers
             del buffers  # kept here, they could never be given back
 
     def _open(self, new: int) -> None:
         if new > len(self._descriptors):
-            raise PeerError("a message refers to memory that was not handed over")
+            raise PeerError(f"a message hands over {new} segments, and came with {len(self._descriptors)} descriptors")
         for _ in range(new):
             self._segments.append(open_segment(self._descriptors.pop(0)))
 
-    def _buffers(self, entries: Sequence[tuple[int, int, int]], loan_segment: int, word: int) -> list[Bytes]:
+    def _buffers(self, entries: Sequence[tuple[int, int, int]], lease_segment: int, word: int) -> list[Bytes]:
         referred = sum(number != NONE for _, _, number in entries)
-        back = self._loan(loan_segment, word, referred) if loan_segment != NONE else None
+        dropped = self._held_lease(lease_segment, word, referred) if lease_segment != NONE else None
         result: list[Bytes] = []
         for length, offset, number in entries:
             if number == NONE:
                 result.append(self._pool.take(length))
                 continue
             if number >= len(self._segments) or offset + length > self._segments[number].size:
-                raise PeerError("a message refers to memory that is not there")
-            result.append(self._view(number, offset, length, back))
+                raise PeerError(f"invalid shared-memory reference (segment {number}, offset {offset}, {length} bytes)")
+            result.append(self._view(number, offset, length, dropped))
         return result
 
-    def _view(self, number: int, offset: int, length: int, back: OnSent | None) -> Bytes:
-        if back is not None:  # it matters when this one is gone
-            return self._segments[number].view(offset, length, back).view(Borrowed)
+    def _view(self, number: int, offset: int, length: int, dropped: OnSent | None) -> Bytes:
+        if dropped is not None:
+            return self._segments[number].view(offset, length, dropped).view(Borrowed)
         key = number, offset, length
         if key not in self._views:
             if len(self._views) >= REMEMBERED:
@@ -231,22 +231,13 @@ class FrameReader:
             self._views[key] = self._segments[number].view(offset, length).view(Borrowed)
         return self._views[key]
 
-    def _loan(self, number: int, word: int, views: int) -> OnSent:
-        """Clears a loan's word when so many views are gone."""
+    def _held_lease(self, number: int, word: int, views: int) -> OnSent:
         if number >= len(self._segments) or word >= self._segments[number].size:
-            raise PeerError("a message refers to a loan that is not there")
-        left, byte = [None] * views, self._segments[number].view(word, 1)
-        borrower = os.getpid()
-
-        def back() -> None:
-            left.pop()
-            if not left and os.getpid() == borrower:  # a forked child has the views too, and its parent may still read
-                byte[0] = 0
-
-        return back
+            raise PeerError(f"invalid lease (segment {number}, byte {word}): that segment was not handed over or is smaller")
+        return Lease(self._segments[number], word).held_by(views)
 
     def close(self) -> None:
-        """Descriptors nobody will ask for any more."""
+        """Close the descriptors that no message has claimed."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()

@@ -1,10 +1,10 @@
-"""Processes of one host that talk to each other directly: a Unix socket for each pair.
+"""Links between the ranks of one host that reduce in shared memory: notifications, and segments handed over.
 
-Over it go *notes*, 16 bytes each ("my part of round 7 on board 2 is there"), and segments of shared memory. Rounds only
-grow, so a note says "at least so far", and waiting is comparing numbers. Who waits blocks in `poll`, on the sockets of those
-it waits for, and on whatever else it must hear meanwhile. The end of a process closes its sockets: that is how others know.
+A notification says "round 7 of buffer 2 has reached this point". Rounds only grow, so it means "at least so far", and a wait
+compares numbers. A rank that waits blocks in `poll` on the links of the ranks it waits for, and on whatever else it must
+hear meanwhile. The end of a process closes its links: that is how the others know.
 
-    each listens at <directory>/peer-<rank>; the higher rank of a pair connects; the kernel says who it is (SO_PEERCRED)
+    each rank listens at <directory>/peer-<rank>; the higher rank of a pair connects
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from polytempo.errors import PeerError
+from polytempo.transport.channel import Bytes
 from polytempo.transport.deadline import Deadline
-from polytempo.transport.shared_memory import Segment, open_segment
-from polytempo.transport.stream import peer_uid
+from polytempo.transport.peer_link import NOTE, SEGMENT, LinkMessage
+from polytempo.transport.shared_memory import Segment
+from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.unix_socket import HELLO, accept_rank, connect_to
 
-NOTE = struct.Struct("<HHIQ")  # kind, unused, board, round
-RANK = struct.Struct("<I")
-HANDED_OVER = 0  # the kind of note that comes with a segment
+#: The kind of notification that a segment counts as.
+HANDED_OVER = 0
+#: Kinds of notifications of a buffer: on a link, the context is the number of the buffer and the kind.
+KINDS = 16
 
 #: Something else to watch while waiting: a descriptor, and what to do when it is ready.
 Also = tuple[int, Callable[[], object]]
 
 
 class LocalPeers:
-    """This process's connections to its peers."""
+    """This rank's links to the other ranks of its host. It is the receiver of all of them."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self.rank = rank
-        self.gone: set[int] = set()
+        self.lost: set[int] = set()
         self._directory = directory
-        self._sockets: dict[int, socket.socket] = {}
-        self._rest: dict[int, bytes] = {}  # bytes of a note that is not whole
-        self._heard: dict[tuple[int, int, int], int] = {}  # (peer, kind, board) -> round
-        self._segments: dict[tuple[int, int], Segment] = {}  # (peer, board)
-        self._descriptors: dict[int, list[int]] = {}
+        self._links: dict[int, StreamLink] = {}
+        self._heard: dict[tuple[int, int], int] = {}  # (rank, context) -> round
+        self._segments: dict[tuple[int, int], Segment] = {}  # (rank, context)
+        self._deadline = Deadline(rank)  # of the wait that goes on
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _listen_at(self._listener, self._path(rank))
         self._listener.setblocking(False)
@@ -49,44 +50,42 @@ class LocalPeers:
     def _path(self, rank: int) -> str:
         return f"{self._directory}/peer-{rank}"
 
-    # Finding each other.
+    # Rendezvous.
 
     def meet(self, ranks: Iterable[int], timeout: float = 60.0) -> None:
-        """Be connected to all of these. They listen already, or will soon; one that is gone is noted as gone."""
-        wanted = [rank for rank in ranks if rank != self.rank and rank not in self._sockets and rank not in self.gone]
+        """Be linked to all of these. They listen already, or will soon; one that has ended counts as lost."""
+        wanted = [rank for rank in ranks if rank != self.rank and rank not in self._links and rank not in self.lost]
         deadline = Deadline(self.rank, timeout)
         for rank in wanted:
             if rank < self.rank:
                 self._connect(rank, deadline)
-        while missing := [r for r in wanted if r > self.rank and r not in self._sockets and r not in self.gone]:
-            if _ready([self._listener.fileno()], deadline.until_next_look):
+        while missing := [r for r in wanted if r > self.rank and r not in self._links and r not in self.lost]:
+            if _readable([self._listener.fileno()], deadline.until_next_look):
                 self._accept()
             elif deadline.over:
                 raise PeerError(f"rank {self.rank} has waited {timeout:g} s for rank {missing[0]} to connect")
             else:
-                self.gone.update(rank for rank in missing if self._is_gone(rank))
-                deadline.look([rank for rank in missing if rank not in self.gone], "to connect")
+                self.lost.update(rank for rank in missing if self._has_ended(rank))
+                deadline.look(missing, "to connect")
 
     def _connect(self, rank: int, deadline: Deadline) -> None:
-        while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.connect(self._path(rank))
-                sock.sendall(RANK.pack(self.rank))
-                return self._add(rank, sock)
-            except ConnectionRefusedError:
-                sock.close()
-                self.gone.add(rank)
-                return None
-            except FileNotFoundError:
-                sock.close()
-                deadline.look([rank], "to listen")
-                if deadline.over:
-                    raise PeerError(f"rank {rank} does not listen at {self._path(rank)}") from None
-                time.sleep(0.005)  # it is starting, and has no socket to wait on
+        def retry(error: OSError) -> bool:
+            if isinstance(error, ConnectionRefusedError):  # its process has ended, and left its path
+                return False
+            deadline.look([rank], "to listen")
+            if deadline.over:
+                raise PeerError(f"rank {rank} does not listen at {self._path(rank)}") from None
+            return True
 
-    def _is_gone(self, rank: int) -> bool:
-        """A path at which nobody listens was left by a process that has ended."""
+        sock = connect_to(self._path(rank), retry)
+        if sock is None:
+            self.lost.add(rank)
+        else:
+            sock.sendall(HELLO.pack(self.rank, 0))
+            self._add(rank, sock)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the path of a rank is left from a process that has ended: then a connection is refused."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
                 probe.connect(self._path(rank))
@@ -98,115 +97,102 @@ class LocalPeers:
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
-            sock, _ = self._listener.accept()
-            sock.settimeout(5.0)
-            name = b""
-            if peer_uid(sock) == os.getuid():
-                with suppress(OSError):
-                    name = sock.recv(RANK.size, socket.MSG_WAITALL)
-            if len(name) < RANK.size:  # somebody who only looked whether we are there, or who does not belong here
-                sock.close()
-            else:
-                self._add(RANK.unpack(name)[0], sock)
+            accepted = accept_rank(self._listener)  # none: a probe, or a process that does not belong here
+            if accepted is not None:
+                rank, _, sock = accepted
+                self._add(rank, sock)
 
     def _add(self, rank: int, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        self._sockets[rank], self._rest[rank], self._descriptors[rank] = sock, b"", []
+        self._links[rank] = StreamLink(rank, self, sock)
 
-    # Telling and waiting.
+    # Notifying and waiting.
 
-    def hand_over(self, ranks: Iterable[int], board: int, segment: Segment) -> None:
-        """Give these a segment."""
-        self.tell(ranks, HANDED_OVER, board, 0, segment)
+    def hand_over(self, ranks: Iterable[int], number: int, segment: Segment) -> None:
+        """Give these ranks the segment of a buffer."""
+        self._send(ranks, LinkMessage(SEGMENT, number * KINDS + HANDED_OVER, 0, segment=segment))
 
-    def tell(self, ranks: Iterable[int], kind: int, board: int, number: int, segment: Segment | None = None) -> None:
-        """Send a note."""
-        note = NOTE.pack(kind, 0, board, number)
+    def tell(self, ranks: Iterable[int], kind: int, number: int, round_: int) -> None:
+        """Notify these ranks that this one has reached a point of a round of a buffer."""
+        self._send(ranks, LinkMessage(NOTE, number * KINDS + kind, round_))
+
+    def _send(self, ranks: Iterable[int], message: LinkMessage) -> None:
         for rank in ranks:
-            sock = self._sockets.get(rank)
-            if sock is None:
-                continue
-            try:
-                if segment is None:
-                    sock.sendall(note)
-                else:
-                    socket.send_fds(sock, [note], [segment.descriptor])
-            except OSError:
-                while rank in self._sockets:  # what it said last counts
-                    self._read(rank)
+            link = self._links.get(rank)
+            if link is not None:
+                link.send(message)
 
-    def heard(self, rank: int, kind: int, board: int) -> int:
-        """The highest round of this kind that a peer has noted; -1 before the first."""
-        return self._heard.get((rank, kind, board), -1)
+    def heard(self, rank: int, kind: int, number: int) -> int:
+        """The latest round of which a rank has notified this one; -1 before the first."""
+        return self._heard.get((rank, number * KINDS + kind), -1)
 
-    def segment(self, rank: int, board: int) -> Segment:
-        """What a peer has handed over for a board."""
-        return self._segments[rank, board]
+    def segment(self, rank: int, number: int) -> Segment:
+        """The segment of a buffer that a rank has handed over."""
+        return self._segments[rank, number * KINDS + HANDED_OVER]
 
-    def wait(self, ranks: Iterable[int], kind: int, board: int, number: int, also: Iterable[Also] = ()) -> None:
-        """Wait until all of these have noted this round, or are gone."""
-        deadline, others = Deadline(self.rank), dict(also)
-        while missing := [r for r in ranks if r in self._sockets and self.heard(r, kind, board) < number]:
-            watched = {self._sockets[rank].fileno(): rank for rank in missing}
-            ready = _ready([*watched, *others], deadline.until_next_look)
+    def wait(self, ranks: Iterable[int], kind: int, number: int, round_: int, also: Iterable[Also] = ()) -> None:
+        """Wait until all of these ranks have reached this round, or are lost."""
+        deadline, others, context = self._deadline, dict(also), number * KINDS + kind
+        deadline.restart()
+        while missing := [r for r in ranks if r in self._links and self._heard.get((r, context), -1) < round_]:
+            links = {self._links[rank].fileno: self._links[rank] for rank in missing}
+            ready = _readable([*links, *others], deadline.until_next_look)
             for descriptor in ready:
-                if descriptor in watched:
-                    self._read(watched[descriptor])
+                if descriptor in links:
+                    links[descriptor].read()
                 else:
                     others[descriptor]()
             if not ready:
                 deadline.look(missing, "to do their part")
 
-    def _read(self, rank: int) -> None:
-        if rank not in self._sockets:
-            return
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._sockets[rank], 4096, 16)
-        except OSError:
-            data, descriptors = b"", []
-        if not data:
-            self._lose(rank)
-            return
-        for descriptor in descriptors:  # not for programs that a worker starts
-            os.set_inheritable(descriptor, False)
-        self._descriptors[rank] += descriptors
-        data = self._rest[rank] + data
-        whole = len(data) - len(data) % NOTE.size
-        self._rest[rank] = data[whole:]
-        for kind, _, board, number in NOTE.iter_unpack(data[:whole]):
-            self._heard[rank, kind, board] = max(number, self.heard(rank, kind, board))
-            if kind == HANDED_OVER and self._descriptors[rank]:
-                self._segments[rank, board] = open_segment(self._descriptors[rank].pop(0))
+    # The receiver of the links.
+
+    def room(self, source: int, message: LinkMessage, length: int) -> Bytes:
+        """Refuse a payload: notifications have none."""
+        raise PeerError(f"it sent a payload of {length} bytes where notifications were expected")
+
+    def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        """Note a notification, or a segment."""
+        key = source, message.context
+        if message.kind == NOTE:
+            self._heard[key] = max(message.tag, self._heard.get(key, -1))
+        elif message.kind == SEGMENT and message.segment is not None:
+            self._segments[key] = message.segment
+            self._heard[key] = 0
+
+    def gone(self, source: int, reason: str) -> None:
+        """A link has ended."""
+        self.lost.add(source)
+        self._links.pop(source, None)
+
+    # The end.
 
     def forget(self, rank: int) -> None:
-        """Somebody else knows that this peer is gone. What it said before counts."""
-        while rank in self._sockets and _ready([self._sockets[rank].fileno()], 0):
-            self._read(rank)
-        self._lose(rank)
-
-    def _lose(self, rank: int) -> None:
-        self.gone.add(rank)
-        sock = self._sockets.pop(rank, None)
-        if sock is not None:
-            sock.close()
+        """The job says that this rank is lost, though a process it forked may keep its link open. What it sent counts."""
+        link = self._links.get(rank)
+        if link is not None:
+            link.drain()
+            link.close()
+        self.gone(rank, "")
 
     def let_go(self) -> None:
-        """In a child after a fork: leave all connections, and the path, to the parent."""
-        for sock in (*self._sockets.values(), self._listener):
-            sock.close()
-        self._sockets.clear()
+        """In a child after a fork: leave all links, and the path, to the parent."""
+        for link in self._links.values():
+            link.abandon()
+        self._listener.close()
+        self._links.clear()
 
     def close(self) -> None:
-        """End all connections."""
-        for rank in list(self._sockets):
-            self._lose(rank)
+        """End all links."""
+        for rank, link in list(self._links.items()):
+            link.close()
+            self.gone(rank, "")
         self._listener.close()
         with suppress(FileNotFoundError):
             os.unlink(self._path(self.rank))
 
 
 def _listen_at(listener: socket.socket, path: str) -> None:
-    """The path appears when somebody listens there, not before: whoever is refused takes its owner for dead."""
+    """Listen, and let the path appear only then: a rank whose path refuses connections counts as lost."""
     hidden = f"{path}-unready"
     listener.bind(hidden)
     listener.listen(128)
@@ -216,8 +202,8 @@ def _listen_at(listener: socket.socket, path: str) -> None:
         os.unlink(hidden)
 
 
-def _ready(descriptors: list[int], seconds: float) -> list[int]:
-    """Which of these can be read, waiting at most so long for the first."""
+def _readable(descriptors: list[int], seconds: float) -> list[int]:
+    """Which of these can be read, waiting at most this long for the first."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)

@@ -1,6 +1,6 @@
 """`memory://`: queues inside one process, for jobs in threads: tests, notebooks, a job of one.
 
-Buffers are copied on the way, as on every other way, so that nobody shares memory by accident.
+Buffers are copied on the way, as on every other transport, so that no memory is shared by accident.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class WakeUp:
     def __init__(self) -> None:
         self.fileno = os.eventfd(0, os.EFD_NONBLOCK)
         self._open = True
-        self._lock = threading.Lock()  # once closed, the number may be somebody else's file
+        self._lock = threading.Lock()  # once closed, the number may be another file's
 
     def ring(self) -> None:
-        """Wake whoever polls."""
+        """Wake the thread that polls."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.fileno, 1)
 
     def silence(self) -> None:
-        """It was heard. A closed bell reads nothing: its number may be another bell's by now, whose ring would be lost."""
+        """Reset it. Once closed it reads nothing: its descriptor may be another's by now, whose wake-up would be lost."""
         with self._lock, suppress(BlockingIOError):
             if self._open:
                 os.eventfd_read(self.fileno)
@@ -58,13 +58,13 @@ class MemoryPeer(Peer):
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         self._channel.inbox.append((header, [buffer.copy() for buffer in buffers]))
-        self._channel.bell.ring()
+        self._channel.wake_up.ring()
         if done:
             done()
 
     def close(self) -> None:
         self._channel.turned_away = True
-        self._channel.bell.ring()
+        self._channel.wake_up.ring()
 
 
 class MemoryEndpoint(Endpoint):
@@ -72,24 +72,24 @@ class MemoryEndpoint(Endpoint):
 
     def __init__(self, name: str) -> None:
         self.address = f"memory://{name}"
-        self.bell = WakeUp()
+        self.wake_up = WakeUp()
         self.inbox: deque[Received | Closed] = deque()
         self.channels: list[MemoryChannel] = []
         self.closed = False
 
     def attach(self, poller: Poller) -> None:
-        poller.register(self.bell.fileno, zmq.POLLIN)
+        poller.register(self.wake_up.fileno, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
-        if self.bell.fileno in ready:
-            self.bell.silence()
+        if self.wake_up.fileno in ready:
+            self.wake_up.silence()
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def close(self) -> None:
         self.closed = True
         for channel in self.channels.copy():  # a poll there returns, as at the end of a socket
-            channel.bell.ring()
-        self.bell.close()
+            channel.wake_up.ring()
+        self.wake_up.close()
 
 
 class MemoryChannel(Channel):
@@ -98,7 +98,7 @@ class MemoryChannel(Channel):
     def __init__(self, endpoint: MemoryEndpoint) -> None:
         self._endpoint = endpoint
         self.inbox: deque[QueuedMessage] = deque()
-        self.bell = WakeUp()
+        self.wake_up = WakeUp()
         self.turned_away = False
         self._peer = MemoryPeer(self)
         endpoint.channels.append(self)
@@ -107,13 +107,13 @@ class MemoryChannel(Channel):
         if self._endpoint.closed or self.turned_away:
             raise PeerError(f"the server at {self._endpoint.address} is gone")
         self._endpoint.inbox.append(Received(self._peer, header, [buffer.copy() for buffer in buffers]))
-        self._endpoint.bell.ring()
+        self._endpoint.wake_up.ring()
         return len(header) + sum(buffer.nbytes for buffer in buffers)
 
     def receive(self) -> QueuedMessage | None:
         if self.inbox:
             return self.inbox.popleft()
-        self.bell.silence()
+        self.wake_up.silence()
         if self.inbox:
             return self.inbox.popleft()
         if self._endpoint.closed or self.turned_away:
@@ -121,12 +121,12 @@ class MemoryChannel(Channel):
         return None
 
     def pollable(self) -> int:
-        return self.bell.fileno
+        return self.wake_up.fileno
 
     def close(self) -> None:
         if not self._endpoint.closed:
             self._endpoint.inbox.append(Closed(self._peer))
-            self._endpoint.bell.ring()
+            self._endpoint.wake_up.ring()
         with suppress(ValueError):  # it was closed before
             self._endpoint.channels.remove(self)
-        self.bell.close()
+        self.wake_up.close()

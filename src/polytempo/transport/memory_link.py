@@ -1,4 +1,4 @@
-"""A link between two threads of a process: queues, and a bell that wakes the other end's poller. Payloads are copied."""
+"""A link between two threads of a process: queues, and a wake-up for the other end's poller. Payloads are copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryLink(PeerLink):
 
     def __init__(self, rank: int, receiver: Receiver) -> None:
         super().__init__(rank, receiver)
-        self._bell = WakeUp()
+        self._wake_up = WakeUp()
         self._inbox: deque[Item | None] = deque()  # None: the other end is closed
         self._other: MemoryLink = self
         self._poller: Poller | None = None
@@ -43,16 +43,16 @@ class MemoryLink(PeerLink):
 
     def _give(self, item: Item | None) -> None:
         self._other._inbox.append(item)
-        self._other._bell.ring()
+        self._other._wake_up.ring()
 
     def attach(self, poller: Poller) -> None:
         self._poller = poller
-        poller.register(self._bell.fileno, zmq.POLLIN)
+        poller.register(self._wake_up.fileno, zmq.POLLIN)
 
     def handle(self, ready: dict[Any, int]) -> None:
-        if not self.open or self._bell.fileno not in ready:
+        if not self.open or self._wake_up.fileno not in ready:
             return
-        self._bell.silence()
+        self._wake_up.silence()
         self._take_all()
 
     def _take_all(self) -> None:
@@ -77,5 +77,5 @@ class MemoryLink(PeerLink):
             self.open = False
             self._give(None)
             if self._poller is not None:
-                self._poller.unregister(self._bell.fileno)
-            self._bell.close()
+                self._poller.unregister(self._wake_up.fileno)
+            self._wake_up.close()

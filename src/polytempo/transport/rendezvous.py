@@ -14,7 +14,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -23,15 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import Deadline, named
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.peer_link import PeerLink, Receiver
-from polytempo.transport.stream import peer_pid, peer_uid
 from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
 from polytempo.transport.zmq_link import ZmqLink, ZmqWires
 
-RANK = struct.Struct("<II")  # rank, size
-TRY_EVERY = 0.01
 #: A host that listens at all its addresses, and what stands for the one by which others reach it.
 EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
 UNKNOWN = "HOST"
@@ -186,21 +183,19 @@ def _listener_at(address: str) -> int:
 
 
 def _connect(name: str, rank: int, other: int, size: int, deadline: Deadline) -> socket.socket:
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(f"\0polytempo-{name}-{other}")
-            if peer_uid(sock) != os.getuid():
-                sock.close()
-                raise UsageError(f"rank {other} belongs to another user; it was not talked to")
-            sock.sendall(RANK.pack(rank, size))
-            return sock
-        except OSError as error:  # it is starting, and there is nothing to wait on
-            sock.close()
-            deadline.look([other])
-            if deadline.over:
-                raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
-        time.sleep(TRY_EVERY)
+    def retry(error: OSError) -> bool:
+        deadline.look([other])
+        if deadline.over:
+            raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
+        return True
+
+    sock = connect_to(f"\0polytempo-{name}-{other}", retry)
+    assert sock is not None
+    if peer_uid(sock) != os.getuid():
+        sock.close()
+        raise UsageError(f"rank {other} is a process of another user; this rank does not talk to it")
+    sock.sendall(HELLO.pack(rank, size))
+    return sock
 
 
 def _accept(
@@ -211,20 +206,17 @@ def _accept(
     while not poller.poll(deadline.until_next_look * 1000):
         deadline.look(missing)
         if deadline.over:
-            raise PeerError(f"ranks {', '.join(map(str, missing[:8]))} have not come; were they started?")
-    sock, _ = listener.accept()
-    sock.settimeout(5.0)
-    try:
-        name = sock.recv(RANK.size, socket.MSG_WAITALL) if peer_uid(sock) == os.getuid() else b""
-    except OSError:
-        name = b""
-    rank, their_size = RANK.unpack(name) if len(name) == RANK.size else (-1, size)
+            raise PeerError(f"{named(missing)} did not connect in {deadline.seconds:g} s; were they started?")
+    accepted = accept_rank(listener)
+    if accepted is None:
+        return
+    rank, their_size, sock = accepted
     if rank not in missing or their_size != size:
         sock.close()
-    if rank not in missing:  # a stranger, or a second one who says he is somebody
+    if rank not in missing:  # a stranger, or a second process with the rank of another
         return
     if their_size != size:
-        raise UsageError(f"rank {rank} says there are {their_size} ranks, and this one says {size}")
+        raise UsageError(f"rank {rank} expects {their_size} ranks, and rank {deadline.rank} expects {size}")
     found[rank] = sock
 
 
@@ -280,4 +272,4 @@ def _meet_away(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: 
             if link.problem or deadline.over:
                 why = link.problem or "it has not come, or not with the same key file"
                 raise PeerError(f"rank {rank} cannot talk to rank {link.rank}: {why}; give all ranks the same one")
-        time.sleep(TRY_EVERY)
+        time.sleep(RETRY_EVERY)

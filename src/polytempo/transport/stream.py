@@ -9,10 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 import sys
 import termios
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +20,11 @@ import zmq
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.deadline import Deadline
 from polytempo.transport.framing import FramePiece, FrameReader, FrameWriter, send_piece
 from polytempo.transport.poller import Poller
+from polytempo.transport.unix_socket import accept_own, connect_to, widen
 
-SOCKET_BUFFER = 4 << 20
 IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)  # as plain numbers: they are looked at often
 
 
@@ -116,11 +115,10 @@ class StreamEndpoint(Endpoint):
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock = accept_own(self._listener)
             except OSError:
                 return
-            if peer_uid(sock) != os.getuid():
-                sock.close()
+            if sock is None:
                 continue
             sock.setblocking(False)
             widen(sock)
@@ -178,8 +176,8 @@ class StreamEndpoint(Endpoint):
 class StreamChannel(Channel):
     """A connection to a path."""
 
-    def __init__(self, path: str, pool: Pool, limit: int, patience: float = 0.0) -> None:
-        self._sock = _connected(path, patience)
+    def __init__(self, path: str, pool: Pool, limit: int, timeout: float = 0.0) -> None:
+        self._sock = _connected(path, timeout)
         widen(self._sock)
         self._reader = FrameReader(pool, limit)
         self._reader.ahead = True
@@ -221,43 +219,20 @@ class StreamChannel(Channel):
         self._sock.close()
 
 
-def _connected(path: str, patience: float) -> socket.socket:
-    """A connection; who listens there may still be starting, and is given so many seconds."""
-    deadline = time.monotonic() + patience
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(path)
-            return sock
-        except OSError as error:
-            sock.close()
-            directory = os.path.dirname(path)
-            if time.monotonic() >= deadline or not os.path.isdir(directory):
-                raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
-        time.sleep(0.01)
+def _connected(path: str, timeout: float) -> socket.socket:
+    """A connection to a server that may still be starting."""
+    deadline = Deadline(-1, timeout)
+
+    def retry(error: OSError) -> bool:
+        if deadline.over or not os.path.isdir(os.path.dirname(path)):
+            raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
+        return True
+
+    sock = connect_to(path, retry)
+    assert sock is not None
+    return sock
 
 
 def _unread(sock: socket.socket) -> int:
     """What the other end has not taken out of the kernel yet."""
     return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
-    return _credentials(sock)[1]
-
-
-def peer_pid(sock: socket.socket) -> int:
-    """The process there."""
-    return _credentials(sock)[0]
-
-
-def _credentials(sock: socket.socket) -> tuple[int, int]:
-    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(pid), int(uid)
-
-
-def widen(sock: socket.socket) -> None:
-    """Room for much that is under way."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)

@@ -12,7 +12,8 @@ from polytempo.transport.channel import Bytes
 from polytempo.transport.peer_link import HEAD, KINDS, PAYLOAD_LIMIT, SEGMENT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment, open_segment
-from polytempo.transport.stream import IN, OUT, widen
+from polytempo.transport.stream import IN, OUT
+from polytempo.transport.unix_socket import widen
 
 #: Read at once where a head is expected: a little, because what belongs to a payload is copied once more.
 GULP = 4096
@@ -32,7 +33,7 @@ class StreamLink(PeerLink):
         sock.setblocking(False)
         widen(sock)
         self._sock = sock
-        self._fileno = sock.fileno()
+        self.fileno = sock.fileno()
         self._poller: Poller | None = None
         self._outbox: deque[tuple[memoryview, Segment | None, OnLinkSent | None]] = deque()
         self._writing = False
@@ -47,7 +48,17 @@ class StreamLink(PeerLink):
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         if payload is None or payload.nbytes <= JOIN_UP_TO:
             whole = head if payload is None else head + payload.tobytes()
-            self._outbox.append((memoryview(whole), segment, sent))
+            count = 0
+            if segment is None and not self._outbox:
+                try:  # noqa: SIM105  suppress() costs more than all the rest
+                    count = self._sock.send(whole)
+                except OSError:  # the queue meets it again
+                    pass
+                if count == len(whole):
+                    if sent:
+                        sent()
+                    return
+            self._outbox.append((memoryview(whole)[count:], segment, sent))
         else:
             self._outbox.append((memoryview(head), segment, None))
             self._outbox.append((payload.data.cast("B"), None, sent))
@@ -76,45 +87,46 @@ class StreamLink(PeerLink):
 
     def _broken(self, error: OSError) -> None:
         """Nobody takes what we send. What the other end said before it went still counts."""
-        reason = f"it takes nothing more: {error.strerror or error}"
-        try:
-            while self.open:
-                self._fill() if self._filling is not None else self._take()
-        except BlockingIOError:
-            pass
-        except (OSError, PeerError) as ended:
-            reason = str(ended) if isinstance(ended, PeerError) else CLOSED
-        self._lost(reason)
+        self.drain()
+        self._lost(f"it takes nothing more: {error.strerror or error}")
 
     def _watch(self, writing: bool) -> None:
         if writing != self._writing and self._poller is not None and self.open:
             self._writing = writing
-            self._poller.register(self._fileno, IN | OUT if writing else IN)
+            self._poller.register(self.fileno, IN | OUT if writing else IN)
 
     # Receiving.
 
     def attach(self, poller: Poller) -> None:
         self._poller = poller
-        poller.register(self._fileno, IN)
+        poller.register(self.fileno, IN)
         self._watch(bool(self._outbox))
 
     def handle(self, ready: dict[Any, int]) -> None:
-        state = ready.get(self._fileno, 0)
+        state = ready.get(self.fileno, 0)
         if state & OUT:
             self._flush()
         if state & ~OUT and self.open:
-            self._read()
+            self.read()
 
-    def _read(self) -> None:
+    def drain(self) -> None:
+        """Take everything that the other end has sent so far."""
+        while self.read():
+            pass
+
+    def read(self) -> bool:
+        """Take what is there; whether there may be more."""
         try:
             if self._filling is not None:
                 self._fill()
             else:
                 self._take()
+            return self.open
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._lost(str(error) if isinstance(error, PeerError) else CLOSED)
+        return False
 
     def _fill(self) -> None:
         assert self._filling is not None
@@ -134,7 +146,8 @@ class StreamLink(PeerLink):
             self._descriptors += memoryview(value).cast("i").tolist()
         if not data:
             raise PeerError(CLOSED)
-        data = self._rest + data
+        if self._rest:
+            data = self._rest + data
         while self.open and len(data) >= HEAD.size:
             used = self._message(data)
             if not used:
@@ -173,7 +186,7 @@ class StreamLink(PeerLink):
             self._last_words()
         self.open = False
         if self._poller is not None:
-            self._poller.unregister(self._fileno)
+            self._poller.unregister(self.fileno)
         self.abandon()
         while self._outbox:
             sent = self._outbox.popleft()[2]

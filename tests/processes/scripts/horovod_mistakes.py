@@ -97,7 +97,7 @@ def only_the_call_that_differs_fails() -> None:
 def names_under_way() -> None:
     kept = hvd.allreduce_async(torch.ones(2), name="twice")
     text = error_of(lambda: hvd.allreduce_async(torch.ones(2), name="twice"), hvd.DuplicateNameError)
-    assert "allreduce by the name 'twice' is under way already" in text
+    assert "allreduce by the name 'twice' has not ended yet" in text
     assert issubclass(hvd.DuplicateNameError, ValueError)
     other = hvd.broadcast_async(torch.ones(2), 0, name="twice")  # another kind of call has names of its own
     for handle in (kept, other):

@@ -25,10 +25,14 @@ from helpers import (
 )
 from torch import nn
 
-from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.protocol.layout import lay_out
+from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.gradient_hooks import GradientHooks, ReferenceCounts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.transport.buffer_pool import Pool
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -396,3 +400,40 @@ def test_copies_and_saved_states_of_a_model_have_nothing_to_do_with_the_bucket()
 
     with ThreadJob(1) as job:
         job.run(work)
+
+
+# Which references to a gradient are the script's.
+
+
+def counted() -> tuple[nn.Parameter, FlatBuffer, ReferenceCounts]:
+    param = nn.Parameter(torch.zeros(3))
+    buffer = FlatBuffer(lay_out([TensorInfo("w", (3,), "float32", 0)], 1), Pool(), pinned=False)
+    nn.Linear(1, 1)(torch.zeros(1)).backward()  # whatever autograd keeps after a first backward
+    (param * 2).sum().backward()
+    return param, buffer, ReferenceCounts(buffer, [0])
+
+
+def test_a_gradient_that_only_its_parameter_holds_may_be_replaced_and_one_that_the_script_holds_may_not() -> None:
+    param, _, counts = counted()
+    assert counts.only_parameter_holds_gradient(param)
+    held = param.grad
+    assert not counts.only_parameter_holds_gradient(param)
+    del held
+    assert counts.only_parameter_holds_gradient(param)
+    among = {"gradients": [param.grad]}
+    assert not counts.only_parameter_holds_gradient(param)
+    among.clear()
+    whole = torch.zeros(6)
+    param.grad = whole[:3]  # memory of the script's own
+    assert not counts.only_parameter_holds_gradient(param)
+
+
+def test_a_view_that_the_script_holds_is_not_written_to() -> None:
+    param, buffer, counts = counted()
+    assert counts.is_view_unused(0)
+    param.grad = buffer.views[0]
+    held = param.grad
+    param.grad = None
+    assert not counts.is_view_unused(0)
+    del held
+    assert counts.is_view_unused(0)

@@ -1,0 +1,93 @@
+"""A worker's connections to all servers: one channel a shard, without a thread. The caller that waits does the receiving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+
+from polytempo.client.process_identity import InheritedChannel
+from polytempo.errors import PeerError
+from polytempo.protocol.messages import AnyMessage, Hello, decode, encode
+from polytempo.transport.channel import Bytes, Channel
+from polytempo.transport.poller import Poller
+
+#: Takes the shard, the message and its buffers.
+HandleMessage = Callable[[int, AnyMessage, list[Bytes]], None]
+
+
+class ServerConnections:
+    """The channels to all shards.
+
+    Args:
+        channels: One for each shard, in order.
+        hello: Who this worker is; sent first on each channel.
+        handle: Called with each message that is received.
+    """
+
+    def __init__(self, channels: Sequence[Channel], hello: Hello, handle: HandleMessage) -> None:
+        self.channels = list(channels)
+        self.bytes_sent = self.bytes_received = 0
+        self._hello, self._handle = hello, handle
+        self._poller = Poller()
+        for channel in channels:
+            self._poller.register(channel.pollable(), zmq.POLLIN)
+            channel.send(encode(hello))
+
+    def greet_again(self) -> None:
+        """Send Hello once more: a welcome was lost."""
+        for shard in range(len(self.channels)):
+            self.send(shard, self._hello)
+
+    def send(self, shard: int, message: AnyMessage, buffers: Sequence[Bytes] = ()) -> None:
+        """Send a message to one shard. Where its server is gone, the reason it gave, if any, is raised."""
+        try:
+            self.bytes_sent += self.channels[shard].send(encode(message), buffers)
+        except PeerError:
+            with suppress(PeerError):
+                self.receive(0)
+            raise
+
+    def receive(self, timeout: float) -> bool:
+        """Handle every message that is there, after waiting at most `timeout` seconds for the first; was there one?"""
+        ready = self._poller.poll(int(timeout * 1000))
+        got = False
+        for shard, channel in enumerate(self.channels):
+            more = channel.pollable() in ready
+            while more and (received := channel.receive()) is not None:
+                got = True
+                header, buffers = received
+                self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
+                self._handle(shard, decode(header), buffers)
+                more = channel.may_have_more()
+        return got
+
+    def count(self, nbytes: int) -> None:
+        """Count what is exchanged with peers instead of servers, both ways."""
+        self.bytes_sent += nbytes
+        self.bytes_received += nbytes
+
+    def moved(self) -> int:
+        """Bytes that have moved on any connection, either way; those of messages that are only partly through, too."""
+        return sum(channel.moved() for channel in self.channels)
+
+    def reconnect(self, shard: int, channel: Channel) -> None:
+        """Go on over another connection to the same server."""
+        self._poller.unregister(self.channels[shard].pollable())
+        self.channels[shard].close()
+        self.channels[shard] = channel
+        self._poller.register(channel.pollable(), zmq.POLLIN)
+        channel.send(encode(self._hello))
+
+    def let_go(self, parent: str) -> None:
+        """In a forked child: the connections are its parent's."""
+        for index, channel in enumerate(self.channels):
+            channel.close()
+            self.channels[index] = InheritedChannel(parent)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for channel in self.channels:
+            channel.close()
+        self.channels = []

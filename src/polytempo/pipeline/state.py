@@ -1,0 +1,145 @@
+"""The state of a pipelined model: gathered on every rank, loaded, saved in parts and resumed from them.
+
+Each stage writes its own part (`checkpoint.py` has the files). When another rank is lost, a stage writes its part as of the
+last step that it has completed, also in the middle of a step: parameters change at the update only, and buffers, which
+forwards change, are copied before the step. The newest step of which all parts exist is the one to resume from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.errors import UsageError
+from polytempo.pipeline.builder import StageBuild
+from polytempo.pipeline.checkpoint import newest, prune, read_part, write_manifest, write_part
+from polytempo.pipeline.training import TrainingLoop
+
+
+class PipelineState:
+    """This rank's share in the whole model's state. `folder`: where parts go by themselves, every `every` steps."""
+
+    def __init__(self, built: StageBuild, training: TrainingLoop, folder: Path | None, every: int) -> None:
+        self._built, self._training, self._stage = built, training, built.stage
+        self._folder, self._every = folder, every
+        self._stages = built.schedule.stages
+        self._buffers_before: dict[str, torch.Tensor] = {}
+        self._version_before = 0
+
+    # The whole model.
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """The whole model's state, by broadcasts from the first replica of each stage."""
+        found = dict(self._built.unused)
+        for number, tensors in enumerate(self._built.tensors):
+            mine = self._stage.state() if number == self._stage.number else {}
+            values = {
+                name: mine[name].detach().cpu().clone() if name in mine else torch.empty(shape, dtype=dtype)
+                for name, (shape, dtype) in tensors.items()
+            }
+            if values:
+                self._built.group.broadcast(list(values.values()), self._built.layout.rank(number, 0)).wait()
+            found |= values
+        return {name: found[name] for name in self._built.names}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this stage's values from the state of a whole model."""
+        names = self._built.names
+        missing = [name for name in names if name not in state]
+        unknown = [name for name in state if name not in names]
+        if missing or unknown:
+            raise UsageError(
+                f"expected the names of the whole model; missing: {missing[:4] or 'none'}, unknown: {unknown[:4] or 'none'}"
+            )
+        for name, value in self._built.unused.items():
+            value.copy_(state[name])
+        self._load_stage(state)
+        self._stage.reset_versions()
+
+    def _load_stage(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in self._stage.state().items():
+            if value.shape != state[name].shape:
+                raise UsageError(f"{name} has shape {tuple(value.shape)}; got one of shape {tuple(state[name].shape)}")
+            value.copy_(state[name])
+
+    # Checkpoints.
+
+    def save(self, directory: Path) -> None:
+        """Write all parts, then the manifest that makes them a checkpoint."""
+        if self._built.replica == 0:
+            self._write_current(directory)
+        self._built.group.barrier().wait()
+        if self._built.rank == 0:
+            facts = {"stages": self._stages, "schedule": self._built.schedule.name, "names": self._built.names}
+            write_manifest(directory, self._training.steps, facts)
+        self._built.group.barrier().wait()
+
+    def resume(self, directory: Path) -> None:
+        """Continue from the newest step of which all parts exist; rank 0 finds it."""
+        step = torch.zeros(1, dtype=torch.int64)
+        if self._built.rank == 0:  # an error here is raised here, before other ranks can fail at their parts
+            step.fill_(newest(directory, self._stages))
+            part = self._read(directory, int(step))
+        self._built.group.broadcast([step], 0).wait()
+        if self._built.rank != 0:
+            part = self._read(directory, int(step))
+        self._load_stage(part["model"])
+        if self._stage.optimizer is not None:
+            self._stage.optimizer.load_state_dict(part["optimizer"])
+        self._training.steps, self._training.base = part["step"], part["numbers"]
+        self._stage.reset_versions(part["version"])
+
+    def before_step(self) -> None:
+        """Keep what `write_last` needs and a failed step may have changed: the version, and copies of the buffers."""
+        self._stage.check_memory()
+        self._version_before = self._stage.version
+        if self._folder is not None and not self._training.in_flight:
+            params = {name for name, _ in self._stage.part.parameters()}
+            state = self._stage.state()
+            self._buffers_before = {name: value.clone() for name, value in state.items() if name not in params}
+
+    def after_step(self) -> None:
+        """A whole step is complete: every `every` steps, write a part."""
+        self._version_before, self._buffers_before = self._stage.version, {}
+        if self._folder is not None and self._every and self._training.steps % self._every == 0:
+            self._write_current(self._folder)
+
+    def after_flush(self) -> None:
+        """No minibatch is in flight: write a part."""
+        self._version_before, self._buffers_before = self._stage.version, {}
+        if self._folder is not None:
+            self._write_current(self._folder)
+
+    def write_last(self) -> None:
+        """Write this stage's part as of the last step it has completed; nothing in the middle of an update or of a run
+        without flushes."""
+        training = self._training
+        if self._folder is None or training.in_flight or self._stage.updating:
+            return
+        updates = self._stage.version - self._version_before
+        if updates == 0:
+            self._write(self._folder, training.steps, training.base, self._stage.state() | self._buffers_before)
+        elif updates == sum(action.kind == "U" for action in self._built.actions):
+            base = training.base + self._built.microbatches
+            self._write(self._folder, training.steps + 1, base, self._stage.state())
+
+    def _write_current(self, directory: Path) -> None:
+        self._write(directory, self._training.steps, self._training.base, self._stage.state())
+        if directory == self._folder:
+            prune(directory, self._stage.number, self._stages)
+
+    def _write(self, directory: Path, step: int, base: int, state: dict[str, torch.Tensor]) -> None:
+        optimizer = self._stage.optimizer.state_dict() if self._stage.optimizer is not None else None
+        part = {"step": step, "numbers": base, "version": self._stage.version, "model": state, "optimizer": optimizer}
+        write_part(directory, step, self._stage.number, self._stages, part)
+
+    def _read(self, directory: Path, step: int) -> dict[str, Any]:
+        part = read_part(directory, step, self._stage.number, self._stages)
+        if differing := set(part["model"]) ^ set(self._stage.state()):
+            raise UsageError(
+                f"the checkpoint in {directory} has other stages: stage {self._stage.number} differs in "
+                f"{sorted(differing)[:4]}; use the same model and the same stages"
+            )
+        return part
