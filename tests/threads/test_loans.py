@@ -199,7 +199,7 @@ class TcpJob(ThreadJob):
         self._doors: list[Endpoint] = []
         super().__init__(*arguments, **options)
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
         self._doors.append(ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT))
         return self._doors[-1:]
 
