@@ -12,7 +12,7 @@ from by_hand import mean_of
 from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_gradients, made_params, set_gradients, until
 from torch import nn
 
-from polytempo.client.client import Client
+from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
 from polytempo.session.session import Session
@@ -79,7 +79,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].executor.stores["0"]
+    return job.servers[server].executor.optimizer_shards["0"]
 
 
 @on_ipc
@@ -305,10 +305,13 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     """Step 1 is skipped. In step 2 the second gradient is the same as in step 1, and was not made anew."""
     start, gradients = made_params([(40,), (50,)]), made_gradients([(40,), (50,)], 4)
     repeated: list[Any] = []
-    plain_again = Client._send_again
-    monkeypatch.setattr(
-        Client, "_send_again", lambda self, identity: repeated.append(identity) or plain_again(self, identity)
-    )
+    plain_again = Exchanges._send_again
+
+    def send_again(self: Exchanges, shard: int, waiting: Any) -> None:
+        repeated.append(waiting)
+        plain_again(self, shard, waiting)
+
+    monkeypatch.setattr(Exchanges, "_send_again", send_again)
 
     def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100, backoff_factor=1.0 - 1e-16)
@@ -331,5 +334,5 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     with ThreadJob(1, servers, retry=0.5) as job:
         (got,) = job.run(work)
     assert_close(got, wanted, rtol=1e-9)
-    assert job.sequencer.accounts[0].steps == 4
+    assert job.sequencer.statistics[0].steps == 4
     assert repeated == []
