@@ -12,6 +12,7 @@ from by_hand import mean_of
 from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_gradients, made_params, set_gradients, until
 from torch import nn
 
+from polytempo.client.client import Client
 from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard

@@ -286,7 +286,7 @@ class Pipeline:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error on one rank ends the pipeline on all: the others are told the cause, and write their last state."""
+        """An error on one rank ends the pipeline on all: the others get the cause, and write their last state."""
         if self._broken is not None:
             raise PeerError(f"this pipeline has ended: {self._broken}")
         try:
