@@ -13,6 +13,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
+from polytempo.client.client_state import Outstanding
 from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
@@ -80,7 +81,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].executor.optimizer_shards["0"]
+    return job.servers[server].executor.stores["0"]
 
 
 @on_ipc
@@ -198,7 +199,7 @@ class TcpJob(ThreadJob):
         self._doors: list[Endpoint] = []
         super().__init__(*arguments, **options)
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
         self._doors.append(ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT))
         return self._doors[-1:]
 
@@ -308,8 +309,8 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     repeated: list[Any] = []
     plain_again = Exchanges._send_again
 
-    def send_again(self: Exchanges, shard: int, waiting: Any) -> None:
-        repeated.append(waiting)
+    def send_again(self: Exchanges, shard: int, waiting: Outstanding) -> None:
+        repeated.append(waiting.push.id)
         plain_again(self, shard, waiting)
 
     monkeypatch.setattr(Exchanges, "_send_again", send_again)
