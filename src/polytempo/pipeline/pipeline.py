@@ -109,7 +109,7 @@ class Pipeline:
             with self._failing_together():
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
-        self._progress = ProgressReporter(session, _described(self.schedule))
+        self._progress = ProgressReporter(session, pipeline_title(self.schedule))
 
     @property
     def rank(self) -> int:
@@ -319,7 +319,7 @@ class Pipeline:
         return PeerError(f"{own} failed{where}: {name}{' '.join(str(error).split())}")
 
 
-def _described(schedule: Schedule) -> str:
+def pipeline_title(schedule: Schedule) -> str:
     """For the progress line: `pipeline of 4 stages, 1f1b, 8 microbatches`."""
     stages = f"{schedule.stages} stage{'s' * (schedule.stages != 1)}"
     shared = f" (replicas {'-'.join(map(str, schedule.replicas))})" if max(schedule.replicas) > 1 else ""
