@@ -44,7 +44,7 @@ class ClientState:
 
     name: str
     released: int = -1  # the last step it may start
-    ahead: int = 0  # so many pushes may be under way while the next is computed
+    ahead: int = 0  # pushes that may be under way while the next is computed
     version: int = 0
     waited: float = 0.0  # by the mode, all in all, once the job had started
     staleness: int = 0  # of the last push that was answered
@@ -64,7 +64,7 @@ class ClientState:
         return not self.ahead or not self.outstanding or step <= min(self.outstanding) + self.ahead
 
     def waits_for(self, what: str) -> str:
-        """For people: whom this worker waits for, and why, if the mode has said."""
+        """The ranks this worker waits for, and why, if the policy holds it."""
         if self.held is None:
             return what
         more = f" and {self.held.waiting_count - len(self.held.waiting_for)} more" if self.held.waiting_count > 8 else ""

@@ -1,7 +1,7 @@
 """The headers of all messages, as typed values, and their bytes (msgpack).
 
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
-one of these is refused. Buffers are checked against the layout by whoever uses them.
+one of these is refused. Buffers are checked against the layout where they are used.
 
     worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, MetricReport, StoreSet, StoreGet
     worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull and Keep (with buffers)
@@ -42,7 +42,7 @@ from polytempo.protocol.values import (
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
-#: What somebody who has not said who it is may send.
+#: What a peer may send before its Hello was accepted.
 STRANGER_LIMIT = 64 << 10
 
 
@@ -207,7 +207,7 @@ class Answer(WireMessage):
     waited: float = 0.0
     staleness: int = 0
     skipped: bool = False
-    absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
+    absent: tuple[int, ...] = ()  #: tensors for which no push had a gradient, where gradients are averaged
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
@@ -229,7 +229,7 @@ class ReadAnswer(WireMessage):
 
 
 class Held(WireMessage):
-    """You wait, and for whom."""
+    """The policy holds this push, and for which ranks."""
 
     optimizer_id: str
     exchange: int
@@ -298,7 +298,7 @@ class Stop(WireMessage):
 
 
 class StatusRequest(WireMessage):
-    """How is everybody?"""
+    """Ask for the status of all workers."""
 
 
 class WorkerStatus(msgspec.Struct, array_like=True):
@@ -316,7 +316,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
 
 
 class Status(WireMessage):
-    """How everybody is."""
+    """The status of all workers."""
 
     seconds: float
     used: float  #: share of the budget, 0 without one
@@ -327,7 +327,7 @@ class Status(WireMessage):
 
 
 class Notice(WireMessage):
-    """Something the launcher should say."""
+    """A line for the launcher's output."""
 
     text: str
     fatal: bool = False

@@ -190,7 +190,7 @@ class Coordinator:
         return self._report_record_loss()
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
-        """An agent brings workers from another host; `PeerError` where the job does not expect so many."""
+        """An agent brings workers from another host; `PeerError` where the job expects fewer."""
         host = self._hosts.add(agent, count, now)
         sign = self._credentials
         tokens = tuple(sign.token("worker", rank, 0) for rank in host.ranks) if sign is not None else ()

@@ -21,7 +21,7 @@ from polytempo.sync.events import HyperItems, Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec, parse_spec
 
-#: A worker may lag behind others by so many loads, and its own are still told to be the same.
+#: How many loads a worker may lag behind others and its own are still known to be the same.
 REMEMBERED = 64
 
 

@@ -1,7 +1,7 @@
 """The sequencer: one order of everything that happens in a job.
 
 It is fed what arrives (`register`, `arrived`, `left`, `ask`, `read`, `metric`, `tick`), with the moment on the job's clock,
-and returns orders: entries of the log that every shard carries out, messages to workers, lines of the record. It owns
+and returns effects: entries of the log that every shard carries out, messages to workers, lines of the record. It owns
 a policy for each optimizer and is the only one to feed it.
 
 A push is counted when it has arrived at every shard (`docs/design/0003`), however often it was sent: its content is always
@@ -54,6 +54,15 @@ class Sequencer:
         self._beyond = 0  # steps that came after the budget was used up
         self._asked = False  # has any worker asked whether to stop?
         self._saved_at = plan.first_step
+        self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
+            Apply: self._apply,
+            Release: self._release,
+            Hold: self._hold,
+            Discard: self._discard,
+            Refuse: self._refuse_push,
+            Wake: self._wake,
+            Admit: self._admit,
+        }
 
     # Members.
 
@@ -180,7 +189,7 @@ class Sequencer:
             return [ToShards(Drop(id=push.id)), self._refuse(worker, str(error))]
 
     def _drop(self, identity: PushId) -> list[Effect]:
-        """Nobody's push, or one too many: forget it, unless it is the repeat of one that is still to be applied."""
+        """Drop a push of an unknown worker, or a duplicate, unless it repeats one that is still to be applied."""
         counted = any(identity in clock.counted_of(identity.worker) for clock in self.clocks.values())
         return [] if counted else [ToShards(Drop(id=identity))]
 
@@ -205,8 +214,7 @@ class Sequencer:
         return [ToShards(clock.answer(push.id.worker, push.id.step))]
 
     def ask(self, identity: PushId) -> list[Effect]:
-        """A worker has heard nothing of its push for a while: if it is held, it is told for whom. (What is lost, the desk of
-        each shard knows.)"""
+        """A worker asks about its push: if the policy holds it, the worker is told for which ranks it waits."""
         clock = self.clocks.get(identity.optimizer_id)
         slot = clock.slots.get(identity.worker) if clock else None
         if clock is None or slot is None:
@@ -273,36 +281,40 @@ class Sequencer:
         return [] if line is None else [Write(clock.mark(line))]
 
     def _carry_out(self, clock: OptimizerClock, action: Action, now: float) -> list[Effect]:
-        if isinstance(action, Apply):
-            return self._apply(clock, action, now)
-        if isinstance(action, Release):
-            if self.started is None and clock.is_main:
-                self.started = now
-            if clock.is_main:
-                self.statistics[action.worker].released(action.step, now)
-            return [ToShards(clock.reply(action, self.stopping, now))]
-        if isinstance(action, Hold):
-            if clock.is_main:
-                self.statistics[action.worker].held(now, action.waiting_for)
-            slot = clock.slots[action.worker]
-            slot.held_at = now if slot.held_at is None else slot.held_at
-            return [self._held(clock, slot, action)]
-        if isinstance(action, Discard):
-            push = clock.drop(action.worker, action.step)
-            if clock.is_main:
-                self.statistics[action.worker].discard(push)
-                self._steps -= push.count
-                self._samples -= push.samples
-            return [ToShards(Drop(id=push.id))]
-        if isinstance(action, Refuse):
-            push = clock.drop(action.worker, action.step)
-            self._tally(clock, push, -1)
-            return [ToShards(Drop(id=push.id)), self._refuse(action.worker, action.reason)]
-        if isinstance(action, Wake):
-            clock.wakes.append(action.at)
-            return [WakeAt(action.at)]
-        if isinstance(action, Admit):
-            clock.slots[action.worker].enter(action.step)
+        return self._handlers[type(action)](clock, action, now)
+
+    def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
+        if clock.is_main:
+            self.started = now if self.started is None else self.started
+            self.statistics[action.worker].released(action.step, now)
+        return [ToShards(clock.reply(action, self.stopping, now))]
+
+    def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
+        if clock.is_main:
+            self.statistics[action.worker].held(now, action.waiting_for)
+        slot = clock.slots[action.worker]
+        slot.held_at = now if slot.held_at is None else slot.held_at
+        return [self._held(clock, slot, action)]
+
+    def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
+        push = clock.drop(action.worker, action.step)
+        if clock.is_main:
+            self.statistics[action.worker].discard(push)
+            self._steps -= push.count
+            self._samples -= push.samples
+        return [ToShards(Drop(id=push.id))]
+
+    def _refuse_push(self, clock: OptimizerClock, action: Refuse, now: float) -> list[Effect]:
+        push = clock.drop(action.worker, action.step)
+        self._tally(clock, push, -1)
+        return [ToShards(Drop(id=push.id)), self._refuse(action.worker, action.reason)]
+
+    def _wake(self, clock: OptimizerClock, action: Wake, now: float) -> list[Effect]:
+        clock.wakes.append(action.at)
+        return [WakeAt(action.at)]
+
+    def _admit(self, clock: OptimizerClock, action: Admit, now: float) -> list[Effect]:
+        clock.slots[action.worker].enter(action.step)
         return []
 
     def _apply(self, clock: OptimizerClock, action: Apply, now: float) -> list[Effect]:
@@ -361,7 +373,7 @@ class Sequencer:
         return [ToShards(Save(name=effect.name)), effect, Write(line)]
 
     def last_checkpoint(self) -> Checkpoint:
-        """What is left to save when everybody is gone."""
+        """What is left to save when all workers have left."""
         return self.checkpoint(self.clocks[MAIN].policy.progress.fastest if MAIN in self.clocks else self.plan.first_step)
 
     def checkpoint_now(self) -> Checkpoint | None:

@@ -1,8 +1,19 @@
-"""Corrections for stale gradients that need tensors or hyper-parameters: what of `sync/corrections.py` a shard carries out.
+"""A shard's part of one optimizer: values, optimizer state, version.
 
-Delay compensation needs the values that a worker computed its gradient on. They are kept for each worker from the moment
-they are sent until it has pushed what it made of them: one copy a worker, a few where its pushes overlap. Who has none
-(after a restart of the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
+**Segments.** Values stand in one flat tensor a dtype. The optimizer runs on *segments* of it: at first one for each group
+and dtype, so that a step is one call however many tensors the model has. When a parameter has no gradient in an update,
+plain PyTorch leaves it and its state alone; its segment is then split, state and all, and that part is left alone, too.
+
+**Memory.** Values are sent from where they lie, and where memory is shared, read there. An update that comes while they are
+still being read goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
+
+**Stale gradients.** What of `sync/corrections.py` needs tensors or hyper-parameters is carried out here. Delay compensation
+needs the values that a worker computed its gradient on: they are kept for each worker from the moment they are sent until it
+has pushed what it made of them, one copy a worker, a few where its pushes overlap. A worker without them (after a restart of
+the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
+
+**Divergence.** The first shard measures how far the workers' gradients are apart, in a window of every `EVERY` updates, so
+that it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -76,9 +87,7 @@ class StalenessCorrection:
         self._given.pop(worker, None)
 
 
-# The spread of gradients between workers, on the first shard: looked at in windows, so that it costs next to nothing.
-
-#: Of so many updates the first few are looked at.
+#: Of every EVERY updates the first WINDOW are measured.
 EVERY, WINDOW = 128, 16
 
 
@@ -91,7 +100,7 @@ class DivergenceWatch:
 
     @property
     def mean(self) -> float:
-        """Over all looks so far; 0 where nobody looks, or there was only ever one worker."""
+        """The mean so far; 0 on other shards, and where there was only ever one worker."""
         return self._divergence.mean if self._divergence is not None else 0.0
 
     def see(self, version: int, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
@@ -102,15 +111,6 @@ class DivergenceWatch:
             self._divergence.take(worker, tensors, self._values)
         self._divergence.look()
 
-
-# A shard's part of one optimizer: values, optimizer state, version.
-#
-# Values stand in one flat tensor a dtype. The optimizer runs on *runs* of it: at first one for each group and dtype: a
-# step is one call however many tensors the model has. When a parameter has no gradient in an update, plain PyTorch leaves
-# it and its state alone; its run is then split, state and all, and the part without a gradient is left alone too.
-#
-# Values are sent from where they lie, and where memory is shared, read there. An update that comes while somebody still
-# reads them goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
 
 NormOf = Callable[[float], float]
 
@@ -128,7 +128,7 @@ class FlatSegment:
 
 
 class Loan:
-    """Counts how often one memory is out. It goes out in the store's thread and comes back in the desk's."""
+    """Counts how often one memory is out. It goes out in the executor's thread and comes back in the I/O loop's."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -163,7 +163,7 @@ class Shard:
         self.version = 0
         self.skipped = False
         self.touched = ""  # a parameter that a worker of the last update had written to
-        self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
+        self.absent: frozenset[int] = frozenset()  # no push of the last update had a gradient for these
         self.averages = optimizer_spec.apply == "mean"
         self.shares: tuple[Share, ...] = ()  # of workers in the last update
         whole = is_whole(optimizer_spec.optimizer)
@@ -178,7 +178,7 @@ class Shard:
             {place.index: place.start for place in lay_out(optimizer_spec.tensors, 1).places} if whole else None
         )
         self._loan = Loan()
-        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
+        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while they were still being read
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
         spec = parse_spec(optimizer_spec.sync)
@@ -197,7 +197,7 @@ class Shard:
             of_group = [[r.param for r in self.segments if r.group == g] for g in range(len(optimizer_spec.groups))]
             if self.segments:
                 self._optimizer = build(optimizer_spec.optimizer, optimizer_spec.groups, of_group)
-                # Without torch's wrappers, which import its compiler in the first step (1.4 s, for everybody to wait).
+                # Without torch's wrappers, which import its compiler in the first step (1.4 s, in which all workers wait).
                 self._plain_step = inspect.unwrap(type(self._optimizer).step)
 
     # Where everything lies.
@@ -351,7 +351,7 @@ class Shard:
                 self.rows.note(push, buffers)
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
-        """The weighted mean, summed in the order given. Of one push it is the push itself, which nobody may write."""
+        """The weighted mean, summed in the order given. Of one push it is the push itself, which must not be written."""
         dtypes = [stretch.dtype for stretch in self.stretches]
         if len(parts) == 1:
             return dict(zip(dtypes, parts[0][1], strict=True))

@@ -1,9 +1,9 @@
-"""The store's thread: carries out the log, entry by entry, on this shard's tensors.
+"""The shard executor: a thread that carries out the log, entry by entry, on this shard's tensors.
 
-The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
-but two queues, so nothing is locked, and a decision never waits behind an optimizer step that takes its time. What takes
-less time than handing it over (judged by the last update of the same optimizer) is carried out at once, by the desk, if the
-thread has nothing to do. So is what delays nobody: when the only worker, or all of a barrier, wait for this very update.
+The I/O loop hands over each entry with the pushes it names; what comes back are answers to send, and reports. Nothing is
+shared but two queues, so nothing is locked, and a decision never waits behind a long optimizer step. An entry that takes
+less time than handing it over (judged by the last update of the same optimizer) is carried out at once, in the I/O loop's
+thread, if the executor is idle. So is an update that delays no worker: when the only one, or all of a barrier, wait for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,11 +33,11 @@ from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 from polytempo.transport.memory import WakeUp
 
-#: Handing an entry to the thread and its answer back takes about so many seconds.
+#: Seconds that it takes to hand an entry to the thread and its answer back.
 HAND_OVER = 300e-6
-#: An update for which everybody waits may keep the desk from its other business for so long.
+#: Seconds for which an update that all workers wait for may block the I/O loop.
 PATIENCE = 50e-3
-#: Pulling so many rows takes about as long as handing it over.
+#: Rows whose pull takes about as long as handing it over.
 FEW_ROWS = 8192
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
@@ -71,7 +72,7 @@ class KeepHere:
 
 
 class ShardExecutor:
-    """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
+    """Owns the tensors of one shard. `put`, `take` and `norm_total` are the I/O loop's; the rest is the thread's."""
 
     def __init__(
         self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None, workers: int = 1
@@ -88,7 +89,20 @@ class ShardExecutor:
         self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
         self._took: dict[str, float] = {}  # seconds of the last update of each optimizer
-        self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
+        self._handlers: dict[type, Callable[[Any, Pushes], None]] = {
+            Update: self._update,
+            Reply: lambda entry, pushes: self._reply(entry),
+            PullHere: lambda entry, pushes: self._pull(entry),
+            KeepHere: lambda entry, pushes: self._keep(entry.worker, entry.keep, entry.buffers),
+            ForgetWorker: lambda entry, pushes: self._forget(entry),
+            Drop: lambda entry, pushes: self._drop(*pushes[entry.id]),
+            Setup: lambda entry, pushes: self._set_up(entry),
+            Seed: lambda entry, pushes: self._seed(*pushes[entry.id]),
+            ReadHere: lambda entry, pushes: self._read(entry),
+            LoadState: self._load,
+            Save: lambda entry, pushes: self._save(entry.name),
+        }
+        self._thread = threading.Thread(target=self._run, name=f"shard {shard}", daemon=True)
         self._thread.start()
 
     def put(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
@@ -111,7 +125,7 @@ class ShardExecutor:
         return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
 
     def take(self) -> list[WorkerReply | AnyMessage]:
-        """What there is for the desk."""
+        """Answers and reports for the I/O loop."""
         return [self._out.popleft() for _ in range(len(self._out))]
 
     def norm_total(self, square: float) -> None:
@@ -150,30 +164,14 @@ class ShardExecutor:
             self.wake_up.ring()
 
     def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
-        if isinstance(entry, Update):
-            self._update(entry, pushes)
-        elif isinstance(entry, Reply):
-            self._reply(entry)
-        elif isinstance(entry, PullHere):
-            self._pull(entry)
-        elif isinstance(entry, KeepHere):
-            self._keep(entry.worker, entry.keep, entry.buffers)
-        elif isinstance(entry, ForgetWorker):
-            for shard in self.optimizer_shards.values():
-                shard.forget(entry.worker)
-        elif isinstance(entry, Drop):
-            push, buffers = pushes[entry.id]
-            self.optimizer_shards[entry.id.optimizer_id].note([(push, 0.0, buffers)])
-        elif isinstance(entry, Setup):
-            self._set_up(entry)
-        elif isinstance(entry, Seed):
-            self._seed(*pushes[entry.id])
-        elif isinstance(entry, ReadHere):
-            self._read(entry)
-        elif isinstance(entry, LoadState):
-            self._load(entry, pushes)
-        elif isinstance(entry, Save):
-            self._save(entry.name)
+        self._handlers[type(entry)](entry, pushes)
+
+    def _forget(self, entry: ForgetWorker) -> None:
+        for shard in self.optimizer_shards.values():
+            shard.forget(entry.worker)
+
+    def _drop(self, push: Push, buffers: list[Bytes]) -> None:
+        self.optimizer_shards[push.id.optimizer_id].note([(push, 0.0, buffers)])
 
     def _set_up(self, entry: Setup) -> None:
         shard = self.optimizer_shards[entry.optimizer_id] = Shard(

@@ -1,8 +1,8 @@
 """A shard's tables of one optimizer: rows in pushes, rows in answers, rows that are pulled.
 
-The desk looks at what came (`check_rows`) before it is counted, so that what cannot be is refused to its sender; the
-store's thread then carries it out with the update it belongs to. What a worker wants with the answer to a push is noted when
-the push is carried out and looked up when the answer is given, so that its rows are of the answer's place in the log.
+The inbox checks a message (`check_rows`) before it is counted, so that an invalid one is refused to its sender; the shard
+executor then carries it out with the update it belongs to. Rows that a worker wants with the answer to a push are noted when
+the push is carried out and looked up when the answer is given, so that they are of the answer's position in the log.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ShardTables:
             table.fill(ids if part.span is None else range_ids(*part.span, self.shard, self.shards), values)
 
     def update(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]], rate: float, version: int) -> None:
-        """One update of all tables that somebody pushed to; who pushed nothing still counts in a mean."""
+        """One update of all tables that a worker pushed to; a worker that pushed nothing still counts in a mean."""
         pushes: dict[int, list[RowPush]] = {}
         for push, samples, buffers in parts:
             for part, ids, values in self._parts(push, buffers):

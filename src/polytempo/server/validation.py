@@ -1,6 +1,7 @@
-"""What a message must be before anything is done with it: who sends another is turned away, and the job goes on.
+"""Validation of messages before they are acted on: the sender of an invalid one is disconnected, and the job goes on.
 
-Sizes of buffers are checked by the store that takes them (`store.py`, `rows.py`), turns by the mode. What is left is here.
+Sizes of buffers are checked by the shard that takes them (`shard.py`, `shard_tables.py`), turns by the policy. The rest is
+here.
 """
 
 from __future__ import annotations

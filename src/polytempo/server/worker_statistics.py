@@ -67,7 +67,7 @@ class WorkerStatistics:
         self.wasted_s += push.computed
 
     def stale(self, by: int) -> None:
-        """One of its pushes was applied so many updates late."""
+        """One of its pushes was applied `by` updates late."""
         self.staleness_sum += by
         self.staleness_max = max(self.staleness_max, by)
 
