@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
 ENDING = str(Path(__file__).parent / "ending")
 
 # How long an example takes on a busy machine says nothing: time does not decide a test.
@@ -20,6 +21,7 @@ hypothesis.settings.load_profile("polytempo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--quick", action="store_true", help="as in make check: a quarter of the random examples")
     parser.addoption("--proof", action="store_true", help="as in make proof: all of what takes a minute by itself")
 
 
@@ -28,6 +30,14 @@ def pytest_configure() -> None:
     before = os.environ.get("PYTHONPATH", "")
     if ENDING not in before.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ENDING, before)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--quick`: the first quarter of each property's examples; `make test` tries them all."""
+    properties = {function for item in items if hasattr(function := getattr(item, "obj", None), SETTINGS)}
+    for function in properties if config.getoption("--quick") else ():
+        usual = getattr(function, SETTINGS)
+        setattr(function, SETTINGS, hypothesis.settings(usual, max_examples=max(5, usual.max_examples // 4)))
 
 
 def pytest_collection_finish() -> None:

@@ -21,5 +21,5 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    yield from bench_in(tmp_path)
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    yield from bench_in(tmp_path, forks=request.node.get_closest_marker("new_interpreters") is None)

@@ -94,6 +94,7 @@ def test_a_host_that_vanishes_is_given_up_and_ends_its_own_part(hosts: Hosts, be
     assert f"polytempo: nothing was heard of the job at {listen} for 4 s: its host is gone" in err.splitlines()[-1]
 
 
+@pytest.mark.new_interpreters
 def test_a_killed_launcher_ends_the_job_on_every_host(hosts: Hosts, bench: Bench) -> None:
     listen = f"{hosts.address}:7077"
     flags = ["--sync", "asp", "--servers", "2", "--listen", listen, "--expect", "2"]

@@ -10,5 +10,5 @@ from live import Bench, bench_in
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    yield from bench_in(tmp_path)
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    yield from bench_in(tmp_path, forks=request.node.get_closest_marker("new_interpreters") is None)

@@ -100,8 +100,8 @@ def nothing_left(bench: Bench) -> None:
     assert left == [], left
 
 
-def bench_in(folder: Path) -> Iterator[Bench]:
+def bench_in(folder: Path, forks: bool = True) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="pt-") as short:  # the path of a socket must not be long
-        bench = Bench(folder, Path(short))
+        bench = Bench(folder, Path(short), forks)
         yield bench
         nothing_left(bench)

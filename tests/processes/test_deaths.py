@@ -46,6 +46,7 @@ def test_the_others_go_on_without_a_killed_worker(sync: str, bench: Bench) -> No
     assert bench.run("check", "record").returncode == 0
 
 
+@pytest.mark.new_interpreters
 def test_bsp_ends_with_the_cause_when_a_worker_is_killed(bench: Bench) -> None:
     done = bench.run("run", "-n", "3", "--record", "record", PACED, ".", "steps=1000", "die=1:5:kill")
     assert done.returncode == 1
@@ -166,6 +167,7 @@ def test_a_closed_terminal_ends_the_job_and_leaves_no_key(bench: Bench) -> None:
     assert process.wait(20) == 130
 
 
+@pytest.mark.new_interpreters
 def test_a_killed_launcher_takes_all_processes_and_its_folder_with_it(bench: Bench) -> None:
     process = bench.start("run", "-n", "2", "--servers", "2", PACED, ".", "steps=100000")
     wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)

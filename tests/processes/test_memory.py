@@ -11,6 +11,7 @@ import re
 import pytest
 from live import SCRIPTS, Bench
 
+pytestmark = pytest.mark.new_interpreters
 MODEL = 48
 SLACK = 24  # sockets, allocator, and the share of a process in values that were copied because they were on loan
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from live import Bench, wait_until
 
 ELEMENTS = 1 << 20
@@ -114,6 +115,7 @@ def test_workers_and_servers_map_the_same_memory(bench: Bench) -> None:
             assert sizes[-2] >= MODEL // 2, "the server's values"
 
 
+@pytest.mark.new_interpreters
 def test_nothing_is_left_when_everybody_is_killed_at_once(bench: Bench) -> None:
     named = in_shared_memory()
     process = bench.start(*command(bench, "", 1_000_000, "--record", "record"))

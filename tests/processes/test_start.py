@@ -41,6 +41,7 @@ assert getattr(plain, "__dynamo_disable") is not plain  # torch's own mark, not 
 
 
 @pytest.mark.long
+@pytest.mark.new_interpreters
 def test_workers_of_servers_do_not_load_the_compiler(bench: Bench) -> None:
     script = bench.folder / "train.py"
     script.write_text(TRAIN)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
+import torch
 
 RUNNER = Path(__file__).parent / "torch_suite.py"
 PARTS = 3
-#: What passes with torch 2.13, of all parts together. Another version may have some tests more or less.
-PASSED = 121
+#: Tests of torch 2.13 that match what is offered, of all parts together. Another version may have some more or less.
+OFFERED = 125
+#: Tests that are skipped, and why: by torch itself, or because they want another number of ranks.
+SKIPPED = {
+    "test_barrier_timeout_arg": "https://github.com/pytorch/pytorch/issues/179691",
+    "test_broadcast_object_list": "Test is failing, see https://github.com/pytorch/pytorch/pull/113620",
+    "test_gather_object": "Test requires an exact world size of 4",
+    "test_gather_object_subgroup": "Test requires an exact world size of 4",
+}
 
 
 @pytest.mark.long
@@ -24,8 +32,11 @@ def test_torchs_own_tests_pass(tmp_path: Path, part: int) -> None:
     (tmp_path / "temporary").mkdir()
     # With a GPU in sight torch's tests want one for each rank, also those of CPU tensors.
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = fork_server.run(command, env=environment, timeout=400)
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text(encoding="utf-8").splitlines()]
     assert [line for line in lines if line["outcome"] == "failed"] == []
     assert done.returncode == 0, done.stderr[-2000:]
-    assert sum(line["outcome"] == "passed" for line in lines) >= PASSED // PARTS - 2
+    skipped = {line["test"]: line["why"] for line in lines if line["outcome"] == "skipped"}
+    assert skipped == {line["test"]: SKIPPED.get(line["test"]) for line in lines if line["test"] in {**SKIPPED, **skipped}}
+    if torch.__version__.startswith("2.13."):
+        assert len(lines) == len(range(part - 1, OFFERED, PARTS)), "not all that is offered was run"

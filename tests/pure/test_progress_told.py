@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from polytempo.launch.display import Display, plain, state, told_in_words
+from polytempo.launch.display import Display, progress_line, state, status_line
 from polytempo.launch.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
@@ -30,7 +30,7 @@ FOUR = "pipeline of 4 stages, 1f1b"
     ],
 )
 def test_progress_in_words(progress: TrainingProgress, text: str) -> None:
-    assert told_in_words(progress) == text
+    assert progress_line(progress) == text
 
 
 def worker(step: int, present: float) -> WorkerStatus:
@@ -40,11 +40,11 @@ def worker(step: int, present: float) -> WorkerStatus:
 def test_the_plain_line_is_about_what_trains() -> None:
     told = TrainingProgress(FOUR, 3, 6.0, 0.5)
     alone = Status(seconds=7.0, used=0.0, workers=(worker(0, 0.0),), progress=told)
-    assert plain("bsp", alone) == told_in_words(told)
+    assert status_line("bsp", alone) == progress_line(told)
     pushing = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0),))
-    assert plain("bsp", pushing) == "bsp: 7 s, step 5, waiting 0 %"
+    assert status_line("bsp", pushing) == "bsp: 7 s, step 5, waiting 0 %"
     pushing.progress = told
-    assert plain("bsp", pushing).startswith("bsp: 7 s"), "both: the budget is about pushes"
+    assert status_line("bsp", pushing).startswith("bsp: 7 s"), "both: the budget is about pushes"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_plain_line_is_about_what_trains() -> None:
     ],
 )
 def test_what_a_request_says_about_pushes(options: dict[str, Any], ignored: list[str]) -> None:
-    assert RunRequest("script.py", **options).about_pushes() == ignored
+    assert RunRequest("script.py", **options).push_options() == ignored
 
 
 @pytest.mark.parametrize("pushing", [False, True])
@@ -69,7 +69,7 @@ def test_a_terminal_shows_a_line_instead_of_a_table_of_workers_who_push_nothing(
     console = Console(width=100, record=True, file=StringIO())
     console.print(Display("bsp", quiet=True)._picture(status))
     shown = console.export_text()
-    assert told_in_words(told) in shown
+    assert progress_line(told) in shown
     assert ("waiting" in shown) is pushing
 
 

@@ -100,7 +100,7 @@ class SlowJob(ThreadJob):
         path.mkdir()
         return path
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
         if self.scheme == "ipc":
             self._doors.append(StreamEndpoint(str(self._directory / f"door-{index}"), pool, STRANGER_LIMIT))
         else:

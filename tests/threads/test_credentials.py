@@ -40,7 +40,7 @@ class OpenJob(ThreadJob):
         self._channels: list[Channel] = []
         super().__init__(workers)
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
         self.door = ZmqEndpoint("tcp://127.0.0.1:*", self.keys, pool, STRANGER_LIMIT)
         return [self.door]
 

@@ -13,6 +13,8 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
+from polytempo.client.client_state import Outstanding
+from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
 from polytempo.session.session import Session
@@ -197,7 +199,7 @@ class TcpJob(ThreadJob):
         self._doors: list[Endpoint] = []
         super().__init__(*arguments, **options)
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
         self._doors.append(ZmqEndpoint("tcp://127.0.0.1:*", None, pool, STRANGER_LIMIT))
         return self._doors[-1:]
 
@@ -305,10 +307,13 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     """Step 1 is skipped. In step 2 the second gradient is the same as in step 1, and was not made anew."""
     start, gradients = made_params([(40,), (50,)]), made_gradients([(40,), (50,)], 4)
     repeated: list[Any] = []
-    plain_again = Client._send_again
-    monkeypatch.setattr(
-        Client, "_send_again", lambda self, identity: repeated.append(identity) or plain_again(self, identity)
-    )
+    plain_again = Exchanges._send_again
+
+    def send_again(self: Exchanges, shard: int, waiting: Outstanding) -> None:
+        repeated.append(waiting.push.id)
+        plain_again(self, shard, waiting)
+
+    monkeypatch.setattr(Exchanges, "_send_again", send_again)
 
     def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100, backoff_factor=1.0 - 1e-16)

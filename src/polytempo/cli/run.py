@@ -94,12 +94,12 @@ def run(
 
 
 def _show_summary(job: LocalJob) -> None:
-    from polytempo.launch.display import told_in_words
+    from polytempo.launch.display import progress_line
 
     if job.progress is None or job.summary.get("steps"):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
     if job.progress is not None:
-        job.display.say(told_in_words(job.progress))
+        job.display.say(progress_line(job.progress))
     if job.record_lost:
         job.display.say(f"warning: {job.record_lost}")
 

@@ -23,12 +23,12 @@ from polytempo.launch.job_processes import start_worker
 from polytempo.launch.process_monitor import (
     ENDING,
     INTERRUPTED,
-    Drew,
     Exited,
     MonitorEvent,
+    OutputLine,
+    OutputRows,
     ProcessMonitor,
-    Ready,
-    Said,
+    Readable,
     Signalled,
 )
 from polytempo.launch.request import check_host_timeout, split_address
@@ -167,9 +167,9 @@ class Agent:
 
     def _handle(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
-            if isinstance(event, Said):
+            if isinstance(event, OutputLine):
                 self.display.line(str(self._workers[event.child]), event.text, event.error)
-            elif isinstance(event, Drew):
+            elif isinstance(event, OutputRows):
                 self.display.draw(str(self._workers[event.child]), event.rows, event.again, event.error)
             elif isinstance(event, Exited):
                 reason, cause = described(event.status)
@@ -179,7 +179,7 @@ class Agent:
             elif isinstance(event, Signalled) and event.number in ENDING:
                 self._interrupted = True
             else:
-                assert isinstance(event, Ready | Signalled)
+                assert isinstance(event, Readable | Signalled)
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:

@@ -159,7 +159,7 @@ class Display:
             self._refresh()  # not by a thread: a launcher has none
         elif not self._quiet and status.seconds - self._said >= PLAIN_EVERY:
             self._said = status.seconds
-            before, now = self.latest, plain(self._title, status)
+            before, now = self.latest, status_line(self._title, status)
             self.say(now)
             self.latest = before  # an error above it is still in sight
 
@@ -182,7 +182,7 @@ class Display:
     def _picture(self, status: Status) -> Table | Text | Group:
         if status.progress is None:
             return self._table(status)
-        told = Text(told_in_words(status.progress))
+        told = Text(progress_line(status.progress))
         return Group(self._table(status), told) if pushes(status) else told
 
     def _table(self, status: Status) -> Table:
@@ -232,7 +232,7 @@ def pushes(status: Status) -> bool:
     return any(worker.present_s for worker in status.workers)
 
 
-def told_in_words(progress: TrainingProgress) -> str:
+def progress_line(progress: TrainingProgress) -> str:
     """The progress of a script that trains without pushes."""
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"
@@ -241,10 +241,10 @@ def told_in_words(progress: TrainingProgress) -> str:
     return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
 
 
-def plain(title: str, status: Status) -> str:
+def status_line(title: str, status: Status) -> str:
     """The whole job in one line."""
     if status.progress is not None and not pushes(status):
-        return told_in_words(status.progress)
+        return progress_line(status.progress)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
     first, last = (chosen(worker.step for worker in status.workers) for chosen in (min, max))

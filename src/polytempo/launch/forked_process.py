@@ -28,6 +28,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,7 @@ def _reset_libraries(environment: Mapping[str, str]) -> None:
     for name, option in names.items():
         if environment.get(name, "").isdigit():
             ctypes.CDLL(None).mallopt(option, int(environment[name]))
+    tempfile.tempdir = None  # it depends on TMPDIR
     gc.freeze()  # nothing of the parent's is collected: a descriptor's number may be another file's by now
 
 

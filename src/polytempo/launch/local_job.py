@@ -33,7 +33,16 @@ from polytempo.launch.child_process import ChildProcess
 from polytempo.launch.coordinator_link import STATUS_EVERY, CoordinatorLink
 from polytempo.launch.display import Display
 from polytempo.launch.job_processes import JobProcesses
-from polytempo.launch.process_monitor import ENDING, INTERRUPTED, Drew, Exited, MonitorEvent, Ready, Said, Signalled
+from polytempo.launch.process_monitor import (
+    ENDING,
+    INTERRUPTED,
+    Exited,
+    MonitorEvent,
+    OutputLine,
+    OutputRows,
+    Readable,
+    Signalled,
+)
 from polytempo.launch.request import CheckedRequest
 from polytempo.launch.script_error import TOLD_TO_END
 from polytempo.launch.supervisor import (
@@ -141,10 +150,10 @@ class LocalJob:
         self._monitor = self._processes.monitor
         self._coordinator = CoordinatorLink(self._monitor)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Said: self._on_line,
-            Drew: self._on_drawing,
+            OutputLine: self._on_line,
+            OutputRows: self._on_drawing,
             Exited: self._on_exit,
-            Ready: lambda _: self._receive(),
+            Readable: lambda _: self._receive(),
             Signalled: self._on_signal,
             Status: self._on_status,
             StoreValue: self._on_notice,
@@ -208,7 +217,7 @@ class LocalJob:
         elif self._end.signals == 1:
             self.display.say("the job is ending, servers write what is left; again to end at once")
 
-    def _on_line(self, event: Said) -> None:
+    def _on_line(self, event: OutputLine) -> None:
         rank = self._processes.workers.get(event.child)
         if rank is not None:
             if (self._supervisor.ending or self._end.interrupted) and event.text.startswith(TOLD_TO_END):
@@ -219,7 +228,7 @@ class LocalJob:
         elif event.text and not self._supervisor.ending:
             self.display.line(event.child.label, event.text, event.error)
 
-    def _on_drawing(self, event: Drew) -> None:
+    def _on_drawing(self, event: OutputRows) -> None:
         rank = self._processes.workers.get(event.child)
         if rank is not None:
             self.display.draw(str(rank), event.rows, event.again, event.error)
@@ -323,7 +332,7 @@ class LocalJob:
 
     def _note_progress(self, progress: TrainingProgress | None) -> None:
         """Say once which options mean nothing to a script that trains without pushes."""
-        ignored = self.request.about_pushes()
+        ignored = self.request.push_options()
         if progress is not None and self.progress is None and ignored:
             self.display.say(f"a pipeline pushes nothing to servers: it ignores {', '.join(ignored)}")
         self.progress = progress or self.progress

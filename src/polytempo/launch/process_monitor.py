@@ -23,7 +23,7 @@ GRACE = 1.0
 
 
 @dataclass(frozen=True)
-class Said:
+class OutputLine:
     """A child wrote a line."""
 
     child: ChildProcess
@@ -32,7 +32,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Drew:
+class OutputRows:
     """A child has redrawn rows that have no newline yet, such as a progress bar; no rows: they are lines now, or erased."""
 
     child: ChildProcess
@@ -57,13 +57,13 @@ class Signalled:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Readable:
     """Another descriptor that is watched is readable."""
 
     key: Any
 
 
-MonitorEvent = Said | Drew | Exited | Signalled | Ready
+MonitorEvent = OutputLine | OutputRows | Exited | Signalled | Readable
 
 
 class ProcessMonitor:
@@ -89,8 +89,8 @@ class ProcessMonitor:
             self._selector.register(descriptor, selectors.EVENT_READ, child)
 
     def watch(self, descriptor: Any, key: Any) -> None:
-        """Watch another descriptor; `Ready(key)` tells that it is readable."""
-        self._selector.register(descriptor, selectors.EVENT_READ, Ready(key))
+        """Watch another descriptor; `Readable(key)` tells that it is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, Readable(key))
 
     def unwatch(self, descriptor: Any) -> None:
         """Stop watching a descriptor."""
@@ -102,7 +102,7 @@ class ProcessMonitor:
         for key in sorted(
             ready, key=lambda key: not isinstance(key.data, Signalled)
         ):  # a signal may be why a child has ended
-            if isinstance(key.data, Ready):
+            if isinstance(key.data, Readable):
                 yield key.data
             elif isinstance(key.data, Signalled):
                 for number in os.read(self._read_signal, 64):
@@ -123,10 +123,10 @@ class ProcessMonitor:
             self._selector.unregister(descriptor)
             child.forget_pipe(descriptor)
             return
-        yield from (Said(child, line, stream == 2) for line in lines)
+        yield from (OutputLine(child, line, stream == 2) for line in lines)
         screen = child.screens[stream]
         if (rows := screen.news()) is not None:
-            yield Drew(child, rows, screen.drawing, stream == 2)
+            yield OutputRows(child, rows, screen.drawing, stream == 2)
 
     def _ended(self, child: ChildProcess) -> Iterator[MonitorEvent]:
         self._selector.unregister(child.pidfd)

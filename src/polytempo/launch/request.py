@@ -85,7 +85,7 @@ class RunRequest:
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         return f"starting {workers}{servers}: {self.script}{by}"
 
-    def about_pushes(self) -> list[str]:
+    def push_options(self) -> list[str]:
         """Options about pushes to servers, which a script that trains without pushes ignores."""
         limits = self.limits
         options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A whole job in one process: servers and workers are threads, bytes travel through queues, or as between processes.
+"""A whole job in one process: servers and workers are threads, connected by queues, or by sockets as processes are.
 
 with ThreadJob(workers=3, servers=2, sync="ssp:2") as job:
     results = job.run(train)          # calls train(session) in three threads
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class ThreadJob:
     """A job in threads. Leaving the block ends it; `summary` then holds its figures."""
 
-    #: Where a job has other hosts: what their workers must prove.
+    #: Of a job with other hosts: the tokens of their workers.
     credentials: Credentials | None = None
     #: "memory": queues. "ipc": Unix sockets and shared memory, as the processes of a host use them.
     wire = "memory"
@@ -99,9 +99,9 @@ class ThreadJob:
         for index, endpoint in enumerate(self.endpoints):
             executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
             to_coordinator = self.connect(0, Pool()) if index else None
-            doors = [endpoint, *self._more_doors(index, pools[index])]
+            endpoints = [endpoint, *self._more_endpoints(index, pools[index])]
             own = None if index else coordinator
-            self.servers.append(IoLoop(executor, doors, workers, own, to_coordinator, credentials=self.credentials))
+            self.servers.append(IoLoop(executor, endpoints, workers, own, to_coordinator, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
             thread.start()
@@ -113,8 +113,8 @@ class ThreadJob:
             return MemoryEndpoint(f"server-{index}")
         return StreamEndpoint(str(self._directory / f"server-{index}"), pool, STRANGER_LIMIT)
 
-    def _more_doors(self, index: int, pool: Pool) -> list[Endpoint]:
-        """Where workers of other hosts would come in."""
+    def _more_endpoints(self, index: int, pool: Pool) -> list[Endpoint]:
+        """Endpoints for workers of other hosts."""
         return []
 
     def connect(self, index: int, pool: Pool) -> Channel:
