@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Subject:
-    """One column: who does the work, and how its cost is read off (seconds a round unless said)."""
+    """One column: the subject that is measured, and how its cost is read (seconds a round unless said)."""
 
     name: str
     start: Callable[[Rig, int, int], None]  # given the numbers of workers and servers

@@ -86,7 +86,7 @@ def start_ours(rig: Rig, workers: int, servers: int) -> None:
 
     key = rig.directory / "key"
     write_key_file(key, make_keys().workers)
-    rig.pauses = False  # who is stopped for long is taken for dead
+    rig.pauses = False  # a process that is stopped for long is taken for dead
     rig.add_workers(_our_worker, workers, workers, _cable(), str(key), 7100 + workers)
 
 

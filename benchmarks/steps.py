@@ -2,7 +2,7 @@
 
 SGD with momentum, one thread a process. The limit is the same step in as many processes at once that do not communicate. It
 is no strict one: `zero_grad` gives the gradients' memory back, and 80 MB of fresh pages cost some 20 ms a step, which those
-save who keep gradients in buckets. So DDP is shown as it comes and with `gradient_as_bucket_view`; the bar is on the first.
+save that keep gradients in buckets. So DDP is shown as it comes and with `gradient_as_bucket_view`; the bar is on the first.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ optimizer.consolidate()
 model.eval()
 some = images[torch.randperm(len(images))].split(128)[:10]  # for new statistics: batches of the training data
 for how in ("worker", "merged", "recalibrated"):
-    with pt.evaluation_statistics(model, how, batches=some):  # the first two are a matter of all workers
+    with pt.evaluation_statistics(model, how, batches=some):  # the first two are collective
         if pt.rank() == 0:
             print(f"statistics {how:12}  accuracy {100 * accuracy():.1f} %")
 pt.shutdown()

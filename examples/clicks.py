@@ -1,4 +1,4 @@
-"""Who clicks on what: categorical features whose embeddings live on the servers.
+"""Click-through prediction: categorical features whose embeddings live on the servers.
 
     polytempo run -n 2 --servers 2 --sync asp --samples 400000 examples/clicks.py
     polytempo run -n 2 --servers 2 --sync ssp:3 --samples 400000 examples/clicks.py

@@ -24,7 +24,7 @@ parser.add_argument("--epochs", type=int, default=60, help="at most; a budget (-
 options = parser.parse_args()
 
 torch.set_num_threads(1)
-pt.init()  # 1: join the job of `polytempo run`; alone, be a job of one
+pt.init()  # 1: join the job of `polytempo run`; alone, a job of one
 
 task = digits(seed=0)
 (images, labels), (test_images, test_labels) = task.data
@@ -33,7 +33,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
 optimizer = pt.DistributedOptimizer(optimizer, model)  # 2: gradients go to the servers, new values come back
 
 data = torch.utils.data.TensorDataset(images, labels)
-sampler = pt.DistributedSampler(data, seed=0)  # 3: each worker its share of the data
+sampler = pt.DistributedSampler(data, seed=0)  # 3: each worker its shard of the data
 loader = torch.utils.data.DataLoader(data, options.batch, sampler=sampler)
 
 

@@ -46,9 +46,9 @@ def after(original):
 
 
 def after_one(original):
-    def tell(mesh, ranks, *note):
+    def tell(peers, ranks, *note):
         ranks = list(ranks)
-        original(mesh, ranks[:1] if doomed() else ranks, *note)
+        original(peers, ranks[:1] if doomed() else ranks, *note)
         if doomed():
             die()
     return tell

@@ -110,7 +110,7 @@ def test_a_warm_start_is_one_worker_s_alone() -> None:
     assert "a release while worker 0 trains alone" in refused(early, WARM)
     other = copy.deepcopy(lines)
     other[nth(other, "hold", 4)]["waiting_for"] = [3]
-    assert "waits for somebody who does not train alone" in refused(other, WARM)
+    assert "waits for a worker that does not train alone" in refused(other, WARM)
     assert "held without need" in refused(lines, "downpour:push=2")
     assert "still held for step 0 without need" in refused(lines, "downpour:push=2,warm=7")
     assert "a release while worker 0 trains alone" in refused(lines, "downpour:push=2,warm=11")

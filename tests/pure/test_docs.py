@@ -90,6 +90,12 @@ def test_the_site_has_every_page() -> None:
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == pages
 
 
+def test_the_files_of_the_architecture_are_there() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    missing = [path for path in re.findall(r"`([a-z_/]+\.py)`", text) if not (ROOT / "src/polytempo" / path).is_file()]
+    assert [path for path in missing if not (ROOT / path).is_file()] == []
+
+
 def test_readme_shows_the_two_commands_first() -> None:
     screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:30])
     assert screen.index("make demo") < screen.index("make test")

@@ -269,9 +269,9 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         {"residual": torch.zeros(4, dtype=torch.bfloat16)},
         {"other": torch.zeros(4)},
     ):
-        with pytest.raises(UsageError, match=r"the state of filter sign is residual \[4\] float32, got"):
+        with pytest.raises(UsageError, match=r"the state of compression sign is residual \[4\] float32, got"):
             chain.load(state)
     plain = parse_chain("none").new(4, torch.float32)
     plain.load(plain.state())
-    with pytest.raises(UsageError, match=r"the state of filter none is nothing, got residual"):
+    with pytest.raises(UsageError, match=r"the state of compression none is nothing, got residual"):
         plain.load({"residual": torch.zeros(4)})

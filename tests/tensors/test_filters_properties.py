@@ -197,7 +197,7 @@ def decoded_or_refused(text: str, message: list[ByteArray], size: int, dtype: to
         assert result.shape == (size,)
         assert result.dtype == dtype
         return result
-    assert said.startswith(f"a message of {size} ")
+    assert said.startswith(f"cannot decode a message of {size} ")
     assert "\n" not in said
     return None
 

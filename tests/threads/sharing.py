@@ -99,24 +99,24 @@ class Place:
 
     def __init__(self) -> None:
         self.directory = tempfile.mkdtemp(dir="/tmp", prefix="pt-")
-        self.meshes: dict[int, LocalPeers] = {}
+        self.all_peers: dict[int, LocalPeers] = {}
 
     def open(self, *ranks: int) -> list[LocalPeers]:
-        self.meshes.update({rank: LocalPeers(self.directory, rank) for rank in ranks})
-        return [self.meshes[rank] for rank in ranks]
+        self.all_peers.update({rank: LocalPeers(self.directory, rank) for rank in ranks})
+        return [self.all_peers[rank] for rank in ranks]
 
     def met(self, count: int) -> list[LocalPeers]:
         """So many, all connected."""
-        meshes = self.open(*range(count))
-        together([lambda m=m: m.meet(range(count)) for m in meshes])
-        return meshes
+        all_peers = self.open(*range(count))
+        together([lambda m=m: m.meet(range(count)) for m in all_peers])
+        return all_peers
 
     def close(self) -> None:
-        for mesh in self.meshes.values():
-            mesh.close()
+        for peers in self.all_peers.values():
+            peers.close()
         left = os.listdir(self.directory)
         shutil.rmtree(self.directory)
-        self.meshes.clear()
+        self.all_peers.clear()
         assert left == []
 
 

@@ -85,7 +85,7 @@ def test_synchronize_makes_grad_the_mean_of_all() -> None:
 
 @pytest.mark.parametrize("apply", ["server", "delta"])
 def test_a_step_that_one_workers_scaler_skips_is_skipped_by_the_whole_round(apply: str) -> None:
-    """Worker 1's gradient overflows in step 2: nobody's weights move then, and everybody's clock does."""
+    """Worker 1's gradient overflows in step 2: no worker's weights move then, and every worker's clock does."""
     model, data = small_model(dtype=torch.float64), small_batches(5, (4, 4))
 
     def work(session: Session) -> tuple[list[list[torch.Tensor]], list[int], float]:
@@ -241,7 +241,7 @@ def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str)
         assert_close(values, [wanted], rtol=1e-9)
         assert step == 4
     discarded = [account.discarded for account in job.sequencer.accounts]
-    assert sum(discarded) == 2  # somebody in round 0, and worker 2 in round 1
+    assert sum(discarded) == 2  # one worker in round 0, and worker 2 in round 1
     assert discarded[2] >= 1
 
 

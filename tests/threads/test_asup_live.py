@@ -226,7 +226,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
     assert not torch.allclose(here[0], there[0], atol=0.1)
 
 
-def test_gamma_and_beta_are_trained_by_everybody() -> None:
+def test_gamma_and_beta_are_trained_by_all_workers() -> None:
     model, batches = normed_model(), small_batches(3, [8, 8])
     with ThreadJob(1, 1, "asup") as job:
         end = job.run(lambda session: trained(session, model, lambda p: torch.optim.SGD(p, lr=0.05), batches)[0])[0]

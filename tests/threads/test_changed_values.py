@@ -245,7 +245,7 @@ def test_changes_that_differ_are_refused(way: str) -> None:
 
 @each_way
 def test_what_one_worker_swaps_in_and_out_is_no_change(way: str) -> None:
-    """Rank 0 evaluates an average of weights; values that are broadcast are everybody's already."""
+    """Rank 0 evaluates an average of weights; values that are broadcast are the same on all workers already."""
 
     def change(model: nn.Module, number: int, rank: int) -> None:
         if rank == number % 2:

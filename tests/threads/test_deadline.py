@@ -42,7 +42,7 @@ def test_one_who_is_gone_is_not_waited_for(place: str) -> None:
         return {1 - rank: "is gone (killed)"} if next(looks) else {}  # it dies while it is waited for
 
     store = one_who_has_said(*words)
-    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=10 * PATIENCE, gone=gone)))
+    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, join_timeout=10 * PATIENCE, gone=gone)))
     assert isinstance(outcome, RankLost), outcome
     assert str(outcome) == f"rank {1 - rank} is gone (killed): rank {rank} waits for it to join a new group"
     assert outcome.ranks == (1 - rank,)
@@ -54,7 +54,7 @@ def test_waiting_is_said_and_ends(place: str, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(deadline, "LOOK_EVERY", 0.01)
     rank, words = PLACES[place]
     store = one_who_has_said(*words)
-    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, patience=0.1)))
+    (outcome,) = outcomes(Client(lambda: open_by_store(store, rank, 2, ROUTE, join_timeout=0.1)))
     assert isinstance(outcome, PeerError), outcome
     ends = f"rank {rank} has waited 0.1 s for rank {1 - rank}|rank 1 cannot reach rank 0|rank 1 did not connect"
     assert re.search(ends, str(outcome))

@@ -52,7 +52,7 @@ def alone(sync: str = "bsp") -> Session:
 
 
 def on(servers: int, work: Callable[[Session], Any], sync: str = "bsp") -> Any:
-    """What one worker gets of so many servers; of none: without a launcher."""
+    """What one worker gets of this number of servers; 0: without a launcher."""
     if not servers:
         return within(alone(sync), work)
     with ThreadJob(1, servers, sync) as job:

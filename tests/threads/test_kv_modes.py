@@ -26,7 +26,7 @@ ROWS = 11
 
 
 def sometimes(copies: int, seed: int) -> Fate:
-    """About each fourth message arrives so many times; unlike each k-th, never in step with the repeats."""
+    """About each fourth message arrives this number of times; unlike each k-th, never in step with the repeats."""
     fates = {True: random.Random(seed), False: random.Random(seed + 100)}
     return lambda message, outward: copies if fates[outward].random() < 0.25 else 1
 
@@ -99,7 +99,7 @@ def test_clocks_of_ranges_are_those_of_single_keys() -> None:
     ],
 )
 def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: list[float], servers: int) -> None:
-    """Row 0 by everybody, row 1 by workers 1 and 2, row 2 by worker 0; the last is the one of the highest rank."""
+    """Row 0 by all workers, row 1 by workers 1 and 2, row 2 by worker 0; the last is the one of the highest rank."""
     turns = [threading.Event() for _ in range(4)]
     turns[2].set()
 

@@ -376,7 +376,7 @@ def beside_a_fake_host(fake_rank: int, secure: bool = False) -> Iterator[tuple[W
             def open_one() -> World:
                 here.name = "here"
                 about = {"keys": keys()} if secure else {"insecure": True}
-                return open_by_store(store, 1 - fake_rank, 2, ROUTE, patience=PATIENCE, **about)  # type: ignore[arg-type]
+                return open_by_store(store, 1 - fake_rank, 2, ROUTE, join_timeout=PATIENCE, **about)  # type: ignore[arg-type]
 
             opening = Client(open_one)
             if secure:
@@ -448,7 +448,7 @@ def test_a_stranger_at_the_door_does_not_end_a_link(what: bytes) -> None:
 
         def open_one(rank: int) -> World:
             here.name = str(rank)
-            return open_by_store(store, rank, 2, ROUTE, keys_here, patience=PATIENCE)
+            return open_by_store(store, rank, 2, ROUTE, keys_here, join_timeout=PATIENCE)
 
         worlds = at_once(2, open_one)
     everywhere(worlds, lambda world: world.all_ranks.barrier().wait())
@@ -632,14 +632,14 @@ def test_ranks_meet_in_a_process_with_many_descriptors() -> None:
 # Keys.
 
 
-def open_two(*about: dict[str, Any], patience: float = PATIENCE) -> list[Any]:
+def open_two(*about: dict[str, Any], join_timeout: float = PATIENCE) -> list[Any]:
     """Two ranks on two hosts, each with its own idea of secrecy; or their errors."""
     store = Shelf()
     with hosts_of_threads() as here:
 
         def open_one(rank: int) -> World:
             here.name = str(rank)
-            return open_by_store(store, rank, 2, ROUTE, patience=patience, **about[rank])
+            return open_by_store(store, rank, 2, ROUTE, join_timeout=join_timeout, **about[rank])
 
         return outcomes(*[Client(lambda rank=rank: open_one(rank)) for rank in range(2)])
 
@@ -661,7 +661,7 @@ WRONG: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_keys_that_do_not_fit_are_named(case: str) -> None:
-    for outcome in open_two(*WRONG[case](), patience=0.5):
+    for outcome in open_two(*WRONG[case](), join_timeout=0.5):
         assert isinstance(outcome, PeerError), outcome
         assert re.search(r"rank [01] cannot talk to rank [01]: .*key file", str(outcome)), outcome
 
@@ -705,7 +705,7 @@ def test_what_goes_between_hosts_cannot_be_read() -> None:
 
         def open_one(rank: int) -> World:
             here.name = str(rank)
-            return open_by_store(Tapped(), rank, 2, ROUTE, keys(), patience=PATIENCE)
+            return open_by_store(Tapped(), rank, 2, ROUTE, keys(), join_timeout=PATIENCE)
 
         worlds = at_once(2, open_one)
     words = torch.frombuffer(bytearray(secret), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Each mode live: records keep the mode's promises, leads are really taken, and a worker that is gone holds nobody up."""
+"""Each mode live: records keep the mode's promises, leads are really taken, and a worker that is gone holds no other up."""
 
 from __future__ import annotations
 

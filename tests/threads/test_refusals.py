@@ -217,7 +217,7 @@ def test_a_rate_that_one_worker_changes_later_is_refused_at_that_step() -> None:
 # What a job starts from.
 
 
-def test_everybody_starts_from_the_values_of_worker_0() -> None:
+def test_all_workers_start_from_the_values_of_worker_0() -> None:
     starts = [made_params(SHAPES, seed=seed) for seed in (20, 21, 22)]
 
     def work(session: Session) -> list[torch.Tensor]:

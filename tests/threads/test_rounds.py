@@ -1,4 +1,4 @@
-"""BSP that nobody decides: uneven data, changed gradients, unlike ranks, and deaths at any point of a step."""
+"""BSP without a sequencer: uneven data, changed gradients, unlike ranks, and deaths at any point of a step."""
 
 from __future__ import annotations
 

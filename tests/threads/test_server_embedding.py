@@ -1,4 +1,4 @@
-"""A `ServerEmbedding` learns as an embedding in this process does, whoever holds its rows and however they come."""
+"""A `ServerEmbedding` learns as an embedding in this process does, wherever its rows are and however they come."""
 
 from __future__ import annotations
 

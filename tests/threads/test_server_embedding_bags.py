@@ -75,7 +75,7 @@ def test_padding_is_zero_and_learns_nothing(ids: list[int]) -> None:
     inner = embedding.pull
 
     def pull(some: torch.Tensor) -> torch.Tensor:
-        """The row under the padding's id keeps its first values, which nobody sees."""
+        """The row under the padding's id keeps its first values, which are never used."""
         rows = inner(some)
         seen.append(rows[4].clone())
         rows[4] = 0

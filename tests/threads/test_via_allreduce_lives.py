@@ -44,7 +44,7 @@ SHAPES = [(4, 3), (5,)]
 START = made_params(SHAPES)
 
 
-def test_everybody_starts_from_the_values_of_worker_0() -> None:
+def test_all_workers_start_from_the_values_of_worker_0() -> None:
     starts = [made_params(SHAPES, seed=seed) for seed in (20, 21, 22)]
     for start in starts:
         start[1] = nn.Parameter(start[1].detach().float())
@@ -123,7 +123,7 @@ def test_the_record_keeps_its_promises_and_can_be_replayed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("limit", "rounds"), [(9, 3), (10, 4)])
-def test_everybody_stops_after_the_round_that_uses_the_budget_up(limit: int, rounds: int) -> None:
+def test_all_workers_stop_after_the_round_that_uses_the_budget_up(limit: int, rounds: int) -> None:
     def work(session: Session) -> int:
         params, steps, client = copied(START), 0, session.client
         optimizer = DistributedOptimizer(STATEFUL["momentum"](params))

@@ -22,7 +22,7 @@ from polytempo.collectives.world import World, open_by_name, open_by_store, open
 from polytempo.transport import rendezvous
 from polytempo.transport.keys import WorkerKeys, make_keys
 from polytempo.transport.memory_link import MemoryLink
-from polytempo.transport.rendezvous import KeyValueStore, Met
+from polytempo.transport.rendezvous import KeyValueStore, RankLinks
 
 #: Nothing here takes nearly so long, unless somebody waits for ever.
 PATIENCE = 20.0
@@ -123,7 +123,7 @@ def open_worlds(kind: str, size: int, hosts: Hosts | None = None, timeout: float
 
         def open_one(rank: int) -> World:
             here.name = next(str(index) for index, ranks in enumerate(hosts or alone(size)) if rank in ranks)
-            return open_by_store(store, rank, size, ROUTE, keys(), patience=PATIENCE, timeout=timeout)
+            return open_by_store(store, rank, size, ROUTE, keys(), join_timeout=PATIENCE, timeout=timeout)
 
         found: list[World] = at_once(size, open_one)
         return found
@@ -132,7 +132,7 @@ def open_worlds(kind: str, size: int, hosts: Hosts | None = None, timeout: float
 def _open_on_hosts(hosts: Hosts, timeout: float | None) -> list[World]:
     size = sum(map(len, hosts))
     engines = [ProgressEngine(rank) for rank in range(size)]
-    mets = [Met(hosts) for _ in range(size)]
+    mets = [RankLinks(hosts) for _ in range(size)]
     for high in range(size):
         for low in range(high):
             one, two = MemoryLink.pair((low, engines[low].messages), (high, engines[high].messages))

@@ -147,7 +147,7 @@ class CallQueues:
         message = failure(queue, error, final, 0 if final else queue.finished + 1 if number is None else number)
         queue.told = told or any(not task.done for task in queue.tasks)
         queue.final = final
-        queue.failed = error  # last: a caller who sees it may open the queue again at once
+        queue.failed = error  # last: a caller that sees it may open the queue again at once
         if tell:
             self.spread(queue, message)
         self._messages.mailbox.drop(queue.context, LAST_CALL)

@@ -31,7 +31,7 @@ ExpectedPart = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A collective among so many ranks, on so many chunks."""
+    """A collective among `size` ranks, on `chunks` chunks."""
 
     collective: str
     size: int
@@ -44,17 +44,17 @@ class Expected:
 
     def wanted(self, rank: int, chunk: int) -> list[ExpectedPart] | None:
         """The parts whose sum this chunk must be at the end, in order; None where it does not matter."""
-        everybody = [(other, chunk) for other in range(self.size)]
+        all_ranks = [(other, chunk) for other in range(self.size)]
         owner = chunk * self.size // self.chunks
         match self.collective:
             case "broadcast":
                 return [(self.root, chunk)]
             case "all_reduce":
-                return everybody
+                return all_ranks
             case "reduce":
-                return everybody if rank == self.root else None
+                return all_ranks if rank == self.root else None
             case "reduce_scatter":
-                return everybody if rank == owner else None
+                return all_ranks if rank == owner else None
             case "all_gather":
                 return [(owner, chunk)]
             case "gather":
@@ -65,17 +65,17 @@ class Expected:
                 return [(rank, chunk)] if chunk < self.size else [(chunk - self.size, rank)]
             case "barrier":
                 return None
-        raise UsageError(f"nobody has said what {self.collective!r} must leave")
+        raise UsageError(f"there is no specification of the result of {self.collective!r}")
 
 
 # Runs the plans of all ranks on symbols, and raises `PlanError` where they are wrong.
 #
 # A chunk holds a list of parts, (rank, chunk) as at the start, instead of numbers: a sum that misses a part, or has it
-# twice, is seen. Steps wait for messages of one named rank, or for a meeting, so any order of running gives the same
-# result, but for memory that is shared. There vector clocks, which messages and meetings carry to others, tell what comes
+# twice, is seen. Steps wait for messages of one named rank, or for a barrier, so any order of running gives the same
+# result, but for memory that is shared. There vector clocks, which messages and barriers carry to others, tell what comes
 # before what: two steps that touch one chunk of a slot, one of them writing, must be ordered.
 #
-# An executor need not copy: no chunk is written while it may still be on its way to somebody; and what a rank receives may
+# An executor need not copy: no chunk is written while it may still be on its way to a rank; and what a rank receives may
 # be stored as soon as it arrives, since its sender knew that this rank had done all that it does before with the chunk.
 #
 # The text of an error begins with its kind: `wrong result`, `deadlock`, `left over`, `race` or `impossible`.
@@ -86,7 +86,7 @@ class PlanError(PolytempoError):
 
 
 def check(plans: Sequence[Sequence[Step]], collective: str, hosts: HostRanks, chunks: int, root: int = 0) -> None:
-    """The plans of ranks 0, 1, ... compute this collective on so many chunks, whatever the timing."""
+    """The plans of ranks 0, 1, ... compute this collective on this many chunks, whatever the timing."""
     expected = Expected(collective, len(plans), chunks, root)
     run = SymbolicRun(plans, hosts, chunks, expected)
     run.to_the_end()
@@ -145,7 +145,7 @@ class PlannedMessage:
 
 @dataclass(slots=True)
 class PlannedSlot:
-    """A chunk of a slot: what was put when, and who has read it since."""
+    """A chunk of a slot: what was put when, and which ranks have read it since."""
 
     value: Value
     time: int
@@ -174,7 +174,7 @@ class SymbolicRun:
                     raise PlanError(f"impossible: rank {rank}, step {index} ({text_of([step])}): {complaint}")
 
     def to_the_end(self) -> None:
-        """Everybody does what he can, until nobody can do anything."""
+        """Let every rank do what it can, until none can do anything."""
         moved = True
         while moved:
             moved = False
@@ -215,7 +215,7 @@ class SymbolicRun:
         return f"rank {rank} at step {self.at[rank]} ({text_of([self.plans[rank][self.at[rank]]])})"
 
     def do(self, rank: int) -> None:
-        """One step of this rank; a meeting is a step of all its members."""
+        """One step of this rank; a barrier is a step of all its members."""
         step, mine, clock = self.plans[rank][self.at[rank]], self.values[rank], self.clocks[rank]
         if isinstance(step, Meet):
             self.meet(step.members)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-#: Borders between parts fall on a multiple of so many elements where two processes write beside each other: no cache line is
-#: written by both.
+#: Borders between parts fall on a multiple of this many elements where two processes write beside each other: no cache line
+#: is written by both.
 GRAIN = 32
 
 

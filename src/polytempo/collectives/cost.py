@@ -7,7 +7,7 @@ Textbook formulas for p ranks and n bytes, with these assumptions:
 - A message is a chunk. So halving-doubling, which has few rounds, still sends as many messages as a ring; and an inner rank
   of the double tree serves two children, one after the other.
 - Plans are cut into as many pieces as are good, and pieces cost nothing but in a chain.
-- A meeting in shared memory takes as long as a message. A byte that is put and then read counts once: ranks do both at once.
+- A barrier in shared memory takes as long as a message. A byte that is put and then read counts once: ranks do both at once.
 - `nbytes` are those of the whole: all that is gathered, or scattered, or that one rank hands to all others.
 """
 
@@ -62,7 +62,7 @@ class _Job:
 
 
 def _rounds(count: int) -> int:
-    """How often must something double to be so many."""
+    """How often 1 must double to reach a count."""
     return (count - 1).bit_length()
 
 
@@ -117,7 +117,7 @@ def _halving_doubling(job: _Job) -> float:
 
 
 def _hierarchical(job: _Job) -> float:
-    """Inside: three meetings; the sums to the leader, and the result from him. Between: a ring of whole tensors."""
+    """Inside: three barriers; the sums to the leader, and the result from it. Between: a ring of whole tensors."""
     members, leaders = max(map(len, job.hosts)), tuple((host[0],) for host in job.hosts)
     inside = 3 * job.speeds.alpha_inside + job.n * job.speeds.beta_inside
     inside += (members - 1) / members * job.n * (2 * job.speeds.beta_inside + job.g)

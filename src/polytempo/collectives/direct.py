@@ -1,4 +1,4 @@
-"""Straight from one rank to another: where everybody has something else, nothing can be saved on the way."""
+"""Linear algorithms: straight from one rank to another. Where each rank has its own data, no detour saves anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scatter(place: Place, pieces: int, root: int = 0) -> list[Step]:
 def all_to_all(place: Place, pieces: int, root: int = 0) -> list[Step]:
     """Input q goes to rank q; output size + q comes from rank q.
 
-    First to the next rank, then to the one after it, and so on: nobody is sent to by all at once.
+    First to the next rank, then to the one after it, and so on: no rank is sent to by all at once.
     """
     size, rank = place.size, place.rank
     steps: list[Step] = [Copy(rank, size + rank)]

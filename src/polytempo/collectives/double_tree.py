@@ -1,7 +1,7 @@
-"""Two trees at once, each for half of the chunks: whoever hands on in one only receives in the other.
+"""Two trees at once, each for half of the chunks: an inner rank of one is a leaf of the other.
 
 In a binary tree the leaves, half of all ranks, never send down. Here all inner ranks of the first tree are odd, and the
-second is the first moved by one rank, so that its inner ranks are even: everybody's link is used, and nobody's twice.
+second is the first moved by one rank, so that its inner ranks are even: the link of every rank is used, and none twice.
 (Moved, not mirrored: with an odd number of ranks, a mirrored odd rank is odd.)
 """
 

@@ -1,18 +1,29 @@
-"""Ranks that compute something together: every collective, by any algorithm that can do it.
+"""A group of ranks: every collective, by any algorithm that can do it.
 
 Each method starts a task and returns its handle; `wait()` gives the result. Tensors are changed in place, and ranks are
 numbered within the group. All ranks of the group must make the same calls in the same order.
+
+Where a group spans hosts, its first rank measures latency and bandwidth to another host once, by ping-pong, and sends the
+result to all ranks, so that they choose the same algorithms.
+
+    exchange(group, record, then)    a call of several parts: `then` gets the records of all ranks, and a group whose
+                                     collectives are steps of this call; `Settled` ends it with an error that all ranks share
 """
 
 from __future__ import annotations
 
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import sqrt
+from typing import Any
 
+import numpy
 import torch
 
 from polytempo.collectives.call_queues import Recovery
@@ -20,7 +31,7 @@ from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
-from polytempo.collectives.measure import measure
+from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
@@ -28,9 +39,10 @@ from polytempo.collectives.shared_buffer import SlotBuffers
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
-from polytempo.transport.peer_link import CALL, LinkMessage
+from polytempo.transport.channel import Bytes
+from polytempo.transport.peer_link import CALL, DATA, LinkMessage
 
-#: Messages of a pipelined plan are not smaller than this, and a part is cut into so many at most.
+#: Messages of a pipelined plan are not smaller than this, and a part is cut into at most `PIECES`.
 MESSAGE = 32 << 10
 PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
@@ -38,7 +50,13 @@ PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "
 PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
 IN_SHARED_MEMORY = ("shared-memory", "hierarchical")
 
+#: Bytes of the messages by which speed is measured, rounds of the small one, and the result: latency, seconds a byte.
+SMALL, LARGE = 64, 512 << 10
+ROUNDS = 5
+SPEEDS = struct.Struct("<dd")
+
 Tensors = Sequence[torch.Tensor]
+Then = Callable[[list[torch.Tensor], Any], Steps]
 
 
 class RankGroup:
@@ -234,7 +252,7 @@ class RankGroup:
         return self._start("barrier", "", "auto", steps, background)
 
     def choice(self, collective: str, size: int) -> Choice:
-        """What `auto` takes for so many bytes, and why."""
+        """The algorithm that `auto` takes for a size in bytes, and why."""
         return choose(collective, size, self.place.hosts, self.speeds or Speeds())
 
     # From a call to a task.
@@ -267,7 +285,7 @@ class RankGroup:
         yield from self._recovery.clear(number)
         self.engine.queues.declare(self.queue, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
-            self.speeds = yield from measure(self.engine.messages, self.context, number, self.ranks, self.place.hosts)
+            self.speeds = yield from _measure(self.engine.messages, self.context, number, self.ranks, self.place.hosts)
         meta = f"{number} {call}".encode()
         messages, barriers = self.engine.messages, self._recovery.barriers
         return (yield from steps(ExecutionStage(messages, self.context, number, self.ranks, meta, op, barriers=barriers)))
@@ -344,7 +362,7 @@ class RankGroup:
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
         """By messages alone."""
-        if self._next() in self.engine.messages.links:  # who has done its part and left need not know
+        if self._next() in self.engine.messages.links:  # a rank that has done its part and left need not know
             self.engine.messages.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
@@ -387,6 +405,85 @@ class RankGroup:
             if not alike or tensor.dtype != own.dtype:
                 got = f"{shape_of(tensor)} for rank {rank}"
                 raise UsageError(f"{collective}: expected {shape_of(own)} in the list of tensors, got {got}")
+
+
+# A call of several parts.
+
+
+class Nested(RankGroup):
+    """A group within one of its calls: a collective returns steps, to be taken with `yield from`."""
+
+    def __init__(self, group: RankGroup, stage: ExecutionStage) -> None:
+        self.__dict__.update(vars(group))
+        self._stage = stage
+
+    def _start(
+        self,
+        collective: str,
+        about: str,
+        algorithm: str,
+        steps: Callable[[ExecutionStage], Steps],
+        background: bool,
+        op: str = "sum",
+    ) -> Any:
+        return steps(replace(self._stage, op=op, buffer=None))
+
+
+def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:
+    """Gather the records of all ranks, which have one size, and go on with them; the result is that of `then`."""
+
+    def steps(stage: ExecutionStage) -> Steps:
+        inside: Any = Nested(group, stage)
+        rows = [torch.empty_like(record) for _ in range(group.size)]
+        yield from inside.all_gather(rows, record)
+        return (yield from then(rows, inside))
+
+    return group._start("exchange", shape_of(record), "auto", steps, background)
+
+
+# The speed of links between hosts.
+
+
+def _measure(messages: Messaging, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]) -> Steps:
+    """The speeds, on every rank."""
+    first, second = ranks[hosts[0][0]], ranks[hosts[1][0]]
+    tag, found = -number, numpy.zeros(SPEEDS.size, dtype=numpy.uint8)
+    if messages.rank == first:
+        yield from _ping(messages, context, tag, second, found)
+        for rank in ranks:
+            if rank != first:
+                messages.send(rank, LinkMessage(DATA, context, tag), found.copy())
+    else:
+        if messages.rank == second:
+            yield from _pong(messages, context, tag, first)
+        receipt = messages.expect(context, tag, first, SPEEDS.size, found)
+        yield messages.until(receipt)
+    alpha, beta = SPEEDS.unpack(found.tobytes())
+    return Speeds(alpha=alpha, beta=beta)
+
+
+def _ping(messages: Messaging, context: int, tag: int, other: int, found: Bytes) -> Steps:
+    best = {}
+    for size in (SMALL, LARGE):
+        times = []
+        for _ in range(ROUNDS if size == SMALL else 2):
+            began = time.perf_counter()
+            messages.send(other, LinkMessage(DATA, context, tag), numpy.zeros(size, dtype=numpy.uint8))
+            yield messages.until(messages.expect(context, tag, other, size))
+            times.append(time.perf_counter() - began)
+        best[size] = min(times) / 2
+    beta = max(1e-12, (best[LARGE] - best[SMALL]) / (LARGE - SMALL))
+    found[:] = numpy.frombuffer(SPEEDS.pack(best[SMALL], beta), dtype=numpy.uint8)
+
+
+def _pong(messages: Messaging, context: int, tag: int, other: int) -> Steps:
+    for size in (SMALL,) * ROUNDS + (LARGE,) * 2:
+        receipt = messages.expect(context, tag, other, size)
+        yield messages.until(receipt)
+        messages.send(other, LinkMessage(DATA, context, tag), receipt.buffer)
+
+
+# How tensors are cut.
 
 
 @lru_cache(maxsize=256)

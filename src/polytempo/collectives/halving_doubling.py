@@ -19,7 +19,7 @@ def core_size(size: int) -> int:
 
 
 def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Everybody ends with the sum."""
+    """All ranks end with the sum."""
     core = core_size(place.size)
     everything = range(core * pieces)
     if place.rank >= 2 * (place.size - core):
@@ -55,6 +55,6 @@ def _rank_of(number: int, extra: int) -> int:
 
 
 def _block(number: int, parts: int, pieces: int) -> range:
-    """The chunks of the aligned block of so many parts in which this number's part lies."""
+    """The chunks of the aligned block of this many parts in which this number's part lies."""
     first = number // parts * parts
     return range(first * pieces, (first + parts) * pieces)

@@ -15,7 +15,7 @@ from polytempo.collectives.steps import Fetch, Meet, Place, Put, Step, Total
 
 
 def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Everybody ends with the sum; only leaders send."""
+    """All ranks end with the sum; only leaders send."""
     members, chunks = place.neighbours, range(len(place.hosts) * pieces)
     leader = members[0]
     leaders = [ranks[0] for ranks in place.hosts]

@@ -1,6 +1,6 @@
 """Which message belongs to which receive: by context, tag and sender, in the order of posting and of sending.
 
-A message nobody has asked for yet waits here. A receive may be from anybody. Pure but for the memory it hands out.
+A message without a receive waits here. A receive may be from any rank. Pure but for the memory it hands out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Receipt:
     sender: int | None
     length: int
     buffer: Bytes | None = None
-    source: int = -1  #: who it came from
+    source: int = -1  #: the rank it came from
     taken: bool = False  #: a message belongs to it
     done: bool = False
     problem: str = ""
@@ -58,7 +58,7 @@ class Mailbox:
         return receipt
 
     def withdraw(self, receipt: Receipt, context: int, tag: int) -> None:
-        """Nobody waits for this any more: what would have been its message is the next one's."""
+        """Cancel a receive: what would have been its message is the next one's."""
         posted = self._posted.get((context, tag))
         if posted and receipt in posted:
             posted.remove(receipt)

@@ -1,4 +1,4 @@
-"""Single messages between two ranks of a group: `send` and `recv`, with tags, in any order of posting, from anybody."""
+"""Single messages between two ranks of a group: `send` and `recv`, with tags, from one rank or any, posted in any order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
             back()
         return receipt.source
 
-    whom = f"from {source}" if source is not None else "from any"
-    return _start(group, f"recv({shape_of(tensor)}, {whom}, tag {tag})", steps(), background)
+    source_name = f"from {source}" if source is not None else "from any"
+    return _start(group, f"recv({shape_of(tensor)}, {source_name}, tag {tag})", steps(), background)
 
 
 def _check_peer(group: RankGroup, rank: int) -> None:
@@ -70,5 +70,5 @@ def _check_tag(tag: int) -> None:
 
 
 def _start(group: RankGroup, name: str, steps: Steps, background: bool) -> Task:
-    """In no queue: single messages do not wait for collectives."""
+    """A queue of its own: single messages do not wait for collectives."""
     return group.engine.start(CallQueue(-1, group.ranks), name, steps, background, group.timeout)

@@ -55,14 +55,14 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def before_mean(name: str, tensor: torch.Tensor, size: int) -> None:
-    """Where the sum of so many terms may be too large for their dtype (float16): make this term smaller, by a power of two,
+    """Where the sum of `count` terms may be too large for their dtype (float16): make this term smaller, by a power of two,
     which costs no digits. `divide` knows of it."""
     if name == "mean" and tensor.dtype == torch.float16:
         tensor.div_(_shrunk(tensor, size))
 
 
 def divide(name: str, tensor: torch.Tensor, size: int) -> None:
-    """Make a sum of so many terms their mean, if that is the operation."""
+    """Make a sum of `count` terms their mean, if that is the operation."""
     if name == "mean":
         tensor.div_(size / _shrunk(tensor, size))
 

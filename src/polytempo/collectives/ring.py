@@ -1,4 +1,4 @@
-"""Rings: everybody sends to the next rank only, so each link carries the least that is possible.
+"""Rings: each rank sends to the next one only, so each link carries the least that is possible.
 
 There are `size` parts of `pieces` chunks each; chunk j of part q has the number q * pieces + j. A piece is sent on as
 soon as it is there, so that the pieces of a part follow each other around the ring.
@@ -12,7 +12,7 @@ from polytempo.collectives.steps import Combine, Place, Receive, Send, Step
 
 
 def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Everybody ends with the sum of all parts, and has sent 2 (size - 1) parts."""
+    """All ranks end with the sum of all parts, and have sent 2 (size - 1) parts."""
     return all_reduce_over(range(place.size), place.rank, pieces)
 
 
@@ -33,7 +33,7 @@ def reduce_scatter(place: Place, pieces: int, root: int = 0) -> list[Step]:
 
 
 def all_gather(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Rank r starts with part r, and everybody ends with all."""
+    """Rank r starts with part r, and all ranks end with all parts."""
     ring = _Ring(range(place.size), place.rank, pieces)
     rest = [step for turn in range(1, ring.size) for step in ring.receive(place.rank - turn, turn < ring.size - 1)]
     return [*ring.start(place.rank), *rest]

@@ -43,7 +43,7 @@ def watch_exit() -> None:
 def ended_badly() -> bool:
     """At the end of the process: has an error ended it, or `sys.exit` with a status that is none of success?
 
-    torch, pytest and others replace `sys.excepthook`; the interpreter notes an error that nobody caught before it calls it.
-    `raise SystemExit(3)` cannot be seen from here: whoever waits for the process does.
+    torch, pytest and others replace `sys.excepthook`; the interpreter stores an uncaught error before it calls it.
+    `raise SystemExit(3)` cannot be seen from here, but by the parent process.
     """
     return hasattr(sys, "last_value") or any(status not in (None, 0) for status in _said)

@@ -1,7 +1,7 @@
 """The words of which plans are made: what one rank does with its chunks, step after step.
 
 A chunk is a number here; the caller hands in the tensors. A plan is a list of steps for each rank. Only three steps wait
-for others: `Receive` and `Combine` for a message, `Meet` for everybody.
+for others: `Receive` and `Combine` for a message, `Meet` for all members.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Tell all members, of whom I am one, that I am so far, and wait until they are."""
+    """A barrier of these members, of which this rank is one."""
 
     members: tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 The chunks follow each other through the tree. In an all-reduce they go up and come down at the same time, and each rank
 does its work in the order of a timetable: with height H, chunk k goes up from depth d at time k + H - d and comes down to
-it at k + H + d. Whatever a rank waits for was sent at an earlier time, so nobody can wait in a circle; and two ranks put
+it at k + H + d. Whatever a rank waits for was sent at an earlier time, so ranks cannot wait in a circle; and two ranks put
 what they exchange in the same order, even if two trees run at once.
 """
 
@@ -49,7 +49,7 @@ def binomial(size: int, root: int = 0) -> Tree:
 
 
 def broadcast(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """From the root to everybody."""
+    """From the root to all ranks."""
     tree = binomial(place.size, root)
     return [step for chunk in range(pieces) for step in down(tree, place.rank, chunk)]
 
@@ -66,7 +66,7 @@ def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
 
 
 def barrier(place: Place, pieces: int, root: int = 0) -> list[Step]:
-    """Dissemination: tell who is 1, 2, 4, ... ranks further, and hear from who is as far behind. The chunk is empty."""
+    """Dissemination: notify the rank 1, 2, 4, ... further, and wait for the rank as far behind. The chunk is empty."""
     steps: list[Step] = []
     for distance in (1 << level for level in range((place.size - 1).bit_length())):
         ahead, behind = (place.rank + distance) % place.size, (place.rank - distance) % place.size
@@ -75,14 +75,14 @@ def barrier(place: Place, pieces: int, root: int = 0) -> list[Step]:
 
 
 def up(tree: Tree, rank: int, chunk: int) -> list[Step]:
-    """Take in what the children have, first of who is ready first, and hand it to the parent."""
+    """Combine what the children send, the earliest first, and send it to the parent."""
     parent = tree.parents[rank]
     taken_in = [Combine(child, chunk) for child in tree.children(rank)]
     return [*taken_in, *([] if parent is None else [Send(parent, chunk)])]
 
 
 def down(tree: Tree, rank: int, chunk: int) -> list[Step]:
-    """Receive from the parent, and hand it to the children, first to who has the most below."""
+    """Receive from the parent, and send it to the children, first to the one with the largest subtree."""
     parent = tree.parents[rank]
     handed_on = [Send(child, chunk) for child in reversed(tree.children(rank))]
     return [*([] if parent is None else [Receive(parent, chunk)]), *handed_on]

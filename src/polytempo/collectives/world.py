@@ -1,7 +1,7 @@
-"""All ranks of a job, as one of them sees them: links to everybody, an engine, and groups.
+"""All ranks of a job, as one of them sees them: links to the others, a progress engine, and groups.
 
-A group whose member has died can be formed again without it: the ranks that are left first agree on who that is, by telling
-each other whom they miss until all miss the same.
+A group that has lost a member can be formed again without it: the surviving ranks first agree on the lost ones, by telling
+each other which ranks they miss until all miss the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
-from polytempo.transport.rendezvous import KeyValueStore, Met, meet_by_name, meet_by_store
+from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_by_name, rendezvous_by_store
 
-PATIENCE = 60.0
+#: Seconds in which all ranks must come to the rendezvous.
+JOIN_TIMEOUT = 60.0
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
 GENERATIONS = 1 << 12
@@ -32,12 +33,12 @@ GENERATIONS = 1 << 12
 class World:
     """This process among all."""
 
-    def __init__(self, engine: ProgressEngine, size: int, met: Met, timeout: float | None = None) -> None:
-        self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, met.hosts
+    def __init__(self, engine: ProgressEngine, size: int, links: RankLinks, timeout: float | None = None) -> None:
+        self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
         self.timeout = timeout
         self._generations: dict[tuple[int, int], int] = {}
-        engine.when_closed = met.close
-        engine.attach(met.links)
+        engine.when_closed = links.close
+        engine.attach(links.links)
         self._groups = 0
         self.all_ranks = self._group(range(size), 0)
 
@@ -45,7 +46,7 @@ class World:
         return RankGroup(self.engine, ranks, self.hosts, context, self.timeout)
 
     def new_group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """A group of some ranks; None for who is not in it. All ranks must ask for the same groups in the same order."""
+        """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order."""
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or not 0 <= chosen[0] <= chosen[-1] < self.size:
             raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
@@ -53,10 +54,10 @@ class World:
         return self._group(chosen, self._groups) if self.rank in chosen else None
 
     def reform(self, number: int = 0, lost: Sequence[int] = ()) -> RankGroup:
-        """Everybody who is left, as a new generation of the group of this number. All of them must call this.
+        """All surviving ranks, as a new generation of the group of this number. All of them must call this.
 
-        `lost`: who is known to be gone, though it may not have been seen here yet. Should somebody die meanwhile, some may
-        get a group that nobody else is in; they fail there, come back, and meet those who are still here.
+        `lost`: ranks known to be lost, though that may not have been seen here yet. Should another rank die meanwhile, some
+        ranks may get a group that the others are not in; they fail there, call this again, and agree with the rest.
         """
         queue = CallQueue(-1, tuple(range(self.size)))
         steps = self._agree(2 * (AGAIN + number) + 1, lost)
@@ -67,7 +68,7 @@ class World:
         return self._group(ranks, context)
 
     def _agree(self, context: int, lost: Sequence[int]) -> Steps:
-        """Tell all others whom one misses; the more are missing, the later the round, so all rounds can share a context."""
+        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
         yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
         while True:
             missing = sorted(self.engine.messages.left)
@@ -86,7 +87,7 @@ class World:
                 continue
             if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
                 return alive
-            yield Wait(outdated, partial(_senders, receipts))  # whom others miss is soon missed here, too
+            yield Wait(outdated, partial(_senders, receipts))  # what others miss is soon missed here, too
 
     def _unseen(self, lost: Sequence[int]) -> list[int]:
         return [rank for rank in lost if rank not in self.engine.messages.left]
@@ -99,11 +100,13 @@ class World:
         self.engine.close(politely)
 
 
-def open_by_name(name: str, rank: int, size: int, patience: float = PATIENCE, timeout: float | None = None) -> World:
-    """Ranks of one host that all know a name nobody else uses."""
+def open_by_name(name: str, rank: int, size: int, join_timeout: float = JOIN_TIMEOUT, timeout: float | None = None) -> World:
+    """Ranks of one host that all know a name no other job uses."""
     _check(rank, size)
     engine = ProgressEngine(rank)
-    return _opened(engine, size, lambda: meet_by_name(name, rank, size, engine.messages, Deadline(rank, patience)), timeout)
+    return _opened(
+        engine, size, lambda: rendezvous_by_name(name, rank, size, engine.messages, Deadline(rank, join_timeout)), timeout
+    )
 
 
 def open_by_store(
@@ -113,36 +116,38 @@ def open_by_store(
     route: str,
     keys: WorkerKeys | None = None,
     insecure: bool = False,
-    patience: float = PATIENCE,
+    join_timeout: float = JOIN_TIMEOUT,
     timeout: float | None = None,
     gone: Callable[[], Mapping[int, str]] = dict,
 ) -> World:
-    """Ranks that see one store, on any hosts. `gone`: who cannot come any more, and why, as far as is known."""
+    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why."""
     _check(rank, size)
     engine = ProgressEngine(rank)
-    meet = partial(meet_by_store, store, rank, size, engine.messages, Deadline(rank, patience, gone), keys, insecure, route)
+    meet = partial(
+        rendezvous_by_store, store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route
+    )
     return _opened(engine, size, meet, timeout)
 
 
-def _opened(engine: ProgressEngine, size: int, meet: Callable[[], Met], timeout: float | None) -> World:
+def _opened(engine: ProgressEngine, size: int, meet: Callable[[], RankLinks], timeout: float | None) -> World:
     try:
-        met = meet()
+        links = meet()
     except BaseException:
         engine.close()
         raise
-    return World(engine, size, met, timeout)
+    return World(engine, size, links, timeout)
 
 
 def open_in_threads(size: int, timeout: float | None = None) -> list[World]:
-    """As many ranks in this process, one for each of its threads."""
+    """Ranks in threads of this process, one for each."""
     engines = [ProgressEngine(rank) for rank in range(size)]
-    mets = [Met((tuple(range(size)),)) for _ in range(size)]
+    made = [RankLinks((tuple(range(size)),)) for _ in range(size)]
     for high in range(size):
         for low in range(high):
             one, two = MemoryLink.pair((low, engines[low].messages), (high, engines[high].messages))
-            mets[low].links.append(one)
-            mets[high].links.append(two)
-    return [World(engine, size, met, timeout) for engine, met in zip(engines, mets, strict=True)]
+            made[low].links.append(one)
+            made[high].links.append(two)
+    return [World(engine, size, links, timeout) for engine, links in zip(engines, made, strict=True)]
 
 
 def _all_done(receipts: Sequence[Receipt]) -> bool:
@@ -150,7 +155,7 @@ def _all_done(receipts: Sequence[Receipt]) -> bool:
 
 
 def _senders(receipts: Sequence[Receipt]) -> list[int]:
-    """Whom we wait for."""
+    """The ranks that are waited for."""
     return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
 
 

@@ -1,13 +1,16 @@
-"""Filter chains: what becomes of a flat tensor before it is sent, and how it is read at the other end.
+"""Compression chains: how a flat tensor is encoded before it is sent, and decoded at the other end.
 
-    none               all of it, as it is
-    bf16, fp16         all of it, in two bytes each
-    topk:0.01          the largest hundredth; significant:1e-3 what is beyond a threshold; sign one bit each
-    topk:0.01+bf16     a selection, then a cast of what was selected
+    none               all values, unchanged
+    bf16, fp16         all values, in two bytes each
+    topk:0.01          the largest hundredth; significant:1e-3 the values beyond a threshold; sign one bit each
+    topk:0.01+bf16     a selection, then a cast of the selected values
 
-A lossy chain keeps what a message did not say, the residual, and adds it to the next: p = g + e; q = C(p); e = p - D(q). So
-everything is sent in the end, and sent + residual = produced at any time. Casts keep their rounding errors too, which papers
-usually leave out.
+A lossy chain keeps the residual, the difference between its input and its message, and adds it to the next input (error
+feedback): p = g + e; q = C(p); e = p - D(q). So every value is sent in the end, and sent + residual = produced at any time.
+Casts keep their rounding errors too, which papers usually leave out.
+
+A cast given as a bare text is for pushes and pulls. A selection is for pushes alone: a worker would miss the values that it
+leaves out of an answer; {"push": ..., "pull": ...} chooses both.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ PLUS = re.compile(r"(?<![\d.][eE])\+")
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """A chain that was understood."""
+    """A parsed chain."""
 
     code: Code
     cast: str = ""
@@ -56,21 +59,21 @@ class ChainSpec:
 
     @property
     def is_lossless(self) -> bool:
-        """Does everything arrive as it was?"""
+        """Do all values arrive unchanged?"""
         return not self.selects and not self.cast
 
     @property
     def selects(self) -> bool:
-        """Is it more than a cast?"""
+        """Does it select values, beyond a cast?"""
         return self.code != Dense()
 
     @property
     def buffers(self) -> int:
-        """Of every message."""
+        """The number of buffers of every message."""
         return self.code.buffers
 
     def new(self, size: int, dtype: torch.dtype) -> CompressionChain:
-        """A chain for one flat tensor, with nothing held back yet."""
+        """A chain for one flat tensor, with a residual of zero."""
         return CompressionChain(self, self._form(size, dtype))
 
     def stated_bytes(self, size: int, dtype: torch.dtype) -> int | None:
@@ -78,14 +81,14 @@ class ChainSpec:
         return self.code.stated_bytes(self._form(size, dtype))
 
     def decode(self, buffers: Sequence[ByteArray], size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values that a message says, in memory of their own; `PeerError` when the message cannot be right."""
+        """The values of a message, in memory of their own; `PeerError` when the message is invalid."""
         form = self._form(size, dtype)
         try:
             if len(buffers) != self.buffers:
                 raise PeerError(f"expected {self.buffers} buffers, got {len(buffers)}")
             return self.code.decode(buffers, form)
         except PeerError as error:
-            raise PeerError(f"a message of {form} by the filter {self.text} cannot be read: {error}") from None
+            raise PeerError(f"cannot decode a message of {form} compressed with {self.text}: {error}") from None
 
     def _form(self, size: int, dtype: torch.dtype) -> NumberFormat:
         form = NumberFormat(size, dtype, CASTS.get(self.cast, dtype))
@@ -97,7 +100,7 @@ class ChainSpec:
 
 
 class CompressionChain:
-    """A chain at work on one flat tensor: what it must remember is the residual."""
+    """A chain for one flat tensor, with its residual."""
 
     def __init__(self, spec: ChainSpec, form: NumberFormat) -> None:
         self.spec = spec
@@ -106,11 +109,11 @@ class CompressionChain:
 
     @property
     def residual(self) -> torch.Tensor:
-        """What was given and not sent yet; float32 for values of two bytes."""
+        """The sum of the values not sent yet; float32 for values of two bytes."""
         return torch.zeros(self.form.size, dtype=self.form.wide) if self.spec.is_lossless else self._held.clone()
 
     def encode(self, values: torch.Tensor) -> list[ByteArray]:
-        """The next message. Without a filter its memory is that of `values`, which must not change until it is sent."""
+        """The next message. Without compression its memory is that of `values`, which must not change until it is sent."""
         values = self._checked(values)
         if self.spec.is_lossless:
             return [as_bytes(values)]
@@ -118,14 +121,16 @@ class CompressionChain:
         return self.spec.code.encode(self._held, self.form)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What must be kept to go on later as if nothing had happened."""
+        """The state to save in a checkpoint."""
         return {} if self.spec.is_lossless else {"residual": self._held.clone()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a state."""
+        """Load a saved state."""
         ours, theirs = _described({} if self.spec.is_lossless else {"residual": self._held}), _described(state)
         if ours != theirs:
-            raise UsageError(f"the state of filter {self.spec} is {ours}, got {theirs}; use the filter that saved it")
+            raise UsageError(
+                f"the state of compression {self.spec} is {ours}, got {theirs}; use the compression that saved it"
+            )
         if not self.spec.is_lossless:
             self._held.copy_(state["residual"])
 
@@ -154,11 +159,6 @@ def parse_chain(text: str) -> ChainSpec:
     return ChainSpec(code, names[-1] if names[-1] in CASTS else "")
 
 
-# Which chain pushes and which answers go through.
-#
-# A cast given as a bare text is for both directions. A selection is for pushes alone: what it leaves out of an answer a
-# worker would miss, so who wants that must say so with {"push": ..., "pull": ...}.
-
 DIRECTIONS = ("push", "pull")
 
 
@@ -171,7 +171,7 @@ class PushPullCompression:
 
     @property
     def is_lossless(self) -> bool:
-        """Does everything arrive as it was, both ways?"""
+        """Do all values arrive unchanged, both ways?"""
         return self.push.is_lossless and self.pull.is_lossless
 
     def __str__(self) -> str:

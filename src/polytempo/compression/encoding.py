@@ -1,8 +1,12 @@
-"""How numbers lie in buffers, and how they become narrower ones.
+"""Formats of numbers in buffers, casts between them, and the interface of a code.
 
-Values of two bytes are added up in four: what a chain holds back is float32 for them, and of their own dtype for others.
-A cast rounds to the nearest, ties to even, once; torch takes float64 to two bytes by way of float32, which rounds twice.
-A number beyond what the narrow dtype can hold becomes the largest that it can; infinities and NaN stay what they are.
+Values of two bytes are summed in four: their residuals are float32, those of other values have their own dtype. A cast
+rounds to the nearest, ties to even, once; torch casts float64 to two bytes by way of float32, which rounds twice. A number
+beyond the range of the narrow dtype becomes the largest of that range; infinities and NaN stay what they are.
+
+A code takes the sum p of new values and residual, writes a message q, and leaves p - D(q) in place of p. Infinities and NaN
+are sent as they are and leave a residual of 0: the receiver sees them, and residuals stay finite. Where a message has no
+room for all of them, it sends some.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """So many values of a dtype, and the dtype they have on their way."""
+    """The number of values, their dtype, and the dtype in which they are sent."""
 
     size: int
     dtype: torch.dtype
@@ -42,12 +46,12 @@ class NumberFormat:
 
     @property
     def wide(self) -> torch.dtype:
-        """In which sums are made, and residuals kept."""
+        """The dtype of sums and residuals."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property
     def limit(self) -> float:
-        """The largest number that is finite on its way and at its end."""
+        """The largest number that is finite in both dtypes."""
         return round_down(min(torch.finfo(self.wire).max, torch.finfo(self.dtype).max), self.wire)
 
     def __str__(self) -> str:
@@ -60,7 +64,7 @@ def item_size(dtype: torch.dtype) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it stands in texts: "float32"."""
+    """The name of a dtype: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -73,18 +77,18 @@ def round_down(number: float, dtype: torch.dtype) -> float:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Are all of them numbers? What is no number survives a sum."""
+    """Are all values finite? (NaN and Inf propagate through sum().)"""
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def clear(values: torch.Tensor) -> None:
-    """What is no number becomes 0."""
+    """Replace NaN and Inf by 0."""
     if not is_finite(values):
         values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def narrow(values: torch.Tensor, form: NumberFormat) -> torch.Tensor:
-    """Wide values as they travel."""
+    """Wide values in the dtype in which they are sent."""
     if form.wire == form.wide:
         return values
     limited = values.clamp(-form.limit, form.limit)
@@ -125,15 +129,6 @@ def as_values(buffer: ByteArray, count: int, dtype: torch.dtype, what: str) -> t
     return values
 
 
-# What a code is, and the plain one: every value, as it is or cast.
-#
-# A code takes the sum p of new values and what was held back, writes a message q, and leaves p - D(q) where p was: so
-# what is sent and what is held back always add up to what was produced.
-#
-# What is no number (infinities and NaN) is sent as it is and leaves 0 behind: the other side sees it, and what is held back
-# stays finite. Where more of them come than a message has room for, those that are sent speak for the others.
-
-
 class Code(ABC):
     """One way to write values into buffers and to read them back."""
 
@@ -142,18 +137,18 @@ class Code(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """As it is written in the name of a chain."""
+        """The text of this code in the name of a chain."""
 
     def check(self, form: NumberFormat) -> None:
         """Refuse, as a `UsageError`, values that cannot be written."""
 
     @abstractmethod
     def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
-        """A message about what is held, which becomes what the message does not say."""
+        """A message of the values in `held`, which then has the residual."""
 
     @abstractmethod
     def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
-        """The values that a message says; `PeerError` when it cannot be right."""
+        """The values of a message; `PeerError` when it is invalid."""
 
     @abstractmethod
     def stated_bytes(self, form: NumberFormat) -> int | None:
@@ -162,7 +157,7 @@ class Code(ABC):
 
 @dataclass(frozen=True)
 class Dense(Code):
-    """Every value, in the dtype of its way. What is not cast is sent from where it is, and nothing is held."""
+    """Every value, in the dtype in which it is sent. Without a cast the memory of the values is sent, with no residual."""
 
     buffers = 1
     text = ""

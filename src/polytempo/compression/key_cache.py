@@ -1,8 +1,8 @@
 """Key caching (Li et al., OSDI 2014): a list of ids that was sent before is sent as a digest of eight bytes.
 
 Both sides keep the lists that they used last, up to a limit of bytes. The sender goes by its own: a list that it still has
-was sent before. Whoever forgets a list first, it only costs a miss: the receiver says so, the sender forgets the digest and
-sends the list. With equal limits and messages in order there are no misses.
+was sent before. If one side drops a list first, that only costs a miss: the receiver reports it, the sender drops the digest
+and sends the list. With equal limits and messages in order there are no misses.
 
 Where this departs from the paper: the sender compares the whole list, not only its digest. Two lists with one digest are
 then sent in full, each in its turn, and are never taken for each other.
@@ -106,7 +106,7 @@ class KeyReceiver:
         return ids
 
     def find(self, digest: int) -> torch.Tensor | None:
-        """The list, not to be changed; None is a miss, and the sender must be told to forget the digest."""
+        """The list, not to be changed; None is a miss, which is reported to the sender."""
         return self.lists.get(digest)
 
 

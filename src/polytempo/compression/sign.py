@@ -1,7 +1,7 @@
 """`sign`: one bit for each value, and one scale for all, the mean of |p| (as in Karimireddy et al. 2019).
 
-D(q) is the scale with the sign of each value; 0 has the sign +. Where something is no number the mean is none either: then
-all of the message is none, which the other side cannot miss, and every finite value waits for the next message.
+D(q) is the scale with the sign of each value; 0 has the sign +. With a NaN or Inf the mean is not finite: then
+the whole message is NaN, which the receiver sees, and every finite value stays in the residual.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""Codes that send some of the values and where they stand: the largest, or those that are large enough.
+"""Sparsification: codes that send some of the values with their indices: the largest, or those above a threshold.
 
-    topk:density      the k = ceil(density * n) largest |p|, at least one; among equals those that stand first
+    topk:density      the k = ceil(density * n) largest |p|, at least one; among equals the first
     significant:t     every |p| above t
 
-A message has the places as int32, strictly increasing, and the values in the same order.
+A message has the indices as int32, strictly increasing, and the values in the same order.
 
-Finding the k-th largest of a million is most of the work, so a sample guesses a bound that a few more than k will pass, and
-the k-th is looked for among those. The guess decides how long it takes, never what is found.
+Finding the k-th largest of a million is most of the work, so a sample gives a bound that slightly more than k values exceed,
+and the k-th is searched among those. The bound decides how long it takes, never what is found.
+
+`kkt_keep` is the KKT filter of Li et al. (OSDI 2014) for L1 problems: with a penalty of lambda * |w|, a weight that is zero
+stays zero as long as |gradient| <= lambda. A worker knows its own gradient only, so `delta` is below lambda: how far is the
+caller's choice, and skipped entries are never sent.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class TopK(Code):
         return Fraction(repr(self.density))
 
     def count(self, size: int) -> int:
-        """How many of so many values are sent: at least one, if there is any."""
+        """How many of `size` values are sent: at least one, if there is any."""
         return ceil(self.share * size)
 
     def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
@@ -160,12 +164,6 @@ def _check_places(places: Whole, size: int) -> None:
         lowest, highest = int(places.min()), int(places.max())
         expected = f"expected strictly increasing places from 0 to {size - 1}"
         raise PeerError(f"{expected}, got {places.size} from {lowest} to {highest} that are not")
-
-
-# The KKT filter of Li et al. (OSDI 2014) for L1 problems: what would not move a weight away from zero need not be sent.
-#
-# With a penalty of lambda * |w|, a weight that is zero stays zero as long as |gradient| <= lambda. A worker knows its own
-# gradient only, so `delta` is below lambda: how far is the caller's choice, and what is skipped is skipped for good.
 
 
 def kkt_keep(weights: torch.Tensor, gradient: torch.Tensor, delta: float) -> torch.Tensor:

@@ -200,6 +200,6 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def check_passes(passes: int) -> None:
-    """At least one."""
+    """Refuse a number of passes below 1."""
     if passes < 1:
         raise UsageError(f"expected backward_passes_per_step to be 1 or more, got {passes}")

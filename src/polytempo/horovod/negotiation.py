@@ -1,7 +1,7 @@
 """Negotiation: which calls of different ranks belong together, and when they may start.
 
 Horovod's ranks may make named calls in any order. Here each call of a rank is a *round* of its process set: one call of the
-group (`collectives/nested.py`), in which all ranks exchange a record of 128 bytes and then carry out, in the same order, the
+group (`collectives/group.py`), in which all ranks exchange a record of 128 bytes and then carry out, in the same order, the
 calls that have become complete.
 
     records      what a rank is about to call: kind, dtype, size, digests of shape, factors and name

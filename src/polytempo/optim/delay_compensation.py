@@ -1,4 +1,4 @@
-"""Delay compensation (DC-ASGD): what a gradient would be at today's weights, guessed from the weights it was computed at.
+"""Delay compensation (DC-ASGD): an estimate of the gradient at the present weights, from that at the weights that were read.
 
     g + lambda * g * g * (now - read)
 

@@ -1,4 +1,4 @@
-"""How far the gradients of different workers are apart: a figure that tells shards that differ from shards that are alike.
+"""Gradient divergence between workers: it is large when their shards of the data differ.
 
     sqrt(mean over i of |g_i - mean|^2) / |mean|        over the latest gradient g_i of each worker
 
@@ -17,7 +17,7 @@ COORDINATES = 1024
 
 
 class GradientDivergence:
-    """Takes gradients as they are computed, and looks at the latest of each worker when told to."""
+    """Keeps the latest gradient of each worker, and measures their divergence on request."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         sizes = [parameter.numel() for parameter in parameters]

@@ -2,8 +2,8 @@
 
 Torch marks some methods of optimizers "not to be compiled" when they are first called, and imports torch._dynamo for it:
 over a second. Here they are marked beforehand, for servers, and for workers whose steps the servers make (an optimizer's own
-`step` imports it in any case). Whoever then loads the compiler finds them as if this had never been; a torch that does it in
-another way is left alone.
+`step` imports it in any case). When the compiler is loaded later, they are as without this; a torch version that works
+differently is left alone.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def kept_bytes(self) -> float:
-        """What a minibatch under way keeps here until its backward."""
+        """The bytes that a minibatch in flight keeps here until its backward."""
         return self.activation_bytes if self.made_bytes is None else self.made_bytes
 
     def __post_init__(self) -> None:

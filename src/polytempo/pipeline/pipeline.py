@@ -109,7 +109,7 @@ class Pipeline:
             with self._failing_together():
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
-        self._progress = ProgressReporter(session, _described(self.schedule))
+        self._progress = ProgressReporter(session, pipeline_title(self.schedule))
 
     @property
     def rank(self) -> int:
@@ -286,7 +286,7 @@ class Pipeline:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error on one rank ends the pipeline on all: the others are told the cause, and write their last state."""
+        """An error on one rank ends the pipeline on all: the others get the cause, and write their last state."""
         if self._broken is not None:
             raise PeerError(f"this pipeline has ended: {self._broken}")
         try:
@@ -319,7 +319,7 @@ class Pipeline:
         return PeerError(f"{own} failed{where}: {name}{' '.join(str(error).split())}")
 
 
-def _described(schedule: Schedule) -> str:
+def pipeline_title(schedule: Schedule) -> str:
     """For the progress line: `pipeline of 4 stages, 1f1b, 8 microbatches`."""
     stages = f"{schedule.stages} stage{'s' * (schedule.stages != 1)}"
     shared = f" (replicas {'-'.join(map(str, schedule.replicas))})" if max(schedule.replicas) > 1 else ""

@@ -1,11 +1,11 @@
-"""Parcels (`parcels.py`) between ranks.
+"""Point-to-point messages (`stage_message.py`) between the stages of a pipeline.
 
-What a message is like (shapes, dtypes, which tensors want a gradient) is announced before the first of its kind between two
-ranks, and again when it changes; after that only bytes travel, in one piece. On one host they lie in shared memory
-(`slots.py`), and small messages say where.
+The form of a message (shapes, dtypes, which tensors want a gradient) is announced before the first of its kind between two
+ranks, and again when it changes; after that only bytes travel, in one piece. On one host they lie in leased blocks of shared
+memory (`transport/shared_memory.py`), and a small message refers to the block.
 
 Sending never waits: a copy is made, and what the socket does not take at once is sent by the engine's thread. Otherwise no
-thread is involved: who sends, sends by itself, and who waits for a message receives it by itself. Handing things to another
+thread is involved: the sender sends by itself, and the receiver reads by itself while it waits. Handing messages to another
 thread and waking it would cost more than the rest of a hop.
 """
 
@@ -66,7 +66,7 @@ class _Incoming:
 
 
 class PointToPoint:
-    """This rank's post."""
+    """This rank's messages to and from other stages."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group, self._engine, self.device = group, group.engine, device
@@ -76,8 +76,8 @@ class PointToPoint:
         self._sending: deque[Task] = deque()
         self._pool = Pool()
         here = next(host for host in group.place.hosts if group.rank in host)
-        self._blocks = {group.ranks[index]: LeasedBlocks() for index in here}  # for those who share memory with this rank
-        self._seat = CoreSlot(len(here))
+        self._blocks = {group.ranks[index]: LeasedBlocks() for index in here}  # for the ranks of this host
+        self._core = CoreSlot(len(here))
         self._segments: dict[tuple[int, int], Segment] = {}  # of others: rank, number
 
     # Sending.
@@ -93,7 +93,7 @@ class PointToPoint:
         except (OSError, MemoryError) as error:
             self._do_without(to, form.size, error)
             outgoing.form = None  # to be announced again
-            outgoing.count -= bool(announcement)  # nobody has heard of it
+            outgoing.count -= bool(announcement)  # it was not sent
             return self.send(to, kind, message)
         steps = self._send(to, kind, outgoing.count, data, announcement, segment)
         task = self._engine.begin(CallQueue(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
@@ -142,7 +142,7 @@ class PointToPoint:
         self._pool.give(data)
 
     def settle(self) -> None:
-        """Until all is sent: who ends after this owes nobody anything."""
+        """Wait until all is sent: after this the rank may end."""
         while self._sending:
             self._sending.popleft().wait()
 
@@ -156,7 +156,7 @@ class PointToPoint:
             task = self._start(f"message {number} from rank {source}", self._receive(source, kind, incoming))
             while not task.is_completed() and meanwhile():
                 pass
-            with self._seat if not task.done else nullcontext():
+            with self._core if not task.done else nullcontext():
                 message = task.wait()
             incoming.messages[message.number] = message
         return incoming.messages.pop(number)
@@ -182,7 +182,7 @@ class PointToPoint:
             incoming.count, incoming.announced = incoming.count + 1, None
 
     def _held(self, source: int, data: Bytes, shared: bool, size: int) -> Bytes:
-        """The bytes of a parcel; where they lie is free for others when nobody holds them any more."""
+        """The bytes of a message; their memory is free again when the last view is gone."""
         if not shared:
             view = data[:]
             weakref.finalize(view, self._engine.messages.pool.give, data).atexit = False
@@ -218,8 +218,8 @@ class PointToPoint:
         return self._group.queue.failed
 
     def fail(self, error: Exception, groups: Sequence[RankGroup]) -> None:
-        """Tell all others in these groups that nothing goes on, and why: also what others have told. So everybody
-        who waits for this rank hears the cause before it hears that this rank is gone, too."""
+        """Tell all other ranks of these groups that nothing goes on, and why: also what other ranks have told. So a rank
+        that waits for this one learns the cause before it learns that this one is gone, too."""
 
         def steps() -> Steps:
             for group in groups:
@@ -229,7 +229,7 @@ class PointToPoint:
             yield  # a generator
 
         with suppress(PeerError):  # what is to be said is more than that it could not be said
-            self._start("telling others of a failure", steps()).wait(5.0)
+            self._start("telling other ranks of a failure", steps()).wait(5.0)
 
     def loss_of(self, rank: int) -> str:
         """What is known of a rank that is gone."""

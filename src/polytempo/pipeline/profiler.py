@@ -38,7 +38,7 @@ def profile(
 ) -> Profile:
     """Measure every layer on an example of the inputs (a tensor, or a tuple of them), in the mode that the model is in.
 
-    `batch`: how many samples the example has, if not its first dimension. `progress` is told the share that is done.
+    `batch`: the number of samples of the example, if not its first dimension. `progress` is called with the share done.
     `device`: where to measure, if not where the model is.
     """
     if repeats < 1:

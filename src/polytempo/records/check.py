@@ -1,11 +1,11 @@
 """Checks a record against the promises of the contract, without asking the policies.
 
 The rules stand here a second time, in their plainest form, so that a mistake in a policy cannot excuse itself. A record that
-passes shows: time never goes back; nobody starts before all initial workers joined; each started step has one release, and a
-hold before it only with need; the mode's bound holds at every release; nobody stays held who may start, at any moment; a
-joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every server, in
-versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing stale; during a
-warm start one worker pushes and all others wait for it.
+passes shows: time never goes back; no worker starts before all initial workers joined; each started step has one release,
+and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
+moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
+server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
+stale; during a warm start one worker pushes and all others wait for it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RecordChecker:
                 self._push(line, line["worker"] in dropped - stale, line["worker"] in stale)
             elif handler is not None:
                 handler(line)
-        self._nobody_forgotten(group[-1])
+        self._none_forgotten(group[-1])
 
     def _join(self, line: RecordLine) -> None:
         worker = line["worker"]
@@ -141,7 +141,7 @@ class RecordChecker:
     def _push(self, line: RecordLine, dropped: bool, stale: bool) -> None:
         worker, step = line["worker"], line["step"]
         if worker not in self._pushed:
-            self._require(line, dropped, "a push of somebody who is not a member must be discarded")
+            self._require(line, dropped, "a push of a worker that is not a member must be discarded")
             return
         self._require(line, step <= self._released.get(worker, -1), "a push of a step that was not released")
         self._require(line, worker not in self._held, "a push of a worker that is held")
@@ -165,20 +165,20 @@ class RecordChecker:
             line, len(line["waiting_for"]) == min(line["waiting_count"], 8), "waiting_for and waiting_count differ"
         )
         if self._missing:
-            self._require(line, set(line["waiting_for"]) <= self._missing, "waits for somebody who is there")
+            self._require(line, set(line["waiting_for"]) <= self._missing, "waits for a worker that has joined")
         elif self._warm > 0:
-            self._require(line, line["waiting_for"] == [self._alone], "waits for somebody who does not train alone")
+            self._require(line, line["waiting_for"] == [self._alone], "waits for a worker that does not train alone")
         else:
             lowest = self._slowest()
             assert lowest is not None
             self._require(line, self.rules.may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
             behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
-            self._require(line, behind and line["waiting_count"] > 0, "waits for somebody who is not behind")
+            self._require(line, behind and line["waiting_count"] > 0, "waits for a worker that is not behind")
         self._held[worker] = step
 
     def _release(self, line: RecordLine) -> None:
         worker, step = line["worker"], line["step"]
-        self._require(line, worker in self._pushed, "a release of somebody who is not a member")
+        self._require(line, worker in self._pushed, "a release of a worker that is not a member")
         self._require(line, not self._missing, f"a release before workers {sorted(self._missing)[:8]} joined")
         if worker in self._discarded:
             self._discarded.discard(worker)
@@ -220,16 +220,16 @@ class RecordChecker:
         fresh = not self.spec.mode.barrier or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
-    def _nobody_forgotten(self, line: RecordLine) -> None:
-        """Between two events nobody may be held who could start."""
+    def _none_forgotten(self, line: RecordLine) -> None:
+        """Between two events no worker may be held that could start."""
         lowest = self._slowest()
         if self._missing or lowest is None:
             return
         if self._warm > 0:
-            self._require(line, self._alone is not None, "everybody waits for a warm start that nobody makes")
+            self._require(line, self._alone is not None, "all workers wait for a warm start that none makes")
             return
         for step in set(self._held.values()):
-            self._require(line, self.rules.may_wait(step, lowest), f"somebody is still held for step {step} without need")
+            self._require(line, self.rules.may_wait(step, lowest), f"a worker is still held for step {step} without need")
 
     def _slowest(self) -> int | None:
         return min(self._pushed.values(), default=None)

@@ -1,1 +1,1 @@
-"""What people look at: tables and pictures."""
+"""Tables and pictures of outcomes."""

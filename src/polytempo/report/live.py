@@ -14,7 +14,7 @@ from polytempo.summation import in_order
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What came of a live run."""
+    """The outcome of a live run."""
 
     outcome: Outcome
     curve: tuple[tuple[float, float], ...]  #: (seconds since the first step, the metric)

@@ -12,14 +12,14 @@ from polytempo.report.table import Trained, mode_name
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import Series
 
-#: Okabe and Ito's colours: told apart by everybody.
+#: Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#000000", "#F0E442")
 
-#: What worker-seconds went into, and its colour.
+#: The shares of worker-seconds, and their colours.
 SHARES = (("computing", "#009E73"), ("sending", "#56B4E9"), ("waiting", "#D55E00"), ("wasted", "#999999"))
 
 
-#: What a picture's name may end with.
+#: The file types of pictures.
 FORMATS = (".png", ".svg", ".pdf")
 
 

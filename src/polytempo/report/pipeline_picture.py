@@ -1,8 +1,8 @@
 """A pipeline as a picture: one row for each replica of a stage, one bar for each action, time to the right.
 
-Takes the lines of a clock (`Timeline.as_lines()`) or of a run (`read_traces()`). Forwards are dark, backwards light,
-gradients of weights that were done later a little darker, updates black and waiting grey with stripes: colours that
-everybody tells apart, and that stay apart without colour.
+Takes the lines of a timeline (`Timeline.as_lines()`) or of a run (`read_traces()`). Forwards are dark, backwards light,
+deferred weight gradients a little darker, updates black and waiting grey with stripes: they can be distinguished by
+colour-blind readers and in print.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PictureStyle(NamedTuple):
 LOOKS = {
     "F": PictureStyle("forward", "#0072B2", "#FFFFFF"),
     "B": PictureStyle("backward", "#F0C75E", "#000000"),
-    "W": PictureStyle("weights' gradients, later", "#D98E04", "#000000"),
+    "W": PictureStyle("weight gradients (deferred)", "#D98E04", "#000000"),
     "U": PictureStyle("update", "#000000", "#FFFFFF"),
 }
 WAITING = "#EEEEEE"
@@ -52,7 +52,7 @@ WIDTH, INNER, DIGIT = 11.0, 10.2, 0.07
 
 
 def bars_of(lines: Iterable[Mapping[str, Any]]) -> list[Bar]:
-    """Lines of a clock or of a run; the first action starts at 0."""
+    """Lines of a timeline or of a run; the first action starts at 0."""
     bars = [_bar(line) for line in lines]
     if not bars:
         raise UsageError("expected an action or more to draw, got none; let the pipeline make a step first")
@@ -61,7 +61,7 @@ def bars_of(lines: Iterable[Mapping[str, Any]]) -> list[Bar]:
 
 
 def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
-    """What of them lies between two moments, of which the first becomes 0."""
+    """The part between two times, of which the first becomes 0."""
     begin, end = between
     inside = [bar for bar in bars if bar.start < end and bar.end > begin]
     if not begin < end or not inside:
@@ -71,7 +71,7 @@ def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
 
 
 def last_updates(lines: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Of lines of a run, those that belong to the last so many updates of each replica of a stage."""
+    """The lines of a run that belong to the last `count` updates of each replica of a stage."""
     rows: dict[Row, list[Mapping[str, Any]]] = {}
     for line in lines:
         rows.setdefault((line["stage"], line["replica"]), []).append(line)
@@ -83,7 +83,7 @@ def last_updates(lines: Sequence[Mapping[str, Any]], count: int) -> list[Mapping
 
 
 def bubble_of(bars: Sequence[Bar], total: float, rows: int) -> float:
-    """The share of the time, from 0 to `total`, in which a row does nothing, on average over so many rows."""
+    """The share of the time from 0 to `total` in which a row is idle, on average over the rows."""
     busy = math.fsum(bar.end - bar.start for bar in bars)
     return max(0.0, 1.0 - busy / (total * rows)) if total else 0.0
 
@@ -107,7 +107,7 @@ def draw_pipeline(lines: Iterable[Mapping[str, Any]], path: Path, title: str, be
 
 
 def _bar(line: Mapping[str, Any]) -> Bar:
-    """A clock says `action`, a run says `kind` and `microbatch`."""
+    """A timeline has `action`, a run has `kind` and `microbatch`."""
     missing = {"stage", "replica", "start", "end"} - line.keys()
     word = str(line.get("action") or f"{line.get('kind', '')}{line.get('microbatch', '')}")
     kind, number = word[:1], word[1:]

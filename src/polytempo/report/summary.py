@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers for reading, and the last line of a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def percentages(parts: Mapping[str, float]) -> dict[str, int]:
     return whole
 
 
-# The last line of a job that ended well.
+# The last line of a job.
 
 
 def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int, seconds: float) -> str:

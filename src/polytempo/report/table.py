@@ -41,7 +41,7 @@ class TextTable:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
     def text(self, width: int) -> str:
-        """For a terminal of so many columns; those that do not fit are left out, the last first, and it says so."""
+        """For a terminal of `width` columns; table columns that do not fit are left out, the last first, with a note."""
         columns = [[*_two_lines(head), *cells] for head, *cells in zip(self.heads, *self.rows, strict=True)]
         wide = [max(map(len, column)) for column in columns]
         fit = len(wide)
@@ -84,7 +84,7 @@ _COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "lead\nmax": lambda o: f"{o.max_lead}",
 }
 
-#: Columns that say nothing when they are zero in every row.
+#: Columns that are left out when they are zero in every row.
 _MAY_BE_LEFT_OUT = {"sending\n(%)": "0.0", "discarded\npushes": "0"}
 
 
@@ -102,7 +102,7 @@ def comparison(outcomes: Sequence[Outcome], title: str) -> TextTable:
 
 
 def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> TextTable:
-    """Timing, and what it was worth."""
+    """Timing, and accuracy."""
     timing = comparison([run.outcome for run in runs], title)
     heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
     rows = tuple(
@@ -136,7 +136,7 @@ def _cell(throughput: float, efficiency: float) -> str:
 
 
 def verdict(runs: Sequence[Trained], target: float) -> str:
-    """Which mode got there first, in a sentence."""
+    """The mode that reached the target first, in a sentence."""
     times = {mode_name(run.outcome): run.time_to(target) for run in runs}
     there = sorted((time, name) for name, time in times.items() if time is not None)
     if not there:

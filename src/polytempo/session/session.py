@@ -1,7 +1,7 @@
 """A process's place in its job: `init`, `rank`, `size`, `should_stop`, `log`, `shutdown`.
 
-`init` makes the one session of the process. Threads that each play a worker (`polytempo.testing`) hold sessions of their own
-and hand them to their optimizers.
+`init` makes the one session of the process. In a job in threads (`polytempo.testing`) each thread has a session of its own,
+bound to it by `as_current`. The public functions at the end of this file act on the current session.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.rendezvous import KeyValueStore
 from polytempo.transport.shared_memory import SharedMemoryRegistry
 
-#: Servers that are still starting are given so many seconds.
+#: Seconds to wait for servers that are still starting.
 PATIENCE = 60.0
-#: Workers that another launcher started are given so many to meet.
+#: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
 
 
 class Session:
-    """One worker of a job; without a client, the only one."""
+    """One worker of a job. Without a client there are no servers; with a size of one it is a job of its own."""
 
     def __init__(self, client: Client | None, job: JobFacts, rank: int) -> None:
         self.client = client
@@ -69,46 +69,46 @@ class Session:
         self.size = job.size
         self.lock = threading.RLock()
         self.optimizers = 0
-        self.positions = Positions()  #: of its samplers; they go with the pushes
-        self.life = 0  #: how often this process had left a job before it joined this one
+        self.positions = Positions()  #: in the data, of its samplers; sent with the pushes
+        self.life = 0  #: the number of jobs that this process has left before this one
         self._returned = self._excluded = 0.0
         self._local_peers: LocalPeers | None = None
         self._buffers = 0
         self._world: World | None = None
         self._natives: dict[int, Native] = {}
         self.way = Way()
-        self.least = job.size  #: with fewer workers left, one without a sequencer gives up
-        self.joining: list[Callable[[], None]] = []  #: what to do for others before leaving
-        self._standbys: list[ExitThread] = []  # a thread for each of these but the first
-        self.flushing: list[Callable[[], None]] = []  #: what is still to be sent before that
-        self.owners: dict[int, Any] = {}  #: by id of a parameter, a weak reference to the optimizer it was given to last
-        self.watches: Any = weakref.WeakSet()  #: of the parameters of all optimizers
+        self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
+        self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
+        self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
+        self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
+        self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
+        self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
-        self.parent = ""  #: in a process that a worker has started: that worker, in words
+        self.parent = ""  #: in a child process of a worker: the name of that worker
 
     @property
     def together(self) -> bool:
-        """Does this process train with others, or on servers?"""
+        """Whether this process trains with other workers or over servers."""
         return not self.parent and (self.client is not None or self.size > 1)
 
     def check_part(self) -> None:
-        """Refuse what only the worker itself can do."""
+        """Refuse a call that only the worker itself can make, in a child process of it."""
         if self.parent:
             raise UsageError(refusal(self.parent))
 
     def should_stop(self) -> bool:
-        """Is the job's budget used up, as of this worker's last exchange?"""
+        """Whether the job's budget is used up, as of this worker's last exchange."""
         if self.client is None:
             return False
         self.client.exchanges.asked = True
         return self.client.stop
 
     def computing_from(self, now: float) -> None:
-        """An exchange is over: what follows is computing, whichever optimizer it is for."""
+        """An exchange has ended at `now`: the time from here on counts as computing."""
         self._returned, self._excluded = now, 0.0
 
     def not_computing(self, seconds: float) -> None:
-        """So long something else was done."""
+        """These seconds since the last exchange were not computing."""
         self._excluded += seconds
 
     def computed(self, now: float) -> float:
@@ -117,7 +117,7 @@ class Session:
 
     @property
     def emulation(self) -> Emulation:
-        """How this worker is to be slowed down: a fresh one for each optimizer."""
+        """The emulated slow-down of this worker, a new object for each optimizer."""
         return emulation_for(self.rank, self.job.slow, self.job.hiccup, self.job.seed)
 
     def next_track(self) -> str:
@@ -153,13 +153,13 @@ class Session:
         return self._natives[group.context]
 
     def use(self, world: World) -> None:
-        """Use links that somebody else has made."""
+        """Use a world that was opened elsewhere."""
         self._world = world
 
     def _open_world(self) -> World:
         if self.size == 1:
             return open_in_threads(1)[0]
-        life = f"-{self.life}" if self.life else ""  # who is still in an earlier one is not met
+        life = f"-{self.life}" if self.life else ""  # ranks that are still in an earlier world must not be met
         if self.job.meeting:
             return open_by_name(self.job.meeting + life, self.rank, self.size)
         store: KeyValueStore
@@ -175,7 +175,7 @@ class Session:
         return self._buffers - 1
 
     def close(self, reason: str = "finished") -> None:
-        """Leave the job; first help others to end what they do, if this worker has no part in it any more."""
+        """Leave the job, after taking part in what other ranks still need of this one."""
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
@@ -185,7 +185,7 @@ class Session:
         if client is not None:
             client.leave(reason)
         try:
-            for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: others may take turns
+            for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
                 standby.begin(join)
             for join in self.joining[:1]:
                 join()
@@ -202,14 +202,14 @@ class Session:
             self._world.close(politely)
 
     def before_leaving(self, join: Callable[[], None]) -> None:
-        """Do this for others, at the end."""
+        """Call `join` before leaving: this rank takes part in it for the others."""
         if self.joining:
             self._standbys.append(ExitThread())
             self.world().engine.keep_in_reserve()
         self.joining.append(join)
 
     def abandon(self) -> None:
-        """End without a word: others see that this worker has failed."""
+        """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:
             standby.end()
         self._close_world(politely=False)
@@ -217,7 +217,7 @@ class Session:
             self.client.close()
 
     def child(self, parent: str) -> Session:
-        """What a process has that this one has started."""
+        """The session of a child process: the same rank, without a part in the job."""
         session = Session(None, self.job, self.rank)
         session.parent = parent
         return session
@@ -235,10 +235,10 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
-    identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # by another's, its connection could be taken over
+    identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
     channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
-    session.least = 1  # how many are needed is the launcher's to say
+    session.least = 1  # the launcher decides how many are needed
     session.way = Way(job.route, keys, job.insecure)
     return session
 
@@ -306,7 +306,7 @@ def init(
 
 
 def _of_a_child(parent: str) -> Session:
-    """This process was started by a worker: it has that one's rank, and no part in the job."""
+    """The session of a process that a worker has started: it has that worker's rank, and no part in the job."""
     found = job_of_environment()
     placement = placement_of_environment() if found is None else None
     if found is not None:
@@ -321,13 +321,13 @@ def _of_a_child(parent: str) -> Session:
     if not is_importing_the_script():
         sys.stderr.write(
             f"polytempo: process {os.getpid()} was started by {parent} and trains alone, outside the job; "
-            "for a place of its own, start it with polytempo run\n"
+            "to give it a rank of its own, start it with polytempo run\n"
         )
     return session
 
 
 def _forked() -> None:
-    """In a child: it is not the worker, and its end is not the worker's."""
+    """After a fork, in the child: it is not the worker, and its exit does not count as the worker's."""
     global _session
     if _session is not None and not _session.parent:
         parent = f"worker {_session.rank}, process {os.getppid()},"
@@ -339,7 +339,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _without_servers(sync: str, way: Way, least: int | None) -> Session:
-    """A job of one, or of those whom another launcher started."""
+    """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
         return Session(None, JobFacts(1, (), sync), 0)
@@ -349,7 +349,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     way = way if way.address or here else replace(way, address=placement.address)
     if not here and not way.address:
         raise UsageError(
-            f"{placement.launcher} started ranks on several hosts and says no address where they could meet; "
+            f"{placement.launcher} started ranks on several hosts and gives no address for their rendezvous; "
             "call init(address='HOST:PORT', key_file=...) with a port on the host of rank 0"
         )
     first = placement.rank - placement.local_rank
@@ -364,7 +364,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
 
 
 class _Ending:
-    """Says in one line when the script did not fail, but was told to end."""
+    """The excepthook: one line instead of a traceback when the job, and not the script, has ended."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -377,7 +377,7 @@ class _Ending:
 
 
 def _leave() -> None:
-    """At the end of the process. After an error nothing is said: the launcher sees it in the exit status."""
+    """At the exit of the process: leave the job. After an error no message is sent: the launcher sees the exit status."""
     global _session
     session, _session = _session, None
     if session is None or session.parent:
@@ -387,7 +387,7 @@ def _leave() -> None:
         return
     try:
         session.close()
-    except PeerError as error:  # the script has ended well; others have not
+    except PeerError as error:  # the script has succeeded; another process has not
         sys.stderr.write(f"polytempo: worker {session.rank} is done, but {error}\n")
 
 

@@ -1,16 +1,16 @@
-"""Discrete events in virtual time, driving the very policies of a live job.
+"""The discrete-event engine: virtual time drives the same policies as a live job.
 
-    computed -> (push under way) -> arrived -> policy -> apply, hold, release -> (answer under way) -> answered -> compute
+    computed -> (push in flight) -> arrived -> policy -> apply, hold, release -> (answer in flight) -> answered -> compute
 
 A heap holds what will happen; each entry is (time, order, what, worker, life, step, version). `order` makes equal times
 happen in the order they were planned, so a run is the same every time. `life` counts a rank's lives: what a crashed worker
-had under way meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
+had in flight meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
 the weights the step is computed on: with it the engine knows every gradient's staleness, and training in virtual time knows
 which weights to take.
 
 Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
-Where staleness is to be corrected, `Corrections` has a word on every update before it is made. Modes with local steps have
-an engine of their own, in `local`.
+`Corrections` may slow or drop an update before it is applied. Modes with local steps have an engine of their own
+(`local_engine.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polytempo.records.lines import RecordLine, action_line, apply_line, event_l
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import stretched
 from polytempo.simulate.links import Route
-from polytempo.simulate.outcome import Budget
+from polytempo.simulate.outcome import Budget, BudgetUse
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Trainer, Worker
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.corrections import NOTHING, Corrections
@@ -41,6 +41,42 @@ PROGRESS_EVERY = (8192, 64)
 
 HeapEntry = tuple[float, int, int, Worker, int, int, int]
 Handler = Callable[[float, Worker, int, int], None]
+
+
+class Decisions:
+    """What a policy decides, corrected for staleness, and the lines of the record that say so."""
+
+    def __init__(
+        self, policy: Policy, corrections: Corrections, workers: list[Worker], shards: int, version: Callable[[], int]
+    ) -> None:
+        self._policy, self._corrections, self._workers = policy, corrections, workers
+        self._shards, self._version = shards, version
+
+    def corrected(self, event: Event, now: float) -> list[Action]:
+        """The actions of the policy, corrected for staleness: updates are slower, or become discards."""
+        actions = self._policy.handle(event, now)
+        return [self._judged(action) if type(action) is Apply else action for action in actions]
+
+    def _judged(self, apply: Apply) -> Apply | Discard:
+        push = apply.pushes[0]  # modes with corrections apply single pushes
+        verdict = self._corrections.verdict(self._version() - self._workers[push.worker].used)
+        if verdict.drop:
+            return Discard(push.worker, push.step, verdict.drop)
+        return Apply(apply.pushes, apply.rate * verdict.rate)
+
+    def record_lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
+        """The lines of an event and its actions."""
+        version = self._version()
+        if (line := event_line(event, now)) is not None:
+            yield line
+        for action in actions:
+            if isinstance(action, Apply):
+                staleness = [version - self._workers[push.worker].used for push in action.pushes]
+                version += 1
+                for server in range(self._shards):
+                    yield apply_line(action, now, server, version, staleness)
+            elif (line := action_line(action, now)) is not None:
+                yield line
 
 
 class SimulationEngine:
@@ -67,13 +103,13 @@ class SimulationEngine:
         self._record, self._trainer, self._progress = record, trainer, progress
         self._observe_every = observe_every
         self._corrections = corrections
-        self._decide = self._corrected if corrections.any else policy.handle
+        self._decisions = Decisions(policy, corrections, self.workers, cluster.servers.shards, lambda: self.updates)
+        self._decide = self._decisions.corrected if corrections.any else policy.handle
         self._steps_each = budget.steps_each
         self._heap: list[HeapEntry] = []
         self._order = 0
         self._counts = min(budget.steps, budget.samples) < math.inf
-        self._steps = 0
-        self._samples = 0.0
+        self._used = BudgetUse(budget)
         self._stopped = False
         self._together = 0  # pushes of the last update
         self._answers: dict[Worker, int] = {}  # to be sent: the last step released to each
@@ -110,7 +146,7 @@ class SimulationEngine:
                 self._trainer.drop(version)
             count += 1
             if progress and count % every == 0:
-                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._samples, len(self.workers)))
+                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._used.samples, len(self.workers)))
         self._finish()
 
     def _handlers(self) -> tuple[Handler, ...]:
@@ -269,37 +305,12 @@ class SimulationEngine:
     # The policy, and what it orders.
 
     def _feed(self, event: Event, now: float) -> None:
-        """Hand an event to the policy, record it, and do what is ordered."""
+        """Let the policy decide on an event, record it, and carry out the actions."""
         actions = self._decide(event, now)
         if self._record is not None:
-            for line in self._lines(event, actions, now):
+            for line in self._decisions.record_lines(event, actions, now):
                 self._record(line)
         self._carry_out(actions, now)
-
-    def _corrected(self, event: Event, now: float) -> list[Action]:
-        """What the policy orders, with a word on stale gradients: updates are slower, or become discards."""
-        actions = self._policy.handle(event, now)
-        return [self._judged(action) if type(action) is Apply else action for action in actions]
-
-    def _judged(self, apply: Apply) -> Apply | Discard:
-        push = apply.pushes[0]  # modes with corrections apply single pushes
-        verdict = self._corrections.verdict(self.updates - self.workers[push.worker].used)
-        if verdict.drop:
-            return Discard(push.worker, push.step, verdict.drop)
-        return Apply(apply.pushes, apply.rate * verdict.rate)
-
-    def _lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
-        version = self.updates
-        if (line := event_line(event, now)) is not None:
-            yield line
-        for action in actions:
-            if isinstance(action, Apply):
-                staleness = [version - self.workers[push.worker].used for push in action.pushes]
-                version += 1
-                for server in range(self._cluster.servers.shards):
-                    yield apply_line(action, now, server, version, staleness)
-            elif (line := action_line(action, now)) is not None:
-                yield line
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:
@@ -370,13 +381,7 @@ class SimulationEngine:
         if self._route is not None:
             self._route.applied(now)
         if self._counts:
-            self._count(apply)
-
-    def _count(self, apply: Apply) -> None:
-        """Charge the budget of the whole job."""
-        self._steps += len(apply.pushes)
-        self._samples += sum(push.samples for push in apply.pushes)
-        self._stopped = self._steps >= self._budget.steps or self._samples >= self._budget.samples
+            self._stopped = self._used.charge(apply)
 
     def _drop(self, action: Discard | Refuse, now: float) -> None:
         worker = self.workers[action.worker]

@@ -1,12 +1,12 @@
 """The engine for modes with local steps: several of them to a push, and fetches beside the pushes.
 
-    step, step, ... -> (push under way) -> arrived -> policy -> apply -> (permission under way) -> answered
-      `- each F steps, at a step's boundary: fetch -> (weights under way) -> installed at the next boundary
+    step, step, ... -> (push in flight) -> arrived -> policy -> apply -> (permission in flight) -> answered
+      `- each F steps, at a step's boundary: fetch -> (weights in flight) -> installed at the next boundary
 
 What the policy counts as a step is a push. A worker begins to accumulate one when it has the permission for it, sends it
 when it holds P local steps, and goes on at once if it may: so it waits only when a push becomes due while the one before is
 not answered. Pushes, fetches and first weights carry the model's bytes; permissions carry none. One fetch of a worker is
-under way at a time; one that is due meanwhile is made as soon as the other is there.
+in flight at a time; one that is due meanwhile is made as soon as the other is there.
 
 Staleness is what the weights lack of others: updates made since the fetch that the first gradient of a push was taken on,
 without the worker's own, which its local steps stand for.
@@ -37,12 +37,12 @@ class LocalPlace:
         self.made = 0  # local steps in this life
         self.pending = 0  # of them, not yet in a push
         self.seconds = 0.0  # that these took
-        self.sent: dict[int, tuple[int, float]] = {}  # steps and seconds of each push under way
+        self.sent: dict[int, tuple[int, float]] = {}  # steps and seconds of each push in flight
         self.applied = 0  # of its pushes
         self.weights = NO_WEIGHTS  # those it steps from
         self.fresh = False  # its first weights are to be sent
         self.started = 0  # the weights at the first step of the next push
-        self.read = NO_WEIGHTS  # those of the fetch under way
+        self.read = NO_WEIGHTS  # those of the fetch in flight
         self.arrived = False  # it is there, to be installed at the next boundary
         self.due = False  # a fetch is to be made
 
@@ -158,7 +158,7 @@ class LocalEngine(SimulationEngine):
         more = place.sent[apply.pushes[0].step][0] - 1
         worker.steps += more
         worker.staleness_sum += more * (self.updates - worker.used)
-        self._steps += more
+        self._used.steps += more
         super()._apply(apply, now)
         place.applied += 1
         del place.sent[apply.pushes[0].step]

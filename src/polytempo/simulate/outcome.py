@@ -14,6 +14,7 @@ from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.worker import Worker
 from polytempo.summation import in_order
+from polytempo.sync.actions import Apply
 from polytempo.version import VERSION
 
 
@@ -36,6 +37,21 @@ class Budget:
     def used(self, now: float, steps: int, samples: float, workers: int) -> float:
         """The share of the budget that is used up."""
         return max(now / self.seconds, steps / self.steps, samples / self.samples, steps / (self.steps_each * workers))
+
+
+class BudgetUse:
+    """How much of the steps and samples of a budget the whole job has used."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.steps = 0
+        self.samples = 0.0
+
+    def charge(self, apply: Apply) -> bool:
+        """Count the pushes of an update; true when the budget is used up."""
+        self.steps += len(apply.pushes)
+        self.samples += sum(push.samples for push in apply.pushes)
+        return self.steps >= self._budget.steps or self.samples >= self._budget.samples
 
 
 @dataclass(frozen=True)

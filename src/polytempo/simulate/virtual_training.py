@@ -380,7 +380,7 @@ class Replica:
         self.sent: deque[tuple[list[Gradient], Weights]] = deque()
 
     def settle(self, count: int) -> None:
-        """The next `count` steps were applied or dropped: the fetch under way lacks them, later ones do not."""
+        """The next `count` steps were applied or dropped: the fetch in flight lacks them, later ones do not."""
         self.settled += count
         self.forget()
 
@@ -441,13 +441,13 @@ class VirtualLocalTrainer(VirtualTrainer):
         replica.pending.append(gradient)
 
     def send(self, worker: int) -> None:
-        """The gradients since the last push are under way."""
+        """The gradients since the last push are in flight."""
         replica = self._replicas[worker]
         replica.sent.append((replica.pending, replica.read))
         replica.pending = []
 
     def lose(self, worker: int) -> None:
-        """The oldest push under way is not applied."""
+        """The oldest push in flight is not applied."""
         replica = self._replicas[worker]
         replica.settle(len(replica.sent.popleft()[0]))
 

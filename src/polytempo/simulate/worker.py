@@ -16,7 +16,7 @@ from polytempo.sync.events import Pushed
 NOT_HELD = -1.0
 NO_WEIGHTS = -1
 
-#: Step times are drawn so many at once.
+#: The number of step times drawn at once.
 BLOCK = 64
 
 
@@ -71,7 +71,7 @@ class Worker:
         self.busy = False
         self.leaving = False
         self.resuming = False  # its last push was not applied: it goes on wherever it is released
-        self.flying = 0  # pushes under way
+        self.flying = 0  # pushes in flight
         self.next_step = 0
         self.allowed = -1  # the last step that was released
         self.weights = NO_WEIGHTS  # the version it holds
@@ -111,7 +111,7 @@ class Worker:
         self.since = self.joined_at = now
 
     def end_life(self, now: float, routed: bool) -> None:
-        """Be gone: whatever is under way is lost."""
+        """End this life; its messages in flight are lost."""
         self.settle(now, routed)
         self.life += 1
         self.alive = self.busy = False
@@ -174,10 +174,10 @@ class LocalTrainer(Trainer, Protocol):
         """A local step, this one of the worker's data."""
 
     def send(self, worker: int) -> None:
-        """The gradients since the last push are under way."""
+        """The gradients since the last push are in flight."""
 
     def lose(self, worker: int) -> None:
-        """The oldest push under way is not applied."""
+        """The oldest push in flight is not applied."""
 
     def end(self, worker: int) -> None:
         """A worker is gone, with all it had."""

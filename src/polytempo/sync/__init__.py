@@ -1,1 +1,1 @@
-"""Who may go on, and when: pure, deterministic, standard library only."""
+"""Synchronisation policies: which worker may start which step, and when. Pure, deterministic, standard library only."""

@@ -1,4 +1,4 @@
-"""What a policy may order. Each action is a plain value that nobody changes, and carries its own reason."""
+"""The actions that a policy returns. Each is an immutable value and carries its own reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from polytempo.sync.events import Pushed
 
-#: A hold names at most this many of those it waits for, the slowest first; it counts them all.
+#: A hold names at most this many of the workers it waits for, the slowest first; it counts all of them.
 NAMED_AT_MOST = 8
 
 
@@ -57,7 +57,7 @@ class Discard:
 
 @dataclass(slots=True)
 class Refuse:
-    """This push contradicts the others' and its worker must be told to stop."""
+    """This push contradicts the others of its round; its worker is refused."""
 
     worker: int
     step: int
@@ -66,7 +66,7 @@ class Refuse:
 
 @dataclass(slots=True)
 class Wake:
-    """Hand in `Ticked` at this moment or later; what is decided may depend on it."""
+    """Call `handle(Ticked())` at this time or later; decisions may depend on it."""
 
     at: float
 

@@ -1,8 +1,8 @@
-"""Modes without rounds: every push is applied at once, and a gate decides who may start the next step.
+"""Modes without rounds: every push is applied at once, and a gate decides which workers may start their next step.
 
-A gate is one question: how far must the slowest worker be before somebody may start step c?
+A gate answers one question: which step must the slowest worker have reached before a worker may start step c?
 
-    asp      anywhere                     nobody is ever held
+    asp      none                         no worker is ever held
     ssp:s    at step c - s
     every:k  at the last multiple of k that is not after c
     dssp     at step c - l, unless a forecast grants more
@@ -24,7 +24,7 @@ from polytempo.sync.progress import Progress
 
 
 class Gate(ABC):
-    """What a mode without rounds must answer. `timed` gates are also told when steps begin and end."""
+    """The rule of a mode without rounds. `timed` gates also see when steps begin and end."""
 
     timed = False
 
@@ -60,7 +60,7 @@ class Gate(ABC):
 
 
 class AsynchronousPolicy(Policy):
-    """Applies every push at once and asks the gate who may go on."""
+    """Applies every push at once; the gate decides which workers go on."""
 
     def __init__(self, workers: int, gate: Gate, scale: float | None = None) -> None:
         super().__init__(workers)
@@ -92,7 +92,7 @@ class AsynchronousPolicy(Policy):
         return actions
 
     def _open(self, now: float) -> list[Action]:
-        """Release everybody whose step may start now."""
+        """Release all workers whose step may start now."""
         slowest, required = self.progress.slowest, self.gate.required
         released = self.room.admit(lambda step: required(step) <= slowest)
         if self._timed:
@@ -118,7 +118,7 @@ class AsynchronousPolicy(Policy):
         return Hold(worker, step, named, count, self.gate.reason(step, self.progress.slowest, named[0]))
 
 
-# `asp`: asynchronous parallel. Nobody ever waits; how stale a gradient may be is not bounded.
+# `asp`: asynchronous parallel. No worker ever waits; staleness is not bounded.
 
 
 class Unbounded(Gate):

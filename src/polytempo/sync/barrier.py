@@ -2,18 +2,18 @@
 
     round r     every worker computes on the weights of round r and pushes step r
     arrival     the push is kept; its worker is held for step r + 1
-    close       when enough have arrived, their mean weighted by samples is applied once; everybody is released
+    close       when enough have arrived, their mean weighted by samples is applied once; all workers are released
 
 Plain `bsp` waits for every active worker, so all of them always hold the same weights. With b backup workers (Chen et al.
 2016) a round closes with the first n - b pushes. A push that comes later for a round that is closed is discarded and
 counted, and its worker goes on at the current round: without that jump it would stay late for ever.
 
 Where this departs from the paper: n - b is counted over the workers the job started with (or has now, if more joined), and
-never exceeds those who can still arrive, so b deaths cost nothing and more only make the rounds smaller. A worker that
+never exceeds the number that can still arrive, so b deaths cost nothing and more only make the rounds smaller. A worker that
 leaves after its push keeps its part in the round: an accepted push is applied exactly once. A joiner enters at the round
 that is open, whose weights it can read; should it have pushed for that round in an earlier life, both pushes count.
 
-The pushes of a round are handed over in order of rank: the update does not depend on who arrived first. They must have been
+The pushes of a round are applied in order of rank: the update does not depend on the order of arrival. They must have been
 made with equal hyper-parameters; one that differs is refused by name.
 """
 

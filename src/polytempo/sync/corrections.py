@@ -12,7 +12,7 @@ decides what follows from it, wherever that is known: on a live server, in a sim
 
 They compose, dc and dca excepted, and every one of them does nothing at staleness 0.
 
-Where this departs from the papers: in `momentum=async` m is the momentum that is wished for and s the mean staleness of the
+Where this departs from the papers: in `momentum=async` m is the target momentum and s the mean staleness of the
 job's pushes so far, where the paper has the number of workers less one. In `asp` with equal workers that is the same; in
 bounded modes, or with unequal workers, the mean is what there is to correct. Of softsync, `lr=staleness` has the rate alone;
 pushes are applied one by one.
@@ -33,7 +33,7 @@ STALE = "staleness "
 
 @dataclass(frozen=True)
 class Compensation:
-    """How much a gradient is bent towards the weights it is applied to."""
+    """Delay compensation: how strongly a gradient is corrected for the change of the weights since they were read."""
 
     strength: float
     adaptive: bool = False  #: the strength is divided by the root of a running mean of squares
@@ -42,7 +42,7 @@ class Compensation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a push: a factor on its rate, or the reason why it is not applied."""
+    """The decision on a push: a factor on its rate, or the reason why it is not applied."""
 
     rate: float
     drop: str = ""
@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Corrections:
-    """What the user asked to be done about stale gradients; by default nothing."""
+    """The corrections of stale gradients of a spec; by default none."""
 
     by_staleness: bool = False  #: divide the rate by the staleness
     decay: float = 1.0
@@ -60,11 +60,11 @@ class Corrections:
 
     @property
     def any(self) -> bool:
-        """Is there anything to correct?"""
+        """Is any correction set?"""
         return self != NOTHING
 
     def verdict(self, staleness: int) -> Verdict:
-        """What becomes of a push that is so stale."""
+        """The decision on a push of this staleness."""
         if self.most is not None and staleness > self.most:
             return Verdict(0.0, f"{STALE}{staleness} is above {self.most}")
         rate = self.decay**staleness
@@ -76,7 +76,7 @@ class Corrections:
         return word.isascii() and word.isdigit() and self.verdict(int(word)).drop == reason
 
     def momentum_for(self, momentum: float, mean_staleness: float) -> float:
-        """The momentum to use where `momentum` is wished for in all, the implicit one of stale gradients included."""
+        """The momentum to use so that the total is `momentum`, the implicit one of stale gradients included."""
         if not self.adapts_momentum:
             return momentum
         return min(max(1 - (1 + mean_staleness) * (1 - momentum), 0.0), momentum) if mean_staleness > 0 else momentum

@@ -1,11 +1,11 @@
 """`delay:t`: bounded delay (Parameter Server, Li et al., OSDI 2014), on a worker's own exchanges.
 
 A worker may start step k when its own exchanges (push, and the answer to it) up to step k - t - 1 are finished. It therefore
-computes on while up to t exchanges are under way, which hides latency. It bounds how far a worker runs ahead of its own
+computes on while up to t exchanges are in flight, which hides latency. It bounds how far a worker runs ahead of its own
 answers, not of other workers: that is `ssp`.
 
 The order "you may start step c + t + 1" travels with the answer to push c; the first t + 1 steps are free. So the policy
-never holds anybody, and a worker that waits always waits for its own exchange. `delay:0` is `asp`, event for event.
+never holds a worker, and a worker that waits always waits for its own exchange. `delay:0` is `asp`, event for event.
 
 Where this departs from the paper: tasks there may be steps of the whole job; here every push is applied when it comes.
 """
@@ -42,7 +42,7 @@ class Delay(Policy):
         return []
 
     def _hold(self, worker: int, step: int) -> Hold:
-        raise AssertionError("delay holds nobody once the job has started")
+        raise AssertionError("delay holds no worker once the job has started")
 
 
 DELAY = Mode(

@@ -8,7 +8,7 @@ servers' weights every F; it waits for neither. One step of this policy is one p
     servers                               apply 0        apply 1
 
 Every push is applied when it comes, and its answer carries the permission to begin with the push after the next: one push
-may be under way while the next is accumulated, as in `delay:1`.
+may be in flight while the next is accumulated, as in `delay:1`.
 
 `warm=N` is the warm start: the worker of the lowest rank trains alone until N local steps are made (whole pushes of them),
 the others are held at their first. If it leaves, the next one takes its place and goes on counting where it was.
@@ -37,7 +37,7 @@ from polytempo.sync.policy import Policy
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """What a worker does between pushes."""
+    """The local steps of a worker between pushes."""
 
     push: int = 1  #: local steps in a push
     fetch: int = 1  #: local steps from one fetch to the next
@@ -45,7 +45,7 @@ class LocalSteps:
 
 
 class DownpourPolicy(Policy):
-    """One push under way for each worker, and a warm start."""
+    """One push in flight for each worker, and a warm start."""
 
     def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: float | None = None) -> None:
         super().__init__(workers)
@@ -54,7 +54,7 @@ class DownpourPolicy(Policy):
         self.scale = scale
         self._warm_pushes = math.ceil(warm / push)
         self._made = 0  # pushes of the warm start
-        self._alone: int | None = None  # whoever makes them
+        self._alone: int | None = None  # the worker that makes them
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
@@ -101,7 +101,7 @@ class DownpourPolicy(Policy):
 def _build(
     workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: float | None = None
 ) -> Policy:
-    return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps are the worker's own affair
+    return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps happen on the worker
 
 
 DOWNPOUR = Mode(

@@ -1,13 +1,13 @@
 """`dssp:l..u`: dynamic bounded staleness (Zhao et al., ICDCS 2019), strict.
 
-Up to l steps ahead nobody waits. Beyond that a forecast decides: from the last interval of the worker and of the slowest
+Up to l steps ahead no worker waits. Beyond that a forecast decides: from the last interval of the worker and of the slowest
 one, how many more steps should the worker take so that it stops closest to a push of the slowest?
 
     worker       ...--|--|--|--|--|          stops here: 2 more steps end when the slowest pushes
     slowest      ...------|-----------|
                                  now ^
 
-So many steps are granted as credit, but never so many that the lead passes u. A worker without credit waits until its lead
+These steps are granted as credit, up to a lead of u. A worker without credit waits until its lead
 is back at l.
 
 Where this departs from the published listings (which are `dssp-paper`, in their own file):
@@ -73,11 +73,11 @@ class Forecaster:
         return self._forecast(last, interval, slow_last, slow_interval, most)
 
     def welcome(self, worker: int) -> None:
-        """Somebody came to the slowest step of whom nothing is known."""
+        """A worker without known intervals came to the slowest step."""
         self._slowest_step = -1
 
     def _slowest_worker(self, progress: Progress) -> int:
-        # Nobody but a newcomer can come to the slowest step once it is the slowest, so the heap is filled once a step.
+        # Only a joiner can come to the slowest step once it is the slowest, so the heap is filled once a step.
         if self._slowest_step != progress.slowest:
             self._slowest_step = progress.slowest
             self._slowest = [(-self._expected(worker), worker) for worker in progress.at_slowest()]
@@ -92,7 +92,7 @@ class Forecaster:
 
 
 class DynamicBound(Gate):
-    """At least `lower` steps ahead for everybody, at most `upper` for those to whom the forecast grants it."""
+    """At least `lower` steps ahead for every worker, at most `upper` where the forecast grants it."""
 
     timed = True
 

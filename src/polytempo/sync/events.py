@@ -1,7 +1,7 @@
-"""What can happen to a job, as the deciding policy sees it.
+"""The events of a job that a policy handles.
 
-Events are plain values; nobody changes one. (They are not frozen dataclasses because those take six times as long to
-make, and a simulation makes tens of millions.) The moment at which one is handed to the policy is not part of it: `now`
+Events are plain values and are never changed. (They are not frozen dataclasses because those take six times as long to
+make, and a simulation makes tens of millions.) The time at which the policy handles one is not part of it: `now`
 is an argument of `Policy.handle`, read from one clock, live or virtual.
 """
 

@@ -1,11 +1,11 @@
 """`every:k`: free inside a block of k steps, a barrier at its end.
 
-A worker may start step c only when everybody has reached c's block: floor(c/k) <= floor(slowest/k). Inside a block pushes
-are applied as they come, as in `asp`; at the barrier all are in and everybody pulls the same weights, which makes it a
-natural place for evaluation, checkpoints and a change of members. A worker that computes is at most k - 1 ahead.
+A worker may start step c only when every worker has reached c's block: floor(c/k) <= floor(slowest/k). Inside a block pushes
+are applied as they come, as in `asp`; at the barrier all have been applied and every worker pulls the same weights, which
+makes it a natural place for evaluation, checkpoints and a change of members. A worker that computes is at most k - 1 ahead.
 
-`every:k,wait=x` is a soft barrier: it opens at the latest x steps' time after the first worker reached it, and whoever is
-not there yet catches up without waiting; its late pushes are applied, stale as they are. "A step's time" is the mean over
+`every:k,wait=x` is a soft barrier: it opens at the latest x steps' time after the first worker reached it, and a worker that
+is not there yet catches up without waiting; its late pushes are applied, stale as they are. "A step's time" is the mean over
 the block that the first worker has just finished. With a worker that is always slower the lead then has no bound.
 """
 
@@ -23,8 +23,8 @@ class Periodic(Gate):
         self.period = period
         self.timed = wait is not None
         self._wait = wait or 0.0
-        self._opened = 0  # blocks up to this one may start, whoever is missing
-        self._deadlines: dict[int, float] = {}  # of the barriers before blocks that somebody waits for
+        self._opened = 0  # blocks up to this one may start, whichever workers are missing
+        self._deadlines: dict[int, float] = {}  # of the barriers at which a worker waits
         self._in_block: dict[int, tuple[int, float]] = {}  # each worker's steps in its block, and their seconds
 
     def required(self, step: int) -> int:

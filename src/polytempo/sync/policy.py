@@ -3,8 +3,8 @@
 Rules of this folder: no clock, no dice, no torch, no socket, no thread, no file. The same events at the same moments give
 the same actions, in a live job, in a simulation, in a replay of a record and in a proof.
 
-What all modes share is here: nobody starts before the initial workers are all there, a joiner starts at the slowest
-worker's step, a leaver frees those who waited for it. What a mode adds is what happens on a push.
+Common to all modes: no worker starts before all initial workers have joined, a joiner starts at the slowest worker's step,
+a leaver releases the workers that waited for it. A mode adds what happens on a push.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polytempo.sync.progress import HeldWorkers, Progress
 
 
 class Policy(ABC):
-    """Decides who may go on. Feed it every event of the job in one order."""
+    """Decides which workers may go on. `handle` gets every event of the job, in one order."""
 
     def __init__(self, workers: int) -> None:
         if workers < 1:
@@ -37,7 +37,7 @@ class Policy(ABC):
         self.progress.slowest = self.progress.fastest = step
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event that happened at `now`; return what is to be done, in order."""
+        """Handle one event that happened at `now`; returns the actions to carry out, in order."""
         if type(event) is Pushed:
             worker, step, held = event.worker, event.step, self.room.by_step
             if self.progress.pushed.get(worker) != step or (step in held and worker in held[step]):
@@ -55,7 +55,7 @@ class Policy(ABC):
         return self.progress.pushed.keys()
 
     def holds(self) -> list[Hold]:
-        """Everybody who is held now, with the reason as of now."""
+        """All workers that are held now, with the present reason."""
         why = self._start_hold if self._awaited else self._hold
         return [why(worker, step) for worker, step in self.room]
 
@@ -67,14 +67,14 @@ class Policy(ABC):
 
     @abstractmethod
     def _freed(self, worker: int, now: float) -> list[Action]:
-        """A member is gone and already forgotten here: whom does that free?"""
+        """A member has left and is removed here already: which workers does that release?"""
 
     @abstractmethod
     def _hold(self, worker: int, step: int) -> Hold:
         """Why this worker is held now."""
 
     def _entry_step(self) -> int:
-        """The step at which somebody who joins now starts."""
+        """The step at which a worker that joins now starts."""
         return self.progress.slowest
 
     def _started(self, worker: int, step: int, now: float) -> list[Action]:
@@ -110,7 +110,7 @@ class Policy(ABC):
         return [] if self._awaited else self._freed(worker, now)
 
     def _start(self, now: float) -> list[Action]:
-        """The initial workers are all there, or will never come: off they go, in order of rank."""
+        """All initial workers have joined or left: release them in order of rank."""
         starters = sorted(self.room.admit(lambda step: True))
         return [action for worker, step in starters for action in self._started(worker, step, now)]
 
@@ -120,7 +120,7 @@ class Policy(ABC):
         return Hold(worker, step, missing, count, f"{count} of {self.workers} workers have not joined yet")
 
     def _stray(self, push: Pushed) -> list[Action]:
-        """A push out of turn: from nobody we know it is dropped; from a member it is the driver's mistake."""
+        """A push out of turn: of a worker that is no member it is discarded; of a member it is the driver's mistake."""
         worker = push.worker
         expected = self.progress.pushed.get(worker)
         if expected is None:

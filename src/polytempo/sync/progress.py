@@ -1,8 +1,8 @@
-"""Where every active worker stands, and who waits.
+"""The next step of every active worker, and the held workers.
 
 `Progress` keeps workers in buckets by the number of their next step. Steps only grow, and a joiner starts at the slowest
 one's step, so the slowest step only grows too and finding it costs nothing on average, for ten workers or ten thousand.
-Within a bucket the order is that of arrival: whoever has been at a step for longest is named first.
+Within a bucket the order is that of arrival: the worker that has been at a step for longest comes first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polytempo.sync.actions import NAMED_AT_MOST
 
 
 class StepBucket:
-    """Those at one step: how many, and the order in which they came. Who has moved on is struck out when met."""
+    """The workers at one step: their number, and their order of arrival, from which moved workers are removed lazily."""
 
     __slots__ = ("order", "size")
 
@@ -40,7 +40,7 @@ class Progress:
         if worker in self._left:  # what it left behind in an earlier life must not count
             for bucket in self._at.values():
                 bucket.order = deque(other for other in bucket.order if other != worker)
-        if not self._at:  # nobody else is there
+        if not self._at:  # it is the only one
             self.slowest = self.fastest = step
         self.pushed[worker] = step
         there = self._at.setdefault(step, StepBucket())
@@ -95,7 +95,7 @@ class Progress:
         return (worker for worker in bucket.order if self.pushed.get(worker) == step) if bucket else iter(())
 
     def behind(self, step: int) -> tuple[tuple[int, ...], int]:
-        """Those whose next step is before `step`: the first few, slowest first, and how many they are."""
+        """The workers whose next step is before `step`: the first few, slowest first, and their number."""
         at = self._at
         steps: list[int] | range = range(self.slowest, step)
         if step - self.slowest > len(at):  # a hung worker far behind: do not walk the empty steps between
@@ -110,7 +110,7 @@ class Progress:
         return tuple(named), count
 
     def _first(self, step: int, most: int) -> list[int]:
-        """The first few workers of a bucket. Each name that has moved on is struck out once, so this is cheap on average."""
+        """The first few workers of a bucket. A worker that has moved on is removed once, so this is cheap on average."""
         pushed, order = self.pushed, self._at[step].order
         found: list[int] = []
         looked = 0
@@ -161,6 +161,6 @@ class HeldWorkers:
                 del self.by_step[step]
 
     def admit(self, may_start: Callable[[int], bool]) -> list[tuple[int, int]]:
-        """Let out everybody whose step may start: lower steps first, then in order of arrival."""
+        """Take out all workers whose step may start: lower steps first, then in order of arrival."""
         steps = sorted(filter(may_start, self.by_step))
         return [(worker, step) for step in steps for worker in self.by_step.pop(step)]

@@ -46,13 +46,13 @@ _SYNTAX = {
     for name, mode in MODES.items()
 }
 
-#: Names of the contract whose mechanism is not here yet.
+#: Modes that are planned; they are refused as not available yet.
 PLANNED = ("bsp+balance", "anytime", "local", "adacomm", "diloco", "gossip", "adpsgd")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec that was understood. `text` is how the user wrote it."""
+    """A parsed spec; `text` is as the user wrote it."""
 
     text: str
     mode: Mode
@@ -81,14 +81,14 @@ class Spec:
 
     @property
     def local(self) -> LocalSteps | None:
-        """What workers do between pushes, in modes with local steps."""
+        """The local steps between pushes, in modes that have them."""
         names = ("push", "fetch", "alpha")
         options = {name: value for name, value in self.options.items() if name in names}
         return LocalSteps(**options) if self.mode is DOWNPOUR else None
 
     @property
     def ahead(self) -> int:
-        """How many pushes of a worker may be under way while it computes the next."""
+        """The number of pushes of a worker that may be in flight while it computes the next."""
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
 
 

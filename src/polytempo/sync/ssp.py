@@ -7,9 +7,9 @@ worker that computes is at most s ahead; one that is held has pushed one step mo
              worker 1   |-------0-------|-------1-------|
                                          ^ slowest becomes 1: step 2 may start
 
-What a read contains: all updates of everybody up to step c - s - 1, all of one's own, and possibly later ones of others. The
-weights are pulled after the release, so reads are fresher than the definition asks for. With s = 0 everybody sees the whole
-last round, yet pushes are applied as they come: exact rounds are `bsp`.
+A read contains all updates of all workers up to step c - s - 1, all of the reader's own, and possibly later ones of others.
+The weights are pulled after the release, so reads are fresher than the definition asks for. With s = 0 every worker sees the
+whole last round, yet pushes are applied as they come: exact rounds are `bsp`.
 
 A finite bound absorbs passing delays. A worker that is always slow sets the pace of all, whatever s is.
 """

@@ -1,7 +1,16 @@
-"""Which rows have changed since a version.
+"""Versions and clocks of a table: which rows changed since a version, and which step of each worker has reached which keys.
 
-A version for each slot would answer that alone, but by looking at all rows there are. So the slots of the last updates are
-kept as lists too, and answer for workers that lag by little; those that lag by more are answered from the versions.
+`Changes`. A version for each slot would be enough, but reading it takes a pass over all rows. So the slots of the last
+updates are kept as lists too, for workers that lag by little; others are answered from the versions.
+
+`RangeClocks` are vector clocks for ranges of keys instead of single keys, after Li et al. (OSDI 2014):
+
+    keys      0        10        25          100
+    worker 0  |   7    |    9    |     7     |      set(0, 10, 25, 9) has cut one segment into three
+    worker 1  |            4                 |
+
+A push stamps its range; segments at its ends are split, those inside vanish. Memory grows with the number of distinct
+ranges, not of keys. Departs from the paper: neighbours with equal stamps are merged again.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ class Changes:
         self._lost = -1  # lists are complete for what came after this version
 
     def add(self, version: int, slots: torch.Tensor | slice, rows: int) -> None:
-        """These slots have changed, of a table of so many rows. Versions do not go back."""
+        """These slots have changed, of a table of `rows` rows. Versions do not decrease."""
         limit = max(FEW, rows // PART)
         if isinstance(slots, slice):
             whole = slots.stop - slots.start > limit
@@ -52,16 +61,6 @@ class Changes:
         later = [slots for at, slots in self._updates if at > version]
         return torch.cat(later).unique() if later else torch.arange(0)
 
-
-# Which step of each worker has reached which keys: vector clocks kept for ranges instead of for single keys.
-#
-#     keys      0        10        25          100
-#     worker 0  |   7    |    9    |     7     |      set(0, 10, 25, 9) has cut one segment into three
-#     worker 1  |            4                 |
-#
-# After Li et al. (OSDI 2014): a push stamps its range; segments at its ends are split, those inside vanish. Memory grows
-# with the number of distinct ranges, not of keys. Departs from the paper in that neighbours with equal stamps become one
-# again.
 
 #: The step of a worker that has never pushed there.
 NEVER = -1
@@ -119,7 +118,7 @@ class RangeClocks:
         ]
 
     def load(self, saved: Sequence[Sequence[int]]) -> None:
-        """Become what `saved` was."""
+        """Load what `saved` returned."""
         self._marks.clear()
         for worker, start, stop, step in saved:
             self.set(worker, start, stop, step)

@@ -1,4 +1,4 @@
-"""Where the row of an id is kept.
+"""The index of a table: from the id of a row to its slot.
 
 A bounded table needs no map: row `id` of shard `id % shards` is in slot `id // shards`. An unbounded one has an open
 addressing map (double hashing over a power of two, no deletions) whose slots are numbered in the order in which rows came.

@@ -1,7 +1,7 @@
-"""Which shard holds which row, and how what shards answer is put together again.
+"""Routing of rows to shards, and the joining of their answers.
 
 Row `id` lives on shard `id % shards`: neighbours lie on different servers, so that small hot ids spread, and a range of ids
-is on every shard a range of slots. Lists of ids are picked apart by index, ranges by strided slices.
+is on every shard a range of slots. Lists of ids are split by index, ranges by strided slices.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from polytempo.errors import PeerError
 
 @dataclass(frozen=True)
 class Routing:
-    """Ids picked apart along the shards."""
+    """Ids split by shard."""
 
     parts: list[torch.Tensor]  #: the ids for each shard, in the order given
-    places: list[torch.Tensor]  #: where each of them stood
+    places: list[torch.Tensor]  #: the position of each of them in the list
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Rows in the order of the ids, picked apart like them."""
+        """Rows in the order of the ids, split like them."""
         return [values] if len(self.parts) == 1 else [values.index_select(0, places) for places in self.places]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Routing:
 
 
 def route(ids: torch.Tensor, shards: int) -> Routing:
-    """Pick ids apart along the shards; they may repeat and be in any order."""
+    """Split ids by shard; they may repeat and be in any order."""
     if shards == 1:
         return Routing([ids], [torch.arange(ids.numel())])
     owners = ids % shards

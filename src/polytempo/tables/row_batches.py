@@ -1,4 +1,8 @@
-"""What a caller may give as ids, and how pushes that name a row twice become pushes that name it once."""
+"""Batches of rows: ids that a caller may give, pushes in which each row occurs once, and the pushes of a round as one.
+
+In a mean, a row that a worker did not push counts as zero, with that worker's weight: it is the mean of the dense gradients,
+in their arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -95,12 +99,6 @@ def reduce_rows(into: torch.Tensor, places: torch.Tensor, values: torch.Tensor, 
     into.scatter_reduce_(0, index, values, {"min": "amin", "max": "amax"}[how])
 
 
-# Pushes to a table, and how those of one round become one.
-#
-# Each push first names each of its rows once. Then the rows of all pushes are combined as the rule says. In a mean, a row
-# that a worker did not push counts as zero, with that worker's weight: it is the mean of the dense gradients, in their
-# arithmetic.
-
 #: What a row holds before the first push of a round is combined into it.
 NEUTRAL = {"sum": 0.0, "mean": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
 
@@ -112,7 +110,7 @@ class RowPush:
     ids: torch.Tensor | None
     values: torch.Tensor
     weight: float = 1.0
-    worker: int = -1  #: whose clock it sets; -1: nobody's, it only counts in a mean
+    worker: int = -1  #: the worker whose clock it sets; -1: none, it only counts in a mean
     step: int = 0
     span: tuple[int, int] | None = None  #: start and stop, in ids of the table
 

@@ -1,8 +1,10 @@
-"""Memory for rows that costs nothing until a row is written.
+"""Memory of rows: pages that cost nothing until a row is written, and copies of rows by their slots.
 
-Pages of an anonymous mapping are zero and exist only once they are written to. `torch.zeros` writes them all, and NumPy asks
-for huge pages, of which every scattered row would claim a whole one. Here the system is asked not to use them, but for small
-tables, which are soon all there, and whose rows are found twice as fast in huge pages.
+Pages of an anonymous mapping are zero and exist only once they are written to. `torch.zeros` writes all of them, and NumPy
+asks for huge pages, of which every scattered row would claim a whole one. So huge pages are switched off, except for small
+tables, which are soon filled, and whose rows are found twice as fast in huge pages.
+
+Many rows are copied as blocks of bytes, which NumPy does faster than torch; for few rows torch is faster.
 """
 
 from __future__ import annotations
@@ -44,9 +46,6 @@ def grown(rows: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
     larger[:used] = rows[:used]
     return larger
 
-
-# Rows by their slots, in and out. Many are copied as blocks of bytes, which NumPy does faster than torch; for few rows
-# torch is faster, as there is less to prepare.
 
 MANY = 4096
 #: Rows of these sizes are plain numbers to NumPy; others are blocks.

@@ -1,7 +1,14 @@
-"""Rules that scale a row's step by the gradients it has seen: Adagrad (by element and by row) and Adam.
+"""Row optimizers: how a push changes the rows of a table, by the name of its `rule`.
 
-`adam` counts the pushes of each row by itself: a rare row's first steps are corrected as the first steps of Adam are.
-`sparse_adam` counts the updates of the whole table, as torch.optim.SparseAdam does.
+A rule gets the rows of one push (each id once), their state, and one coalesced gradient for each; it knows nothing of slots,
+shards or workers. State begins at zero. `rate` multiplies the learning rate: modes that apply single pushes scale each of
+them by it. All rules are *lazy*: a row without a push does not change, nor do its moments, and weight decay applies to it
+only when it is pushed to. That is what torch.optim does with sparse gradients, whose arithmetic `sgd`, `adagrad` and
+`sparse-adam` follow bit for bit.
+
+`adam` counts the pushes of each row: a rare row's first steps are corrected as the first steps of Adam are. `sparse_adam`
+counts the updates of the whole table, as torch.optim.SparseAdam does. The rules for an L1 penalty make numbers exactly zero:
+the proximal gradient step and FTRL-proximal.
 """
 
 from __future__ import annotations
@@ -66,9 +73,6 @@ def _approach(average: Tensor, new: Tensor, part: float) -> Tensor:
     return result
 
 
-# Rules for an L1 penalty, which make numbers exactly zero: the proximal gradient step and FTRL-proximal.
-
-
 def shrink(values: Tensor, by: float) -> Tensor:
     """Each number moved towards 0, and no further."""
     return values - values.clamp(-by, by)
@@ -96,14 +100,6 @@ def ftrl(rows: Tensor, state: RowState, pushed: Tensor, hyper: RowHyper, rate: f
     # bottom is 0 only where all that was ever pushed is 0
     rows.copy_(torch.where(bottom > 0, -shrink(z, hyper["l1"]) / bottom, 0.0))
 
-
-# How a push changes rows: rules by name, as a table's `rule` says.
-#
-# A rule sees the rows of one push (each id once), what it keeps beside them, and one coalesced gradient for each; it knows
-# nothing of slots, shards or workers. What it keeps begins at zero. `rate` multiplies the learning rate: modes that apply
-# pushes one by one scale each of them by it. All rules are *lazy*: a row that nobody pushed to does not change, neither
-# do its moments, and weight decay takes hold of it only when it is pushed to. That is what torch.optim does with sparse
-# gradients, whose arithmetic `sgd`, `adagrad` and `sparse-adam` follow to the bit.
 
 #: Changes rows and state in place: (rows, state, pushed, hyper, rate). `hyper` has all options of the rule, and "step": how
 #: many updates the table has had, this one included.

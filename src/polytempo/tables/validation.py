@@ -1,4 +1,4 @@
-"""What a table may be, and what another process may send to it.
+"""Validation of tables, and of pushes and pulls that another process sends.
 
 Wrong descriptions are the caller's mistake (`UsageError`), wrong rows another process's (`PeerError`). Both are found before
 anything is changed.
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def check_table(info: TableInfo) -> None:
-    """Refuse a description of a table that cannot be."""
+    """Refuse an impossible description of a table."""
     where = f"table {info.name!r}"
     if info.rows < 0 or info.dim < 1:
         raise UsageError(f"{where}: expected rows from 0 on and dim from 1 on, got rows={info.rows}, dim={info.dim}")
@@ -43,7 +43,7 @@ def check_table(info: TableInfo) -> None:
 
 
 class Checks:
-    """What may be asked of one shard of a table."""
+    """Checks of the calls of one shard of a table."""
 
     def __init__(self, info: TableInfo, shard: int, shards: int) -> None:
         check_table(info)
@@ -88,7 +88,7 @@ class Checks:
                 raise self._error("only ids that live here", f"{int(strange[0])}, which lives on shard {owner}")
 
     def values(self, values: torch.Tensor, count: int) -> None:
-        """Refuse values that are not so many rows of this table."""
+        """Refuse values that are not `count` rows of this table."""
         if values.dtype != DTYPES[self.info.dtype] or list(values.shape) != [count, self.info.dim]:
             wanted = f"{count} rows of {self.info.dim} numbers of {self.info.dtype}"
             raise self._error(wanted, f"{str(values.dtype).removeprefix('torch.')} of shape {list(values.shape)}")

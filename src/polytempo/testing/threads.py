@@ -122,7 +122,7 @@ class ThreadJob:
         endpoint = self.endpoints[index]
         if isinstance(endpoint, MemoryEndpoint):
             return MemoryChannel(endpoint)
-        return connect(endpoint.address, "", None, pool, patience=10.0)
+        return connect(endpoint.address, "", None, pool, timeout=10.0)
 
     def session(self, rank: int) -> Session:
         """One worker's session. Close it when the worker is done."""

@@ -421,7 +421,7 @@ def _open_world(options: Any, ranks: Sequence[int]) -> World:
         way.address or _store_address(options.store),
         way.keys,
         way.insecure,
-        patience=seconds,
+        join_timeout=seconds,
         timeout=seconds,
         gone=lambda: _lost_ranks(ranks),
     )

@@ -15,10 +15,9 @@ import torch
 
 from polytempo.collectives import point_to_point
 from polytempo.collectives.cost import Choice
-from polytempo.collectives.group import RankGroup
+from polytempo.collectives.group import RankGroup, Then
+from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
-from polytempo.collectives.nested import Then
-from polytempo.collectives.nested import exchange as exchange_records
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
 from polytempo.session.session import current
@@ -510,5 +509,5 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
-    """A call of several parts (`collectives/nested.py`): gather a record of each rank, and go on with `then`."""
+    """A call of several parts (`collectives/group.py`): gather a record of each rank, and go on with `then`."""
     return exchange_records(_inner(group), record, then, background)

@@ -1,4 +1,4 @@
-"""Buffers that are used again.
+"""A pool of buffers that are used again.
 
 A fresh buffer of many megabytes costs a page fault for each 4 KB of it, which takes longer than copying into it. So buffers
 come from here and go back when they have been used up; of each size at most as many are kept as were ever out at once.
@@ -31,7 +31,7 @@ class Pool:
         return self.registry.allocate(size) if self.registry is not None else numpy.zeros(size, dtype=numpy.uint8)
 
     def take(self, size: int) -> Bytes:
-        """A buffer of so many bytes, with anything in it."""
+        """A buffer of this size, not initialised."""
         free = self._free.get(size)
         if free:
             try:
@@ -45,7 +45,7 @@ class Pool:
         self._free.clear()
 
     def give(self, buffer: Bytes) -> None:
-        """A buffer that nobody reads any more."""
+        """Return a buffer that is not read any more."""
         if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)
 
@@ -53,7 +53,7 @@ class Pool:
 class Arena:
     """Blocks of memory to send rows from, shared where that is possible: their sizes are powers of two, to fit again.
 
-    Who takes a block gives it back when nobody reads it any more. Its methods may be called by several threads.
+    The owner of a block gives it back when it is not read any more. Its methods may be called by several threads.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -61,7 +61,7 @@ class Arena:
         self._free: dict[int, list[Bytes]] = {}
 
     def take(self, nbytes: int) -> Bytes:
-        """A block of at least so many bytes, with anything in it."""
+        """A block of at least this size, not initialised."""
         size = 1 << max(nbytes - 1, SHARE_FROM).bit_length()
         try:
             return self._free.setdefault(size, []).pop()
@@ -69,6 +69,6 @@ class Arena:
             return self._pool.allocate(size)
 
     def give(self, blocks: Iterable[Bytes]) -> None:
-        """Blocks that nobody reads any more."""
+        """Return blocks that are not read any more."""
         for block in blocks:
             self._free[block.nbytes].append(block)

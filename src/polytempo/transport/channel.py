@@ -1,4 +1,4 @@
-"""The one interface of every way to travel, and the addresses that pick it.
+"""The interface of all transports to a server, and the addresses that select one.
 
     ipc:///path      Unix stream sockets on one host        `stream.py`
     tcp://host:port  ZeroMQ with CURVE keys                 `zeromq.py`
@@ -28,7 +28,7 @@ BUFFER_COUNT_LIMIT = 1 << 20
 
 
 class Peer(ABC):
-    """Somebody connected to an endpoint. `who` is what the endpoint's owner knows about it; `limit` what it may send."""
+    """A connection to an endpoint. `who` is what the endpoint's owner knows about it; `limit`: the bytes of a message."""
 
     here = True  #: a process of this user on this host, as the kernel says, or a thread of this process
 
@@ -57,7 +57,7 @@ class Received:
 
 @dataclass
 class Closed:
-    """A peer is gone; `reason` is empty when it just went."""
+    """A peer is gone; `reason` is empty when it closed the connection itself."""
 
     peer: Peer
     reason: str = ""
@@ -93,7 +93,7 @@ class Channel(ABC):
         """The next message if one is there."""
 
     def may_have_more(self) -> bool:
-        """After a message: is another there that no poller would tell of?"""
+        """After a message: whether another may be there that no poller reports."""
         return True
 
     def moved(self) -> int:
@@ -111,7 +111,7 @@ class Channel(ABC):
 
 
 def scheme_of(address: str) -> str:
-    """The way an address travels; refused when unknown."""
+    """The transport of an address; refused when unknown."""
     scheme, separator, rest = address.partition("://")
     if not separator or not rest or scheme not in ("ipc", "tcp", "memory"):
         raise UsageError(f"expected an address such as ipc:///path or tcp://host:port, got {address!r}")

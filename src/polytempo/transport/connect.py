@@ -13,11 +13,11 @@ from polytempo.transport.zeromq import ZmqChannel
 LIMIT = 1 << 62
 
 
-def connect(address: str, identity: str, keys: WorkerKeys | None, pool: Pool, patience: float = 0.0) -> Channel:
-    """Open a connection; what the address is decides how. (`memory://` is opened by who holds the endpoint.)"""
+def connect(address: str, identity: str, keys: WorkerKeys | None, pool: Pool, timeout: float = 0.0) -> Channel:
+    """Open a connection to a server. (`memory://` is opened by the owner of the endpoint.)"""
     scheme = scheme_of(address)
     if scheme == "ipc":
-        return StreamChannel(address.removeprefix("ipc://"), pool, LIMIT, patience)
+        return StreamChannel(address.removeprefix("ipc://"), pool, LIMIT, timeout)
     if scheme == "tcp":
         return ZmqChannel(address, identity.encode(), keys, pool, LIMIT)
     raise UsageError(f"{address} can only be reached from inside its process")

@@ -1,4 +1,4 @@
-"""On which cores threads of two processes run that wait for each other.
+"""CPU affinity of threads of two processes that wait for each other.
 
 Two threads that take turns do so on one core (`Companion`). A worker that waits for its server leaves its core idle, and
 waking a thread on another core costs more than everything else in a small exchange (on virtual machines a hundred
@@ -28,13 +28,13 @@ def _find_which_core() -> Callable[[], int] | None:
 
 
 class CoreSlot:
-    """`with seat:` around a wait: this thread wakes up on the core on which it fell asleep. `sitting`: how many threads
-    compute on this host; where there are more of them than cores, any core that is free will do."""
+    """`with slot:` around a wait: this thread wakes up on the core on which it fell asleep. `threads`: how many compute on
+    this host; where there are more of them than cores, any core that is free will do."""
 
-    def __init__(self, sitting: int) -> None:
+    def __init__(self, threads: int) -> None:
         self._own: set[int] = set()
         self._which_core = _find_which_core()
-        if self._which_core is not None and sitting > len(os.sched_getaffinity(0)):
+        if self._which_core is not None and threads > len(os.sched_getaffinity(0)):
             self._which_core = None
 
     def __enter__(self) -> None:

@@ -30,7 +30,7 @@ SEGMENT_COUNT_LIMIT = 128
 SEGMENT_COST = 1 << 20
 ANCILLARY = socket.CMSG_SPACE(SEGMENT_COUNT_LIMIT * 4)
 FLAGS_LATER = socket.MSG_CMSG_CLOEXEC
-FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT  # who asks for a message does not wait for its beginning
+FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT  # a reader does not wait for the beginning of a message
 SCRATCH = 32 << 10
 #: Buffers as small as this are copied behind their header and sent with it.
 JOIN_UP_TO = 64 << 10

@@ -1,8 +1,8 @@
-"""Who may be whom: the key lets a host in, a token says which worker a process is.
+"""Keys and tokens: the key file lets a host in, a token proves which worker a process is.
 
 The servers of a job share a secret that never leaves them. A worker of another host gets, with its rank, the MAC of its
-role, rank and incarnation under that secret, over the encrypted connection of its agent; it shows it when it greets. So who
-has the key file can bring workers that are expected, and cannot be a worker that was brought by another host.
+role, rank and incarnation under that secret, over the encrypted connection of its agent; it presents it in its hello. So a
+host with the key file can bring workers that are expected, and cannot impersonate a worker of another host.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Credentials:
         return hmac.new(self._secret, f"{role}/{rank}/{incarnation}".encode(), hashlib.sha256).hexdigest()
 
     def check(self, role: str, rank: int, incarnation: int, token: str) -> None:
-        """Refuse who says to be somebody else."""
+        """Refuse a process whose token is of another role, rank or incarnation."""
         if not hmac.compare_digest(self.token(role, rank, incarnation).encode(), token.encode()):
             raise PeerError(f"a process cannot prove that it is {role} {rank}; start it with polytempo worker --join")
 
 
-# Keys of a job that listens to other hosts: made for each job, handed over in a file that only its owner can read.
+# Keys of a job that listens to other hosts: made for each job, passed on in a file that only its owner can read.
 #
-# Servers have one key pair, all workers of the job another: a server takes nobody who cannot prove that it has the workers'
-# secret, and a worker talks to nobody who cannot prove that it has the servers'. Everything between is encrypted (CURVE).
+# Servers have one key pair, all workers of the job another: a server accepts only peers that prove that they have the
+# workers' secret, and a worker only servers that prove that they have theirs. All traffic is encrypted (CURVE).
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many bytes a ZeroMQ socket has moved. It hands over whole messages only; its kernel knows of each byte.
+"""Bytes that a ZeroMQ socket has moved. ZeroMQ reports whole messages only; the kernel counts each byte.
 
 ZeroMQ's monitor says which descriptor a connection has, and TCP_INFO how many bytes the other host has acknowledged and how
 many have come. Keep-alive does not count: where nothing is sent, nothing moves.
@@ -43,20 +43,20 @@ class Meter:
             self._now = _counted(self._descriptor, self._now)
         return self._earlier + self._now
 
-    def close(self, patience: float = 0.0) -> None:
+    def close(self, idle_timeout: float = 0.0) -> None:
         """Before the socket is closed: wait for what was sent to be gone, as long as it moves (`drain`)."""
         self.read()
-        if patience and self._descriptor is not None:
-            drain([self._descriptor], patience)
+        if idle_timeout and self._descriptor is not None:
+            drain([self._descriptor], idle_timeout)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
 
-def drain(descriptors: Collection[int], patience: float) -> None:
-    """Wait until all that ZeroMQ was given for these connections is with the other host, or nothing has moved for `patience`
-    seconds. ZeroMQ's own last words have so many seconds, however slow the link is."""
+def drain(descriptors: Collection[int], idle_timeout: float) -> None:
+    """Wait until the other host has all that ZeroMQ was given for these connections, or nothing has moved for `idle_timeout`
+    seconds. (ZeroMQ's linger is a fixed time, however slow the link is.)"""
     quiet_since, before, empty = time.monotonic(), -1, 0
-    while empty < 2 and time.monotonic() - quiet_since < patience:  # what is empty twice is not about to be filled again
+    while empty < 2 and time.monotonic() - quiet_since < idle_timeout:  # what is empty twice is not about to be filled again
         moved = sum(_counted(descriptor, 0) for descriptor in descriptors)
         empty = empty + 1 if not any(_unacknowledged(descriptor) for descriptor in descriptors) else 0
         if moved != before:

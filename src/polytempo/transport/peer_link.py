@@ -1,9 +1,9 @@
-"""A link: ordered messages between two ranks, which never block the sender.
+"""A link: ordered messages between two ranks, which never block the sender. All kinds of links carry one message format.
 
     kind u8 | - | meta length u16 | context u32 | tag i64 | payload length u64 | meta | payload
 
 What arrives is handed to a *receiver*, which is asked for the memory of a payload as soon as its head is there: what is
-expected goes straight to where it belongs. A link is driven by whoever drives the receiver: it says what to poll for.
+expected goes straight to where it belongs. The owner of the receiver drives the link: it polls what the link registers.
 
     `stream_link.py`  Unix sockets, between processes of one host; segments of shared memory are handed over here
     `zmq_link.py`     ZeroMQ with CURVE keys, between hosts
@@ -26,7 +26,7 @@ HEAD = struct.Struct("<BxHIqQ")
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
 #: context with a text; BYE comes before an orderly end.
 DATA, NOTE, CALL, SEGMENT, FAILED, BYE, KINDS = 0, 1, 2, 3, 4, 5, 6
-#: Nobody sends a message with a payload larger than this.
+#: The largest payload of a message.
 PAYLOAD_LIMIT = 1 << 46
 
 OnLinkSent = Callable[[], object]
@@ -48,7 +48,7 @@ class LinkMessage:
 
 
 class Receiver(Protocol):
-    """Whoever gets what arrives."""
+    """What gets the messages that arrive."""
 
     def room(self, source: int, message: LinkMessage, length: int) -> Bytes:
         """Memory for a payload that is about to arrive."""

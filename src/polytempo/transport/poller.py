@@ -37,7 +37,7 @@ class Poller:
             self._sockets.discard(what)
 
     def poll(self, milliseconds: int | None = None) -> dict[Any, int]:
-        """What is ready, and for what, waiting at most so long for the first."""
+        """What is ready, and for what, waiting at most this long for the first."""
         if self._sockets:
             return dict(self._zmq.poll(milliseconds))
         return {descriptor: _flags(state) for descriptor, state in self._plain.poll(milliseconds)}

@@ -1,10 +1,10 @@
-"""How ranks find each other: by a name they all know, or through a store of keys and values.
+"""Rendezvous: how the ranks of a job find each other, by a name they all know or through a key-value store.
 
-On one host: everybody listens at an abstract Unix address made from the name (nothing is left in any directory, however a
-process ends) and connects to all lower ranks. The kernel says whose process is at the other end: another user's is refused.
+On one host each rank listens at an abstract Unix address made from the name (nothing is left in any directory, however a
+process ends) and connects to all lower ranks. A process of another user is refused (`unix_socket.py`).
 
-With a store, each rank first says which host it is on (machine and network namespace). Pairs on one host meet as above;
-others by ZeroMQ, at addresses that go through the store.
+With a store, each rank first publishes its host (machine and network namespace). Pairs on one host connect as above; others
+by ZeroMQ, at addresses published in the store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polytempo.transport.zmq_link import ZmqLink, ZmqWires
 
 #: A host that listens at all its addresses, and what stands for the one by which others reach it.
 EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
-UNKNOWN = "HOST"
+OWN_HOST = "HOST"
 
 
 class KeyValueStore(ABC):
@@ -43,28 +43,28 @@ class KeyValueStore(ABC):
 
     @abstractmethod
     def find(self, key: str, seconds: float) -> str | None:
-        """Wait for it, at most so long; None if nobody has put it there yet."""
+        """Wait for a value at most this long; None if no rank has put it there yet."""
 
 
 @dataclass
-class Met:
-    """All links of a rank, and which ranks are on which host."""
+class RankLinks:
+    """The links of a rank to all others, and which ranks are on which host."""
 
     hosts: tuple[tuple[int, ...], ...]
     links: list[PeerLink] = field(default_factory=list)
     wires: ZmqWires | None = None
-    seat: RankSocket | None = None  #: kept for as long as the links, so that no other process takes this rank
+    listener: RankSocket | None = None  #: kept for as long as the links, so that no other process takes this rank
 
     def close(self) -> None:
-        """Let others have the rank, and the sockets end."""
+        """Close the listener, so that another process may take the rank, and the ZeroMQ context."""
         if self.wires is not None:
             self.wires.close()
-        if self.seat is not None:
-            self.seat.close()
+        if self.listener is not None:
+            self.listener.close()
 
 
 class RankSocket(socket.socket):
-    """Where a rank listens. A forked child lets go of it: it may live longer than its parent."""
+    """The listener of a rank. A forked child closes it: it may live longer than its parent."""
 
     def __init__(self) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -78,14 +78,14 @@ class RankSocket(socket.socket):
         os.register_at_fork(after_in_child=let_go)
 
 
-def meet_by_name(name: str, rank: int, size: int, receiver: Receiver, deadline: Deadline) -> Met:
+def rendezvous_by_name(name: str, rank: int, size: int, receiver: Receiver, deadline: Deadline) -> RankLinks:
     """All ranks are on this host and know this name."""
-    met = Met((tuple(range(size)),))
-    met.links, met.seat = _meet_here(_digest(name), rank, range(size), size, receiver, deadline)
-    return met
+    made = RankLinks((tuple(range(size)),))
+    made.links, made.listener = _link_host(_digest(name), rank, range(size), size, receiver, deadline)
+    return made
 
 
-def meet_by_store(
+def rendezvous_by_store(
     store: KeyValueStore,
     rank: int,
     size: int,
@@ -94,7 +94,7 @@ def meet_by_store(
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
-) -> Met:
+) -> RankLinks:
     """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at."""
     if rank == 0:
         store.put("token", secrets.token_hex(16))
@@ -102,24 +102,24 @@ def meet_by_store(
     by_host: dict[str, list[int]] = {}
     for other in range(size):
         by_host.setdefault(_found(store, f"host-{other}", other, deadline), []).append(other)
-    met = Met(tuple(tuple(ranks) for ranks in by_host.values()))
-    here = next(ranks for ranks in met.hosts if rank in ranks)
+    made = RankLinks(tuple(tuple(ranks) for ranks in by_host.values()))
+    here = next(ranks for ranks in made.hosts if rank in ranks)
     name = _digest(_found(store, "token", 0, deadline))
-    met.links, met.seat = _meet_here(name, rank, here, size, receiver, deadline)
+    made.links, made.listener = _link_host(name, rank, here, size, receiver, deadline)
     away = [other for other in range(size) if other not in here]
     try:
         if away:
             _check_keys(away, keys, insecure)
-            met.wires = ZmqWires(keys)
-            links = [ZmqLink(other, receiver, met.wires, serves=rank < other) for other in away]
-            met.links += links
-            _meet_away(store, rank, links, deadline, route)
+            made.wires = ZmqWires(keys)
+            links = [ZmqLink(other, receiver, made.wires, serves=rank < other) for other in away]
+            made.links += links
+            _link_hosts(store, rank, links, deadline, route)
     except BaseException:
-        for link in met.links:
+        for link in made.links:
             link.close()
-        met.close()
+        made.close()
         raise
-    return met
+    return made
 
 
 def _found(store: KeyValueStore, key: str, other: int, deadline: Deadline) -> str:
@@ -139,26 +139,26 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _meet_here(
+def _link_host(
     name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, deadline: Deadline
 ) -> tuple[list[PeerLink], RankSocket]:
     deadline.restart()
     others = [other for other in ranks if other != rank]
     found: dict[int, socket.socket] = {}
-    seat = RankSocket()
+    listener = RankSocket()
     try:
         if others:
-            _bind(seat, f"\0polytempo-{name}-{rank}", rank)
+            _bind(listener, f"\0polytempo-{name}-{rank}", rank)
         for other in others:
             if other < rank:
                 found[other] = _connect(name, rank, other, size, deadline)
         while missing := [other for other in others if other not in found]:
-            _accept(seat, found, size, deadline, missing)
-    except BaseException:  # who has come must learn that nothing comes of it
-        for sock in (*found.values(), seat):
+            _accept(listener, found, size, deadline, missing)
+    except BaseException:  # ranks that have connected must learn that this one gave up
+        for sock in (*found.values(), listener):
             sock.close()
         raise
-    return [StreamLink(other, receiver, sock) for other, sock in found.items()], seat
+    return [StreamLink(other, receiver, sock) for other, sock in found.items()], listener
 
 
 def _bind(listener: socket.socket, address: str, rank: int) -> None:
@@ -239,7 +239,7 @@ def own_address(route: str) -> str:
 
 
 def _own_host(route: str) -> tuple[str, bool]:
-    """Where to listen; and is that an address others can use? Who listens everywhere does not know which one they see."""
+    """Where to listen, and whether others can use that address: `*` stands for all addresses of this host."""
     if route.rpartition(":")[0] in EVERYWHERE:
         return "*", False
     return own_address(route), True
@@ -253,17 +253,17 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
         )
 
 
-def _meet_away(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str) -> None:
-    """The lower rank of a pair listens, and says where. Both then wait until the other has proved who it is."""
+def _link_hosts(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str) -> None:
+    """The lower rank of a pair listens, and publishes where. Both wait until the other has proved that it has the key."""
     host, known = _own_host(route)
     for link in links:
         if rank < link.rank:
             address = link.bind(f"[{host}]" if ":" in host else host)
-            store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{UNKNOWN}:{address.rpartition(':')[2]}")
+            store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{OWN_HOST}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
             address = _found(store, f"link-{link.rank}-{rank}", link.rank, deadline)
-            link.connect(address.replace(UNKNOWN, route.rpartition(":")[0]))
+            link.connect(address.replace(OWN_HOST, route.rpartition(":")[0]))
     deadline.restart()
     while missing := [link for link in links if not link.established]:
         deadline.look([link.rank for link in missing])

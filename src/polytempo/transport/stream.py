@@ -1,7 +1,7 @@
 """`ipc://`: Unix stream sockets in a private directory.
 
-Nobody but this user can reach the directory, and the kernel says who connects (SO_PEERCRED): another user is turned away
-before a byte is read. No cipher is needed. The kernel also says at once when a peer is gone, however it died.
+Only this user can reach the directory, and the kernel says which user connects (`unix_socket.py`). It also says at once when
+a peer is gone, however it died. Messages are framed by `framing.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StreamPeer(Peer):
         return None
 
     def drop(self) -> None:
-        """The peer is gone: nobody reads what was meant for it, and what it has borrowed is back."""
+        """The peer is gone: drop what was meant for it; its leases expire."""
         self.writer.close()
         while self._outbox:
             done = self._outbox.popleft()[1]
@@ -132,7 +132,7 @@ class StreamEndpoint(Endpoint):
         peer.reader.limit = peer.limit
         try:
             while True:
-                peer.reader.ahead = peer.who is not None  # what it may send depends on who it is
+                peer.reader.ahead = peer.who is not None  # what it may send depends on its role
                 events.append(Received(peer, *peer.reader.read(peer.sock)))
                 if not peer.reader.is_ahead():
                     break  # if there is more, the poller will say so

@@ -1,4 +1,4 @@
-"""A link over a Unix stream socket. The kernel says who is at the other end, and when it is gone."""
+"""A link over a Unix stream socket. The kernel says when the other end is gone, however its process ended."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StreamLink(PeerLink):
         return self._watch(bool(self._outbox))
 
     def _broken(self, error: OSError) -> None:
-        """Nobody takes what we send. What the other end said before it went still counts."""
+        """The other end takes nothing more. What it sent before it went still counts."""
         self.drain()
         self._lost(f"it takes nothing more: {error.strerror or error}")
 
@@ -201,7 +201,7 @@ class StreamLink(PeerLink):
                 sent = self._outbox.popleft()[2]
                 if sent:
                     sent()
-        except OSError:  # nobody listens any more
+        except OSError:  # the other end is gone
             pass
 
     def abandon(self) -> None:

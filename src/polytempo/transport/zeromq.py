@@ -1,11 +1,10 @@
-"""`tcp://`: ZeroMQ between hosts, with CURVE keys; without them only where `--insecure` was said.
+"""`tcp://`: ZeroMQ between hosts, with CURVE keys; without them only with `--insecure`.
 
 Frames of a message: header | buffer lengths | pieces of at most 1 MB. Pieces, because a frame of many megabytes is allocated
 anew each time, and its page faults cost more than its bytes.
 
-Whether the other end is there is the kernel's to say: it asks where nothing is under way (keep-alive), and where something
-is it waits for acknowledgements, so that a connection that is slow is never taken for one that is broken. ZeroMQ's own
-heartbeats would queue behind the data.
+The kernel says whether the other end is there: it probes an idle connection (keep-alive), and waits for acknowledgements on
+a busy one, so that a slow connection is never taken for a broken one. ZeroMQ's own heartbeats would queue behind the data.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LAST_WORDS_S = 2
 
 
 class OnlyWorkers:
-    """Lets in those who have the workers' key."""
+    """Accepts peers that have the workers' key."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -42,6 +41,24 @@ class OnlyWorkers:
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by the authenticator with the key a peer has proved to have, as text."""
         return key == self._public
+
+
+class ZmqContext:
+    """A ZeroMQ context. With a key, its listening sockets accept only peers that prove to have the workers' secret."""
+
+    def __init__(self, worker_public: str | None) -> None:
+        self.context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        if worker_public is not None:
+            self._authenticator = ThreadAuthenticator(self.context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(worker_public))
+
+    def close(self) -> None:
+        """After all its sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.context.term()
 
 
 class ZmqPeer(Peer):
@@ -76,16 +93,12 @@ class ZmqEndpoint(Endpoint):
     def __init__(self, address: str, keys: JobKeys | None, pool: Pool, stranger_limit: int) -> None:
         self._pool = pool
         self._limit = stranger_limit
-        self._context = zmq.Context()
-        self._guard: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._context = ZmqContext(keys.workers.worker_public if keys is not None else None)
+        self._socket = self._context.context.socket(zmq.ROUTER)
         set_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
-            self._guard = ThreadAuthenticator(self._context)
-            self._guard.start()
-            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.workers.worker_public))
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.server_secret.encode()
             self._socket.curve_publickey = keys.workers.server_public.encode()
@@ -118,9 +131,7 @@ class ZmqEndpoint(Endpoint):
 
     def close(self) -> None:
         self._socket.close(linger=1000)
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
+        self._context.close()
 
 
 class ZmqChannel(Channel):
@@ -166,7 +177,7 @@ class ZmqChannel(Channel):
         return self._socket
 
     def close(self) -> None:
-        self._meter.close(patience=LAST_WORDS_S)
+        self._meter.close(idle_timeout=LAST_WORDS_S)
         self._socket.close(linger=1000 * LAST_WORDS_S)
         self._context.term()
 

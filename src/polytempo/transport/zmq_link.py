@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
@@ -22,7 +21,7 @@ from polytempo.transport.meter import drain
 from polytempo.transport.peer_link import BYE, HEAD, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.zeromq import OnlyWorkers, set_options
+from polytempo.transport.zeromq import ZmqContext, set_options
 
 #: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
 SILENCE_S = 5
@@ -36,17 +35,12 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CON
 WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-class ZmqWires:
-    """What the links of one process share: a context, and the guard at its door."""
+class ZmqWires(ZmqContext):
+    """What the ZeroMQ links of one process share."""
 
     def __init__(self, keys: WorkerKeys | None) -> None:
-        self.context = zmq.Context()
+        super().__init__(keys.worker_public if keys is not None else None)
         self.keys = keys
-        self._guard: ThreadAuthenticator | None = None
-        if keys is not None:
-            self._guard = ThreadAuthenticator(self.context)
-            self._guard.start()
-            self._guard.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(keys.worker_public))
 
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
@@ -61,12 +55,6 @@ class ZmqWires:
             socket.curve_secretkey = self.keys.worker_secret.encode()
         return socket
 
-    def close(self) -> None:
-        """After all links."""
-        if self._guard is not None:
-            self._guard.stop()
-        self.context.term()
-
 
 class ZmqLink(PeerLink):
     """One end."""
@@ -76,14 +64,14 @@ class ZmqLink(PeerLink):
         self._socket = wires.socket(serves)
         self._serves = serves
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(int(WATCHED))
-        self.established = False  #: both ends have proved who they are
+        self.established = False  #: both ends have proved that they have the key
         self.problem = ""  #: why it cannot be
         self._poller: Poller | None = None
         self._outbox: deque[tuple[list[bytes | memoryview], OnLinkSent | None]] = deque()
         self._writing = False
         self._ended = False
-        self._polite = False  # it has said its last
-        self._descriptors: set[int] = set()  # of its connection, and of strangers that knock
+        self._polite = False  # its goodbye is sent
+        self._descriptors: set[int] = set()  # of its connection, and of strangers that try
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
@@ -145,7 +133,7 @@ class ZmqLink(PeerLink):
             self._lost(str(error))
 
     def hear(self) -> None:
-        """What the monitor says. Who listens is also knocked at by strangers, who fail: that means nothing."""
+        """Read the monitor. A listening end also sees strangers that fail to connect: those events mean nothing."""
         while self._monitor.poll(0):
             said = parse_monitor_message(self._monitor.recv_multipart())
             event = said["event"]
@@ -161,8 +149,8 @@ class ZmqLink(PeerLink):
                 self.problem = "it does not have the same key file"
 
     def _is_alone(self) -> bool:
-        """Is it the other end that has gone? Who listens may have been left by a stranger: then there is still somebody
-        to send to. (Closing the door would not do: with it ZeroMQ drops who has come in.)"""
+        """Whether it is the other end that has gone. A listening end may have lost a stranger only: then ZeroMQ still takes
+        messages. (Unbinding would not do: with the listener ZeroMQ drops the connection it has accepted.)"""
         deadline = time.monotonic() + DOUBT
         while self._serves and self._socket.poll(0, zmq.POLLOUT):
             if time.monotonic() > deadline:

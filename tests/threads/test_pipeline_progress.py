@@ -11,7 +11,7 @@ from piped import PLAIN, batches, layered, mse
 
 from polytempo.errors import PeerError
 from polytempo.launch.job_facts import JobFacts
-from polytempo.pipeline.pipeline import Pipeline, in_words
+from polytempo.pipeline.pipeline import Pipeline, pipeline_title
 from polytempo.pipeline.schedules import make
 from polytempo.protocol.values import TrainingProgress
 from polytempo.session.session import Session
@@ -95,7 +95,7 @@ def test_training_goes_on_when_the_server_is_gone() -> None:
     ],
 )
 def test_a_pipeline_in_words(spec: str, replicas: tuple[int, ...] | None, text: str) -> None:
-    assert in_words(make(spec, 2, 6, replicas)) == text
+    assert pipeline_title(make(spec, 2, 6, replicas)) == text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

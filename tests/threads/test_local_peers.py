@@ -16,8 +16,7 @@ from sharing import PATIENCE, Place, nothing_is_left, place, together
 from wires import Client
 
 from polytempo.errors import PeerError
-from polytempo.transport import deadline
-from polytempo.transport import local_peers as mesh_module
+from polytempo.transport import deadline, local_peers
 from polytempo.transport.local_peers import HANDED_OVER, LocalPeers
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.shared_memory import make_segment
@@ -39,17 +38,17 @@ def left_by_one_that_was_killed(place: Place, rank: int) -> None:
 
 
 def test_everybody_hears_what_everybody_told(place: Place) -> None:
-    meshes = place.met(4)
+    all_peers = place.met(4)
 
-    def talk(mesh: LocalPeers) -> list[int]:
-        others = [rank for rank in range(4) if rank != mesh.rank]
-        mesh.tell(others, 3, 7, 10 + mesh.rank)
-        mesh.wait(others, 3, 7, 10)
-        return [mesh.heard(rank, 3, 7) for rank in others]
+    def talk(peers: LocalPeers) -> list[int]:
+        others = [rank for rank in range(4) if rank != peers.rank]
+        peers.tell(others, 3, 7, 10 + peers.rank)
+        peers.wait(others, 3, 7, 10)
+        return [peers.heard(rank, 3, 7) for rank in others]
 
-    heard = together([lambda m=m: talk(m) for m in meshes])
+    heard = together([lambda m=m: talk(m) for m in all_peers])
     assert heard == [[11, 12, 13], [10, 12, 13], [10, 11, 13], [10, 11, 12]]
-    assert all(mesh.lost == set() for mesh in meshes)
+    assert all(peers.lost == set() for peers in all_peers)
 
 
 def test_a_note_means_at_least_so_far(place: Place) -> None:
@@ -96,13 +95,13 @@ def test_a_segment_that_is_handed_over_is_the_same_memory(place: Place) -> None:
     for number in (0, 1):
         segment = make_segment(8192)
         first.hand_over([1, 2], number, segment)
-        for mesh in (second, third):
-            mesh.wait([0], HANDED_OVER, number, 0)
+        for peers in (second, third):
+            peers.wait([0], HANDED_OVER, number, 0)
             segment.view(100, 1)[0] += 1
-            theirs = mesh.segment(0, number)
+            theirs = peers.segment(0, number)
             assert (theirs.size, theirs.view(100, 1)[0]) == (8192, segment.view(100, 1)[0])
-            theirs.view(5000, 1)[0] = mesh.rank
-            assert segment.view(5000, 1)[0] == mesh.rank
+            theirs.view(5000, 1)[0] = peers.rank
+            assert segment.view(5000, 1)[0] == peers.rank
 
 
 def test_memory_that_was_handed_over_is_not_inherited(place: Place) -> None:
@@ -153,10 +152,10 @@ def test_what_a_peer_said_last_is_heard_though_it_can_be_told_nothing(place: Pla
 def test_meeting_notices_one_who_died_before_it_connected(place: Place, me: int) -> None:
     left_by_one_that_was_killed(place, 1)
     ranks = [0, 2]
-    meshes = place.open(*ranks)
-    together([lambda m=m: m.meet([0, 1, 2], PATIENCE) for m in meshes])
-    assert place.meshes[me].lost == {1}
-    place.meshes[me].wait([1], 1, 0, 1)
+    all_peers = place.open(*ranks)
+    together([lambda m=m: m.meet([0, 1, 2], PATIENCE) for m in all_peers])
+    assert place.all_peers[me].lost == {1}
+    place.all_peers[me].wait([1], 1, 0, 1)
     os.unlink(f"{place.directory}/peer-1")
 
 
@@ -171,7 +170,7 @@ def test_whoever_is_seen_already_listens(place: Place, monkeypatch: pytest.Monke
             super().listen(backlog)
             refused.append(second._has_ended(0))
 
-    monkeypatch.setattr(mesh_module.socket, "socket", Slow)
+    monkeypatch.setattr(local_peers.socket, "socket", Slow)
     place.open(0)
     assert refused == [False, False]
     assert sorted(os.listdir(place.directory)) == ["peer-0", "peer-1"]
@@ -188,9 +187,9 @@ def test_meeting_waits_for_those_who_are_late(place: Place) -> None:
 
 @pytest.mark.parametrize(("rank", "words"), [(0, "waited 0.1 s for rank 1"), (1, "rank 0 does not listen")])
 def test_one_who_never_comes_is_named(place: Place, rank: int, words: str) -> None:
-    (mesh,) = place.open(rank)
+    (peers,) = place.open(rank)
     with pytest.raises(PeerError, match=words):
-        mesh.meet([0, 1], timeout=0.1)
+        peers.meet([0, 1], timeout=0.1)
 
 
 def test_meeting_again_changes_nothing(place: Place) -> None:
@@ -296,3 +295,34 @@ def test_a_payload_ends_the_link(place: Place) -> None:
     second._links[0].send(LinkMessage(DATA, 0, 0), numpy.zeros(8, dtype=numpy.uint8))
     first.wait([1], 1, 0, 1)
     assert first.lost == {1}
+
+
+# A dead rank's sockets may live on in a process that it has forked: then the job says that it is gone.
+
+
+def die_with_sockets_kept(peers: LocalPeers) -> list[int]:
+    kept = [os.dup(link.fileno) for link in peers._links.values()]
+    peers.close()
+    return kept
+
+
+def test_nobody_waits_for_one_who_is_said_to_be_gone(place: Place) -> None:
+    first, second = place.met(2)
+    kept = die_with_sockets_kept(second)
+    read, write = os.pipe()
+    os.write(write, b"x")
+    first.wait([1], 1, 0, 0, also=[(read, lambda: first.forget(1))])
+    assert first.lost == {1}
+    for descriptor in (read, write, *kept):
+        os.close(descriptor)
+
+
+def test_what_it_said_before_counts(place: Place) -> None:
+    first, second = place.met(2)
+    second.tell([0], 1, 0, 7)
+    kept = die_with_sockets_kept(second)
+    first.forget(1)
+    assert first.heard(1, 1, 0) == 7
+    assert first.lost == {1}
+    for descriptor in kept:
+        os.close(descriptor)
