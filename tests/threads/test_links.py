@@ -49,9 +49,10 @@ from polytempo.collectives.world import World, open_by_name, open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.transport import rendezvous, unix_socket
 from polytempo.transport.channel import Bytes
+from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.keys import WorkerKeys, make_keys
 from polytempo.transport.memory_link import MemoryLink
-from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, HEAD, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
+from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
 from polytempo.transport.peer_link import KINDS as MESSAGE_KINDS
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import make_segment
@@ -63,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def head(kind: int, meta: bytes = b"", context: int = 0, tag: int = 0, length: int = 0) -> bytes:
-    return HEAD.pack(kind, len(meta), context, tag, length) + meta
+    return HEAD.pack(MAGIC, kind, kind == SEGMENT, len(meta), length > 0, context, tag, length) + meta
 
 
 # Garbage on a Unix link.
@@ -121,7 +122,7 @@ GARBAGE = {
     "text": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "ones": b"\xff" * 100,
     "the start of a head": head(DATA)[:10],
-    "a head without its meta": HEAD.pack(NOTE, 100, 0, 0, 0) + b"1 barrier()",
+    "a head without its meta": HEAD.pack(MAGIC, NOTE, 0, 100, 0, 0, 0, 0) + b"1 barrier()",
     "a payload cut short": head(DATA, length=1000) + b"x" * 999,
     "a payload larger than memory": head(DATA, length=PAYLOAD_LIMIT),
     "a payload larger than memory, expected by nobody": head(DATA, context=9, tag=-3, length=1 << 45),
@@ -406,7 +407,7 @@ FRAMES = {
     "more than it says": [head(DATA, length=1), b"12"],
     "a payload where none is": [head(NOTE), b"1"],
     "more meta than it says": [head(NOTE) + b"1 barrier()"],
-    "less meta than it says": [HEAD.pack(NOTE, 50, 0, 0, 0) + b"1 barrier()"],
+    "less meta than it says": [HEAD.pack(MAGIC, NOTE, 0, 50, 0, 0, 0, 0) + b"1 barrier()"],
     "more than anybody sends": [head(DATA, length=PAYLOAD_LIMIT + 1), b""],
     "text": [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
 }

@@ -13,6 +13,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
+from polytempo.client.client_state import Outstanding
 from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
@@ -307,7 +308,12 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     start, gradients = made_params([(40,), (50,)]), made_gradients([(40,), (50,)], 4)
     repeated: list[Any] = []
     plain_again = Exchanges._send_again
-    monkeypatch.setattr(Exchanges, "_send_again", lambda self, *push: repeated.append(push) or plain_again(self, *push))
+
+    def send_again(self: Exchanges, shard: int, waiting: Outstanding) -> None:
+        repeated.append(waiting.push.id)
+        plain_again(self, shard, waiting)
+
+    monkeypatch.setattr(Exchanges, "_send_again", send_again)
 
     def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100, backoff_factor=1.0 - 1e-16)

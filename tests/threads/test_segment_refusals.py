@@ -14,7 +14,7 @@ from wires import STRANGER_LIMIT
 
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.connect import LIMIT
-from polytempo.transport.framing import ENTRY, MAGIC, NONE, PREFIX
+from polytempo.transport.framing import ENTRY, HEAD, MAGIC, MESSAGE, NONE
 from polytempo.transport.shared_memory import SharedMemoryRegistry
 from polytempo.transport.stream import StreamChannel
 
@@ -31,7 +31,8 @@ def memfd(size: int, seals: int) -> int:
 
 def refers(number: int, offset: int = 0, length: int = SIZE, new: int = 0, loan: tuple[int, int] = (NONE, 0)) -> bytes:
     """A message with one buffer that refers to a segment."""
-    return PREFIX.pack(MAGIC, 0, 1, new, *loan) + ENTRY.pack(length, offset, number)
+    own = length if number == NONE else 0
+    return HEAD.pack(MAGIC, MESSAGE, new, ENTRY.size, 1, *loan, own) + ENTRY.pack(length, offset, number)
 
 
 SEALED = fcntl.F_SEAL_SHRINK
@@ -103,7 +104,7 @@ def test_descriptors_nobody_asked_for_end_with_their_connection() -> None:
         before, given = descriptors(), memfd(SIZE, SEALED)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(pair.path)
-            socket.send_fds(sock, [PREFIX.pack(MAGIC, 0, 0, 0, NONE, 0)], [given])
+            socket.send_fds(sock, [HEAD.pack(MAGIC, MESSAGE, 0, 0, 0, NONE, 0, 0)], [given])
             os.close(given)
             assert pair.serve(lambda: pair.received)
         assert pair.serve(lambda: pair.closed)

@@ -19,7 +19,7 @@ from wires import STRANGER_LIMIT, Client, Wire, filled, hear
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.buffer_pool import KEEP_FROM, Pool
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes
-from polytempo.transport.framing import ENTRY, MAGIC, NONE, PREFIX, FrameReader, FrameWriter
+from polytempo.transport.framing import ENTRY, HEAD, MAGIC, MESSAGE, NONE, FrameReader, FrameWriter
 from polytempo.transport.keys import WorkerKeys, make_keys, read_key_file, write_key_file
 from polytempo.transport.zeromq import ZmqEndpoint
 
@@ -45,6 +45,11 @@ def message(header: bytes, buffers: list[Bytes]) -> bytes:
     return b"".join(bytes(data) for data, _ in pieces)
 
 
+def begun(meta: int, buffers: int = 0, length: int = 0) -> bytes:
+    """The head of a message."""
+    return HEAD.pack(MAGIC, MESSAGE, 0, meta, buffers, NONE, 0, length)
+
+
 def is_closed(sock: socket.socket) -> bool:
     try:
         return sock.recv(1) == b""
@@ -59,17 +64,29 @@ def is_closed(sock: socket.socket) -> bool:
     ("data", "words"),
     [
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "does not speak polytempo's protocol"),
-        (b"PT01" + bytes(20), "does not speak polytempo's protocol"),
-        (PREFIX.pack(MAGIC, 0xFFFFFFFF, 0, 0, NONE, 0), "a header of 4294967295 bytes and 0 buffers was refused"),
-        (PREFIX.pack(MAGIC, STRANGER_LIMIT + 1, 0, 0, NONE, 0), "was refused"),
-        (PREFIX.pack(MAGIC, 0, 0xFFFFFFFF, 0, NONE, 0), "4294967295 buffers was refused"),
-        (PREFIX.pack(MAGIC, 0, 1, 0, NONE, 0) + ENTRY.pack(1 << 60, 0, NONE), f"at most {STRANGER_LIMIT} are taken"),
+        (b"PT02" + bytes(40), "does not speak polytempo's protocol"),
+        (begun(0xFFFFFFFF), "a header of 4294967295 bytes and 0 buffers was refused"),
+        (begun(STRANGER_LIMIT + 1), "was refused"),
+        (begun(0, 0xFFFFFFFF), "4294967295 buffers was refused"),
+        (begun(ENTRY.size, 1, 1 << 60) + ENTRY.pack(1 << 60, 0, NONE), f"at most {STRANGER_LIMIT} are taken"),
         (
-            PREFIX.pack(MAGIC, 0, 2, 0, NONE, 0) + ENTRY.pack(STRANGER_LIMIT, 0, NONE) + ENTRY.pack(1, 0, NONE),
+            begun(2 * ENTRY.size, 2, STRANGER_LIMIT + 1) + ENTRY.pack(STRANGER_LIMIT, 0, NONE) + ENTRY.pack(1, 0, NONE),
             f"at most {STRANGER_LIMIT} are taken",
         ),
+        (begun(ENTRY.size, 1, 8) + ENTRY.pack(9, 0, NONE), "lengths must be true"),
+        (HEAD.pack(MAGIC, 0, 0, 0, 0, 0, 0, 0), "does not speak polytempo's protocol"),
     ],
-    ids=["http", "another version", "huge header", "large header", "many buffers", "huge buffer", "two buffers"],
+    ids=[
+        "http",
+        "old version",
+        "huge header",
+        "large header",
+        "many buffers",
+        "huge buffer",
+        "two buffers",
+        "length",
+        "link",
+    ],
 )
 def test_what_is_no_message_closes_the_connection_before_memory_is_taken(
     ipc: Wire, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str
@@ -96,7 +113,7 @@ def test_one_that_says_nothing_or_half_of_something_keeps_nobody_waiting(ipc: Wi
 def test_a_member_may_not_name_more_buffers_than_there_can_be() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(PREFIX.pack(MAGIC, 0, BUFFER_COUNT_LIMIT + 1, 0, NONE, 0))
+        ours.sendall(begun(0xFFFFFFFF, BUFFER_COUNT_LIMIT + 1))
         with pytest.raises(PeerError, match="was refused"):
             FrameReader(Pool(), 1 << 62).read(theirs)
 

@@ -148,8 +148,8 @@ class ServerReducer(Reducer):
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
-        self._mode = parse_spec(spec.sync)
-        delay = self._mode.ahead
+        self._sync = parse_spec(spec.sync)
+        delay = self._sync.ahead
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server"
         self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=spec.apply != "mean")
@@ -166,7 +166,7 @@ class ServerReducer(Reducer):
         self._mean_of = mean
         self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        one_place = self._mode.mode.name == "bsp" or (session.size == 1 and not delay and self._mode.local is None)
+        one_place = self._sync.mode.name == "bsp" or (session.size == 1 and not delay and self._sync.local is None)
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
@@ -180,7 +180,7 @@ class ServerReducer(Reducer):
             answered.take = self._take_difference
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
-        self.step = answered.released - self._mode.ahead
+        self.step = answered.released - self._sync.ahead
         if self.step and self.spec.push_filter:  # the job may continue from a checkpoint
             self.filters.load(
                 {segment.dtype: segment.state["residual"] for segment in self._values.read_segments("filters")}
@@ -235,7 +235,7 @@ class ServerReducer(Reducer):
             self.client.wait_for_release(self.name, self.step + 1)
             if self.client_state.checkpoint:
                 self._keep_filters()
-        self.step = self.step + 1 if self._mode.ahead else self.client_state.released
+        self.step = self.step + 1 if self._sync.ahead else self.client_state.released
         self.waited = time.perf_counter() - began
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
@@ -286,20 +286,20 @@ class ServerReducer(Reducer):
             why, alone = self._why_not_sent(), "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
-                f"{watch.touched} was changed in place since the last step(), and in {self._mode.text} {why or alone}; {how}"
+                f"{watch.touched} was changed in place since the last step(), and in {self._sync.text} {why or alone}; {how}"
                 "call optimizer.consolidate() to take the job's values again"
             )
         watch.touched = ""
 
     def _are_the_jobs(self) -> bool:
         """Are the values the servers' after all? While pushes are unanswered, their answers may have hidden a change."""
-        if self._mode.ahead or self._mode.local is not None:
+        if self._sync.ahead or self._sync.local is not None:
             return False
         with self.session.lock:
             return self.copier.holds(self._read_parts())
 
     def _why_not_sent(self) -> str:
-        if self._mode.local is not None:
+        if self._sync.local is not None:
             return "values are this worker's own between fetches"
         return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
 
@@ -315,7 +315,7 @@ class ServerReducer(Reducer):
         self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
-        if self._mode.mode.name != "bsp":  # the job's may be newer: of answers that came meanwhile, or were given before
+        if self._sync.mode.name != "bsp":  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
     # What the servers hold.

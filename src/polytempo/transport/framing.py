@@ -1,11 +1,19 @@
-"""Messages on a Unix stream socket: how they are put together and taken apart.
+"""Frames on a Unix stream socket: one format, one decoder and one queue for all connections between processes of a host.
 
-A buffer that lies in shared memory (`shared_memory.py`) travels as a reference: which of the sender's segments, offset,
-length. A segment is handed over with the first message that refers to it. Where the sender must know when the memory is free
-again, the message names a lease.
+    head: magic u16 | kind u8 | segments u8 | meta length u32 | buffers u32 | context u32 | tag i64 | length u64
+    meta | bytes
 
-    "PT02" | header length u32 | buffers u32 | new segments u32 | lease: segment u32, word u32
-    | for each buffer: length u64, offset u64, segment u32 | header | bytes of buffers that are not references
+Segments of shared memory (`shared_memory.py`) are handed over with the first bytes of a frame. Small pieces are read
+together, perhaps with the beginning of the next frame; large buffers directly into the memory they will be used from.
+
+On links between ranks (`stream_link.py`) a frame is one link message: kind, context, tag, meta and one payload.
+
+On connections to a server (`stream.py`) a frame of kind `MESSAGE` is a header and any number of buffers. Its meta is a table
+with an entry for each buffer, and the header. A buffer that lies in shared memory travels as a reference: which of the
+sender's segments, offset, length. A segment is handed over with the first message that refers to it. Where the sender must
+know when the memory is free again, context and tag name a lease (segment, byte).
+
+    entry: length u64 | offset u64 | segment u32
 """
 
 from __future__ import annotations
@@ -14,42 +22,186 @@ import os
 import socket
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, OnSent
 from polytempo.transport.shared_memory import Borrowed, Lease, Segment, SharedMemoryRegistry, open_segment
 
-MAGIC = b"PT02"
-PREFIX = struct.Struct("<4sIIIII")
+MAGIC_BYTES = b"P3"
+MAGIC = int.from_bytes(MAGIC_BYTES, "little")
+HEAD = struct.Struct("<HBBIIIqQ")
 ENTRY = struct.Struct("<QQI")
+#: The kind of a message to or from a server. Smaller kinds are those of links (`peer_link.py`).
+MESSAGE = 6
 NONE = (1 << 32) - 1  # in place of a segment: there is none
 #: Segments handed over in one message, at most, and what each counts for in the limit of what a peer may send.
 SEGMENT_COUNT_LIMIT = 128
 SEGMENT_COST = 1 << 20
-ANCILLARY = socket.CMSG_SPACE(SEGMENT_COUNT_LIMIT * 4)
 FLAGS_LATER = socket.MSG_CMSG_CLOEXEC
-FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT  # a reader does not wait for the beginning of a message
-SCRATCH = 32 << 10
+FLAGS = FLAGS_LATER | socket.MSG_DONTWAIT
 #: Buffers as small as this are copied behind their header and sent with it.
 JOIN_UP_TO = 64 << 10
-#: Buffers of a connection that are known by heart.
+#: Buffers of a connection whose places are remembered.
 REMEMBERED = 64
 
+T = TypeVar("T")
 #: Bytes to send, and segments to hand over with them.
-FramePiece = tuple[memoryview, list[Segment]]
+FramePiece = tuple[memoryview, Sequence[Segment]]
 
 
 def send_piece(sock: socket.socket, piece: FramePiece) -> FramePiece | None:
     """Send what the socket takes; what is left, if anything is."""
     data, segments = piece
     count = socket.send_fds(sock, [data], [segment.descriptor for segment in segments]) if segments else sock.send(data)
-    return (data[count:], []) if count < len(data) else None
+    return (data[count:], ()) if count < len(data) else None
+
+
+class FrameOutbox:
+    """Pieces that wait until a socket takes them."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[FramePiece, Any]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def append(self, piece: FramePiece, sent: Any = None) -> None:
+        """Add a piece; `sent` is called when it is sent."""
+        self._pieces.append((piece, sent))
+
+    def flush(self, sock: socket.socket) -> None:
+        """Send what the socket takes now. `OSError` when the other end is gone."""
+        try:
+            while self._pieces:
+                piece, sent = self._pieces[0]
+                rest = send_piece(sock, piece)
+                if rest is not None:
+                    self._pieces[0] = rest, sent
+                    continue
+                self._pieces.popleft()
+                if sent:
+                    sent()
+        except BlockingIOError:
+            pass
+
+    def drop(self) -> None:
+        """The connection is gone: what waits is not needed any more."""
+        while self._pieces:
+            sent = self._pieces.popleft()[1]
+            if sent:
+                sent()
+
+
+class FrameDecoder(ABC, Generic[T]):
+    """Takes frames apart, piece by piece, as bytes come."""
+
+    gulp = 32 << 10  #: bytes that are read at once where a head is expected
+    ancillary = socket.CMSG_SPACE(SEGMENT_COUNT_LIMIT * 4)
+    not_a_frame = "a connection does not speak polytempo's protocol"
+
+    def __init__(self) -> None:
+        self.count = 0  #: of bytes read so far
+        self.ahead = False  #: whether to read more than the frame that is asked for
+        self._have = b""  # read and not yet used
+        self._descriptors: list[int] = []
+        self._message: T | None = None  # whole but for its targets
+        self._targets: list[memoryview] = []  # where the next bytes belong
+
+    @abstractmethod
+    def check(self, kind: int, segments: int, meta_length: int, buffers: int, length: int) -> None:
+        """Refuse a head whose meta is not whole yet, before any memory is used for it."""
+
+    @abstractmethod
+    def begin(
+        self, kind: int, segments: int, context: int, tag: int, meta: bytes, buffers: int, length: int
+    ) -> tuple[T, list[memoryview]]:
+        """Check a frame, and begin its message: the message, and where its bytes belong."""
+
+    def read(self, sock: socket.socket) -> T:
+        """The next message. EOFError at the end. BlockingIOError when nothing is there, or, if the socket does not block,
+        when only a part is there, which is kept."""
+        while self._message is None:
+            if missing := self._parse() if self._have else HEAD.size:
+                self._receive(sock, missing)
+        while self._targets:
+            target = self._targets[0]
+            count = sock.recv_into(target)
+            if not count:
+                raise EOFError
+            self.count += count
+            if count == len(target):
+                del self._targets[0]
+            else:
+                self._targets[0] = target[count:]
+        message, self._message = self._message, None
+        return message
+
+    def is_ahead(self) -> bool:
+        """Whether more was read than has been asked for."""
+        return bool(self._have)
+
+    def _receive(self, sock: socket.socket, missing: int) -> None:
+        """Read at least a part of what is missing. A reader does not wait for the beginning of a frame."""
+        if self.ahead and missing < self.gulp:
+            missing = self.gulp
+        data, ancillary, _, _ = sock.recvmsg(missing, self.ancillary, FLAGS_LATER if self._have else FLAGS)
+        for level, kind, value in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += struct.unpack(f"{len(value) // 4}i", value[: len(value) - len(value) % 4])
+        if not data:
+            raise EOFError
+        self.count += len(data)
+        self._have = self._have + data if self._have else data
+
+    def _parse(self) -> int:
+        """Begin the next message; or how many bytes are missing before that is possible."""
+        have = self._have
+        if len(have) < HEAD.size:
+            if not MAGIC_BYTES.startswith(have[:2]):
+                raise PeerError(self.not_a_frame)
+            return HEAD.size - len(have)
+        magic, kind, new, meta_length, buffers, context, tag, length = HEAD.unpack_from(have)
+        if magic != MAGIC:
+            raise PeerError(self.not_a_frame)
+        end: int = HEAD.size + meta_length
+        if len(have) < end:
+            self.check(kind, new, meta_length, buffers, length)
+            return end - len(have)
+        self._message, targets = self.begin(kind, new, context, tag, have[HEAD.size : end], buffers, length)
+        rest = have[end:]
+        while targets and rest:
+            count = min(len(targets[0]), len(rest))
+            targets[0][:count] = rest[:count]
+            rest = rest[count:]
+            if count == len(targets[0]):
+                del targets[0]
+            else:
+                targets[0] = targets[0][count:]
+        self._have, self._targets = rest, targets
+        return 0
+
+    def open_segments(self, new: int) -> list[Segment]:
+        """The next segments that were handed over."""
+        if new > len(self._descriptors):
+            raise PeerError(f"a message hands over {new} segments, and came with {len(self._descriptors)} descriptors")
+        return [open_segment(self._descriptors.pop(0)) for _ in range(new)]
+
+    def close(self) -> None:
+        """Close the descriptors that no message has claimed."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+# Messages to and from a server.
 
 
 class FrameWriter:
-    """Puts messages together, for one connection: what is written out, what is only referred to."""
+    """Puts the messages of one connection to a server together: what is written out, what is only referred to."""
 
     def __init__(self, pool: Pool) -> None:
         self._registry = pool.registry
@@ -73,11 +225,13 @@ class FrameWriter:
             for buffer, place in zip(buffers, found, strict=True)
         ]
         leased = (self._number(lease.segment, new), lease.word) if lease else (NONE, 0)
-        prefix = PREFIX.pack(MAGIC, len(header), len(buffers), len(new), *leased)
         written = [b.data.cast("B") for b, place in zip(buffers, found, strict=True) if place is None and b.nbytes]
-        small = sum(len(data) for data in written) <= JOIN_UP_TO
-        first = b"".join((prefix, *entries, header, *(written if small else ())))
-        pieces = [(memoryview(first), new), *((data, []) for data in written if not small)]
+        length = sum(len(data) for data in written)
+        meta_length = ENTRY.size * len(buffers) + len(header)
+        head = HEAD.pack(MAGIC, MESSAGE, len(new), meta_length, len(buffers), *leased, length)
+        small = length <= JOIN_UP_TO
+        first = b"".join((head, *entries, header, *(written if small else ())))
+        pieces: list[FramePiece] = [(memoryview(first), new), *((data, ()) for data in written if not small)]
         return pieces, None if lease else done
 
     def _place(self, registry: SharedMemoryRegistry, buffer: Bytes) -> tuple[Segment, int] | None:
@@ -116,97 +270,38 @@ class FrameWriter:
             self._registry.expire(lease)  # type: ignore[union-attr]
 
 
-class FrameReader:
-    """Reads messages piece by piece, as bytes come; a large buffer directly into the memory it will be used from.
-
-    With `ahead` small pieces are read together, perhaps with the beginning of the next message.
-    """
+class FrameReader(FrameDecoder[tuple[bytes, list[Bytes]]]):
+    """Reads the messages of one connection to a server. A peer may send `limit` bytes at once."""
 
     def __init__(self, pool: Pool, limit: int) -> None:
+        super().__init__()
         self.limit = limit
-        self.count = 0  #: of bytes read so far
-        self.ahead = False
         self._pool = pool
         self._segments: list[Segment] = []
-        self._descriptors: list[int] = []
         self._views: dict[tuple[int, int, int], Bytes] = {}  # the same few are referred to again and again
-        self._messages = self._read()
-        self._want: memoryview = next(self._messages)
-        self._at_start = True
-        self._scratch = memoryview(bytearray(SCRATCH))
-        self._have = self._scratch[:0]  # read and not yet used
-        self._done: tuple[bytes, list[Bytes]] | None = None
 
-    def read(self, sock: socket.socket) -> tuple[bytes, list[Bytes]]:
-        """The next message. EOFError at the end. BlockingIOError when nothing is there, or, if the socket does not block,
-        when only a part is there, which is kept."""
-        while True:
-            self._fill(sock)
-            if not self._want:
-                self._at_start = False
-                self._want = next(self._messages)
-                if self._done is not None:
-                    message, self._done = self._done, None
-                    self._at_start = True
-                    return message
+    def check(self, kind: int, segments: int, meta_length: int, buffers: int, length: int) -> None:
+        if kind != MESSAGE:
+            raise PeerError(self.not_a_frame)
+        table = ENTRY.size * buffers
+        if buffers > BUFFER_COUNT_LIMIT or table > meta_length or meta_length + segments * SEGMENT_COST > self.limit:
+            raise PeerError(f"a message with a header of {meta_length} bytes and {buffers} buffers was refused")
 
-    def is_ahead(self) -> bool:
-        """Was more read than has been asked for?"""
-        return bool(self._have)
-
-    def _fill(self, sock: socket.socket) -> None:
-        if self._have:
-            count = min(len(self._want), len(self._have))
-            self._want[:count] = self._have[:count]
-            self._have = self._have[count:]
-            self._want = self._want[count:]
-        elif self.ahead and len(self._want) < SCRATCH:
-            self._have = self._scratch[: self._receive(sock, self._scratch)]
-        else:
-            self._want = self._want[self._receive(sock, self._want) :]
-
-    def _receive(self, sock: socket.socket, target: memoryview) -> int:
-        """Descriptors come with the first bytes of a message."""
-        if not self.ahead and not self._at_start:
-            count = sock.recv_into(target)
-        else:
-            count, ancillary, _, _ = sock.recvmsg_into([target], ANCILLARY, FLAGS if self._at_start else FLAGS_LATER)
-            for level, kind, data in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) - len(data) % 4])
-        if not count:
-            raise EOFError
-        self.count += count
-        return count
-
-    def _read(self) -> Iterator[memoryview]:
-        """Yields where the next bytes belong; all of them are there when it goes on."""
-        fixed = bytearray(PREFIX.size)
-        while True:
-            yield memoryview(fixed)
-            magic, header_length, count, new, *lease = PREFIX.unpack(fixed)
-            if magic != MAGIC:
-                raise PeerError("a connection does not speak polytempo's protocol")
-            if count > BUFFER_COUNT_LIMIT or header_length + ENTRY.size * count + new * SEGMENT_COST > self.limit:
-                raise PeerError(f"a message with a header of {header_length} bytes and {count} buffers was refused")
-            table = bytearray(ENTRY.size * count + header_length)
-            if table:
-                yield memoryview(table)
-            self._open(new)
-            entries = list(ENTRY.iter_unpack(memoryview(table)[: ENTRY.size * count]))
-            total = sum(entry[0] for entry in entries)
-            if total > self.limit:
-                raise PeerError(f"a message of {total} bytes was refused; at most {self.limit} are taken")
-            buffers = self._buffers(entries, *lease)
-            yield from _to_fill(buffers)
-            self._done = bytes(memoryview(table)[ENTRY.size * count :]), buffers
-            del buffers  # kept here, they could never be given back
-
-    def _open(self, new: int) -> None:
-        if new > len(self._descriptors):
-            raise PeerError(f"a message hands over {new} segments, and came with {len(self._descriptors)} descriptors")
-        for _ in range(new):
-            self._segments.append(open_segment(self._descriptors.pop(0)))
+    def begin(
+        self, kind: int, segments: int, context: int, tag: int, meta: bytes, buffers: int, length: int
+    ) -> tuple[tuple[bytes, list[Bytes]], list[memoryview]]:
+        self.check(kind, segments, len(meta), buffers, length)
+        table = ENTRY.size * buffers
+        entries = list(ENTRY.iter_unpack(memoryview(meta)[:table]))
+        total = sum(entry[0] for entry in entries)
+        if total > self.limit or length != sum(size for size, _, number in entries if number == NONE):
+            raise PeerError(
+                f"a message of {total} bytes was refused: at most {self.limit} are taken, and lengths must be true"
+            )
+        self._segments += self.open_segments(segments)
+        made = self._buffers(entries, context, tag)
+        targets = [buffer.data for buffer in made if buffer.nbytes and not isinstance(buffer, Borrowed)]
+        return (meta[table:], made), targets
 
     def _buffers(self, entries: Sequence[tuple[int, int, int]], lease_segment: int, word: int) -> list[Bytes]:
         referred = sum(number != NONE for _, _, number in entries)
@@ -232,21 +327,11 @@ class FrameReader:
         return self._views[key]
 
     def _held_lease(self, number: int, word: int, views: int) -> OnSent:
-        if number >= len(self._segments) or word >= self._segments[number].size:
+        if number >= len(self._segments) or not 0 <= word < self._segments[number].size:
             raise PeerError(f"invalid lease (segment {number}, byte {word}): that segment was not handed over or is smaller")
         return Lease(self._segments[number], word).held_by(views)
 
     def close(self) -> None:
-        """Close the descriptors that no message has claimed."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        super().close()
         self._segments.clear()
         self._views.clear()
-
-
-def _to_fill(buffers: Sequence[Bytes]) -> Iterator[memoryview]:
-    """The buffers whose bytes are still to come."""
-    for buffer in buffers:
-        if buffer.nbytes and not isinstance(buffer, Borrowed):
-            yield buffer.data

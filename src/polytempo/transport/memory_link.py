@@ -8,8 +8,9 @@ from typing import Any
 import zmq
 
 from polytempo.transport.channel import Bytes
+from polytempo.transport.framing import HEAD
 from polytempo.transport.memory import WakeUp
-from polytempo.transport.peer_link import HEAD, LinkMessage, OnLinkSent, PeerLink, Receiver
+from polytempo.transport.peer_link import LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
@@ -64,7 +65,7 @@ class MemoryLink(PeerLink):
                 self._deliver(*item)
 
     def _deliver(self, head: bytes, segment: Segment | None, payload: Bytes | None) -> None:
-        kind, _, context, tag, length = HEAD.unpack_from(head)
+        _, kind, _, _, _, context, tag, length = HEAD.unpack_from(head)
         message = LinkMessage(kind, context, tag, head[HEAD.size :], segment)
         if payload is not None and length:
             room = self.receiver.room(self.rank, message, length)

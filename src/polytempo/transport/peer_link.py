@@ -1,6 +1,6 @@
 """A link: ordered messages between two ranks, which never block the sender. All kinds of links carry one message format.
 
-    kind u8 | - | meta length u16 | context u32 | tag i64 | payload length u64 | meta | payload
+    head with kind, context, tag and lengths (`framing.py`) | meta | payload
 
 What arrives is handed to a *receiver*, which is asked for the memory of a payload as soon as its head is there: what is
 expected goes straight to where it belongs. The owner of the receiver drives the link: it polls what the link registers.
@@ -12,21 +12,21 @@ expected goes straight to where it belongs. The owner of the receiver drives the
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from polytempo.transport.channel import Bytes
+from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
-HEAD = struct.Struct("<BxHIqQ")
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
 #: context with a text; BYE comes before an orderly end.
 DATA, NOTE, CALL, SEGMENT, FAILED, BYE, KINDS = 0, 1, 2, 3, 4, 5, 6
-#: The largest payload of a message.
+#: The largest meta and payload of a message, in bytes.
+META_LIMIT = (1 << 16) - 1
 PAYLOAD_LIMIT = 1 << 46
 
 OnLinkSent = Callable[[], object]
@@ -44,7 +44,8 @@ class LinkMessage:
 
     def head(self, length: int) -> bytes:
         """What goes in front of the payload."""
-        return HEAD.pack(self.kind, len(self.meta), self.context, self.tag, length) + self.meta
+        new = self.segment is not None
+        return HEAD.pack(MAGIC, self.kind, new, len(self.meta), length > 0, self.context, self.tag, length) + self.meta
 
 
 class Receiver(Protocol):

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import termios
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
 from polytempo.transport.deadline import Deadline
-from polytempo.transport.framing import FramePiece, FrameReader, FrameWriter, send_piece
+from polytempo.transport.framing import FrameOutbox, FramePiece, FrameReader, FrameWriter, send_piece
 from polytempo.transport.poller import Poller
 from polytempo.transport.unix_socket import accept_own, connect_to, widen
 
@@ -38,31 +37,22 @@ class StreamPeer(Peer):
         self.reader = FrameReader(pool, limit)
         self.writer = FrameWriter(pool)
         self._endpoint = endpoint
-        self._outbox: deque[tuple[FramePiece, OnSent | None]] = deque()
+        self._outbox = FrameOutbox()
         self._writing = False
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         pieces, done = self.writer.write(header, buffers, done)
-        self._outbox.extend((piece, None) for piece in pieces[:-1])
-        self._outbox.append((pieces[-1], done))
+        for piece in pieces[:-1]:
+            self._outbox.append(piece)
+        self._outbox.append(pieces[-1], done)
         self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes now."""
-        while self._outbox:
-            piece, done = self._outbox[0]
-            try:
-                rest = send_piece(self.sock, piece)
-            except BlockingIOError:
-                break
-            except OSError:
-                return self.drop()
-            if rest is not None:
-                self._outbox[0] = rest, done
-                continue
-            self._outbox.popleft()
-            if done:
-                done()
+        try:
+            self._outbox.flush(self.sock)
+        except OSError:
+            return self.drop()
         if self._writing != bool(self._outbox):
             self._writing = bool(self._outbox)
             self._endpoint.watch(self, self._writing)
@@ -71,10 +61,7 @@ class StreamPeer(Peer):
     def drop(self) -> None:
         """The peer is gone: drop what was meant for it; its leases expire."""
         self.writer.close()
-        while self._outbox:
-            done = self._outbox.popleft()[1]
-            if done:
-                done()
+        self._outbox.drop()
 
     def close(self) -> None:
         self._endpoint.forget(self)

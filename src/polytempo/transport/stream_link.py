@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
-from polytempo.transport.peer_link import HEAD, KINDS, PAYLOAD_LIMIT, SEGMENT, LinkMessage, OnLinkSent, PeerLink, Receiver
+from polytempo.transport.framing import FrameDecoder, FrameOutbox
+from polytempo.transport.peer_link import KINDS, META_LIMIT, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
-from polytempo.transport.shared_memory import Segment, open_segment
+from polytempo.transport.shared_memory import Segment
 from polytempo.transport.stream import IN, OUT
 from polytempo.transport.unix_socket import widen
 
-#: Read at once where a head is expected: a little, because what belongs to a payload is copied once more.
-GULP = 4096
-ANCILLARY = socket.CMSG_SPACE(16 * 4)
 #: Payloads as small as this are copied behind their head and sent with it.
 JOIN_UP_TO = 16 << 10
 #: How long a closing link waits for the other end to take what is left.
 LAST_WORDS = 1.0
 CLOSED = "its connection has closed"
+
+
+class LinkDecoder(FrameDecoder[tuple[LinkMessage, Bytes | None]]):
+    """Takes link messages apart; the receiver has the memory of their payloads."""
+
+    gulp = 4096  # a little, because what belongs to a payload is copied once more
+    ancillary = socket.CMSG_SPACE(16 * 4)
+    not_a_frame = "it sent something that is no message"
+
+    def __init__(self, rank: int, receiver: Receiver) -> None:
+        super().__init__()
+        self.ahead = True
+        self._rank, self._receiver = rank, receiver
+
+    def check(self, kind: int, segments: int, meta_length: int, buffers: int, length: int) -> None:
+        if kind >= KINDS or segments > 1 or meta_length > META_LIMIT or length > PAYLOAD_LIMIT:
+            raise PeerError(self.not_a_frame)
+
+    def begin(
+        self, kind: int, segments: int, context: int, tag: int, meta: bytes, buffers: int, length: int
+    ) -> tuple[tuple[LinkMessage, Bytes | None], list[memoryview]]:
+        if kind >= KINDS or segments or length:
+            self.check(kind, segments, len(meta), buffers, length)
+        message = LinkMessage(kind, context, tag, meta, self.open_segments(1)[0] if segments else None)
+        if not length:
+            return (message, None), []
+        payload = self._receiver.room(self._rank, message, length)
+        return (message, payload), [payload.data]
 
 
 class StreamLink(PeerLink):
@@ -35,13 +60,9 @@ class StreamLink(PeerLink):
         self._sock = sock
         self.fileno = sock.fileno()
         self._poller: Poller | None = None
-        self._outbox: deque[tuple[memoryview, Segment | None, OnLinkSent | None]] = deque()
+        self._outbox = FrameOutbox()
+        self._decoder = LinkDecoder(rank, receiver)
         self._writing = False
-        self._rest = b""
-        self._descriptors: list[int] = []
-        self._filling: tuple[LinkMessage, Bytes, int] | None = (
-            None  # a payload that is not whole, and how much of it is there
-        )
 
     # Sending.
 
@@ -58,37 +79,20 @@ class StreamLink(PeerLink):
                     if sent:
                         sent()
                     return
-            self._outbox.append((memoryview(whole)[count:], segment, sent))
+            self._outbox.append((memoryview(whole)[count:], (segment,) if segment is not None else ()), sent)
         else:
-            self._outbox.append((memoryview(head), segment, None))
-            self._outbox.append((payload.data.cast("B"), None, sent))
+            self._outbox.append((memoryview(head), (segment,) if segment is not None else ()))
+            self._outbox.append((payload.data.cast("B"), ()), sent)
         if not self._writing:
             self._flush()
 
     def _flush(self) -> None:
         try:
-            while self._outbox:
-                data, segment, sent = self._outbox[0]
-                if segment is not None:
-                    count = socket.send_fds(self._sock, [data], [segment.descriptor])
-                else:
-                    count = self._sock.send(data)
-                if count < len(data):
-                    self._outbox[0] = data[count:], None, sent
-                    continue
-                self._outbox.popleft()
-                if sent:
-                    sent()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            return self._broken(error)
+            self._outbox.flush(self._sock)
+        except OSError as error:  # the other end takes nothing more; what it sent before it went still counts
+            self.drain()
+            return self._lost(f"it takes nothing more: {error.strerror or error}")
         return self._watch(bool(self._outbox))
-
-    def _broken(self, error: OSError) -> None:
-        """The other end takes nothing more. What it sent before it went still counts."""
-        self.drain()
-        self._lost(f"it takes nothing more: {error.strerror or error}")
 
     def _watch(self, writing: bool) -> None:
         if writing != self._writing and self._poller is not None and self.open:
@@ -116,66 +120,20 @@ class StreamLink(PeerLink):
 
     def read(self) -> bool:
         """Take what is there; whether there may be more."""
+        decoder = self._decoder
         try:
-            if self._filling is not None:
-                self._fill()
-            else:
-                self._take()
-            return self.open
+            while self.open:
+                message, payload = decoder.read(self._sock)
+                self.receiver.arrived(self.rank, message, payload)
+                if not decoder.is_ahead():
+                    return self.open
         except BlockingIOError:
             pass
-        except (OSError, PeerError) as error:
-            self._lost(str(error) if isinstance(error, PeerError) else CLOSED)
+        except (EOFError, OSError):
+            self._lost(CLOSED)
+        except PeerError as error:
+            self._lost(str(error))
         return False
-
-    def _fill(self) -> None:
-        assert self._filling is not None
-        message, payload, filled = self._filling
-        while filled < payload.nbytes:
-            self._filling = message, payload, filled
-            count = self._sock.recv_into(payload.data[filled:])
-            if not count:
-                raise PeerError(CLOSED)
-            filled += count
-        self._filling = None
-        self.receiver.arrived(self.rank, message, payload)
-
-    def _take(self) -> None:
-        data, ancillary, _, _ = self._sock.recvmsg(GULP, ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-        for _level, _kind, value in ancillary:
-            self._descriptors += memoryview(value).cast("i").tolist()
-        if not data:
-            raise PeerError(CLOSED)
-        if self._rest:
-            data = self._rest + data
-        while self.open and len(data) >= HEAD.size:
-            used = self._message(data)
-            if not used:
-                break
-            data = data[used:]
-        self._rest = data
-
-    def _message(self, data: bytes) -> int:
-        """Take a message from the front; how many bytes that used, 0 when its head is not whole."""
-        kind, meta_length, context, tag, length = HEAD.unpack_from(data)
-        start: int = HEAD.size + meta_length
-        if kind >= KINDS or length > PAYLOAD_LIMIT:
-            raise PeerError("it sent something that is no message")
-        if len(data) < start:
-            return 0
-        segment = open_segment(self._descriptors.pop(0)) if kind == SEGMENT and self._descriptors else None
-        message = LinkMessage(kind, context, tag, data[HEAD.size : start], segment)
-        if not length:
-            self.receiver.arrived(self.rank, message, None)
-            return start
-        payload = self.receiver.room(self.rank, message, length)
-        part = data[start : start + length]
-        payload[: len(part)] = memoryview(part)
-        if len(part) == length:
-            self.receiver.arrived(self.rank, message, payload)
-        else:
-            self._filling = message, payload, len(part)
-        return start + len(part)
 
     # The end.
 
@@ -183,28 +141,15 @@ class StreamLink(PeerLink):
         if not self.open:
             return
         if self._outbox:
-            self._last_words()
+            self._sock.settimeout(LAST_WORDS)
+            with suppress(OSError):  # the other end is gone
+                self._outbox.flush(self._sock)
         self.open = False
         if self._poller is not None:
             self._poller.unregister(self.fileno)
         self.abandon()
-        while self._outbox:
-            sent = self._outbox.popleft()[2]
-            if sent:
-                sent()
-
-    def _last_words(self) -> None:
-        self._sock.settimeout(LAST_WORDS)
-        try:
-            while self._outbox:
-                self._sock.sendall(self._outbox[0][0])
-                sent = self._outbox.popleft()[2]
-                if sent:
-                    sent()
-        except OSError:  # the other end is gone
-            pass
+        self._outbox.drop()
 
     def abandon(self) -> None:
         self._sock.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._decoder.close()

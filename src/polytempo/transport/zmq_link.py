@@ -16,13 +16,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
+from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.meter import drain
-from polytempo.transport.peer_link import BYE, HEAD, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
+from polytempo.transport.peer_link import BYE, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 from polytempo.transport.zeromq import ZmqContext, set_options
 
+#: Where in a head the kind is.
+KIND = 2
 #: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
 SILENCE_S = 5
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
@@ -85,7 +88,7 @@ class ZmqLink(PeerLink):
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         assert segment is None, "memory is shared on one host only"
         view = memoryview(payload.data).cast("B") if payload is not None else memoryview(b"")
-        self._polite = head[0] == BYE
+        self._polite = head[KIND] == BYE
         frames: list[bytes | memoryview] = [head]
         frames += [view[start : start + FRAME] for start in range(0, len(view), FRAME)]
         self._outbox.append((frames, sent))
@@ -165,9 +168,9 @@ class ZmqLink(PeerLink):
     def _take(self, frames: list[zmq.Frame]) -> None:
         if len(frames[0]) < HEAD.size:
             raise PeerError("it sent something that is no message")
-        kind, meta_length, context, tag, length = HEAD.unpack_from(frames[0].buffer)
+        magic, kind, _, meta_length, _, context, tag, length = HEAD.unpack_from(frames[0].buffer)
         fits = len(frames[0]) == HEAD.size + meta_length and length == sum(map(len, frames[1:]))
-        if kind >= KINDS or length > PAYLOAD_LIMIT or not fits:
+        if magic != MAGIC or kind >= KINDS or length > PAYLOAD_LIMIT or not fits:
             raise PeerError("it sent something that is no message")
         message = LinkMessage(kind, context, tag, frames[0].bytes[HEAD.size :])
         payload = self.receiver.room(self.rank, message, length) if length else None
