@@ -1,4 +1,4 @@
-"""What a worker keeps of each conversation with the servers: a track, its pushes that wait for an answer, a read."""
+"""A worker's state with the servers: of each optimizer, of each push that waits for an answer, of a read."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Outstanding:
         return [*self.parts[shard], *self.rows[shard]] if self.rows else self.parts[shard]
 
 
-NO_ANSWER = Answer(track="", shard=0, exchange=-1, place=-1, step=-1, version=0, stop=False)
+NO_ANSWER = Answer(optimizer_id="", shard=0, exchange=-1, place=-1, step=-1, version=0, stop=False)
 
 
 @dataclass
 class ClientState:
-    """What this worker knows of one track."""
+    """This worker's state in one optimizer."""
 
     name: str
     released: int = -1  # the last step it may start
@@ -75,7 +75,7 @@ class ClientState:
 class Reading:
     """A read under way."""
 
-    track: str
+    optimizer_id: str
     what: str
     request: int = -1
     answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)

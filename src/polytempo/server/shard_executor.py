@@ -79,7 +79,7 @@ class ShardExecutor:
         self.shard, self.shards = shard, shards
         self._workers = workers
         self.wake_up = WakeUp()
-        self.stores: dict[str, Shard] = {}
+        self.optimizer_shards: dict[str, Shard] = {}
         self.pool = pool
         self._arena = Arena(pool)
         self._checkpoints, self._resume = checkpoints, resume
@@ -87,7 +87,7 @@ class ShardExecutor:
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
-        self._took: dict[str, float] = {}  # seconds of the last update of each track
+        self._took: dict[str, float] = {}  # seconds of the last update of each optimizer
         self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
         self._thread.start()
 
@@ -105,9 +105,9 @@ class ShardExecutor:
         if isinstance(entry, PullHere):
             return entry.ids is not None and (entry.ids.nbytes <= 8 * FEW_ROWS or self._workers == 1)
         if isinstance(entry, Update):
-            alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
+            alone = self.shards == 1 or self.optimizer_shards[entry.optimizer_id].optimizer_spec.clip_norm is None
             allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
-            return alone and self._took.get(entry.track, 1.0) < allowed
+            return alone and self._took.get(entry.optimizer_id, 1.0) < allowed
         return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
 
     def take(self) -> list[WorkerReply | AnyMessage]:
@@ -159,11 +159,11 @@ class ShardExecutor:
         elif isinstance(entry, KeepHere):
             self._keep(entry.worker, entry.keep, entry.buffers)
         elif isinstance(entry, ForgetWorker):
-            for store in self.stores.values():
-                store.forget(entry.worker)
+            for shard in self.optimizer_shards.values():
+                shard.forget(entry.worker)
         elif isinstance(entry, Drop):
             push, buffers = pushes[entry.id]
-            self.stores[entry.id.track].note([(push, 0.0, buffers)])
+            self.optimizer_shards[entry.id.optimizer_id].note([(push, 0.0, buffers)])
         elif isinstance(entry, Setup):
             self._set_up(entry)
         elif isinstance(entry, Seed):
@@ -176,45 +176,45 @@ class ShardExecutor:
             self._save(entry.name)
 
     def _set_up(self, entry: Setup) -> None:
-        store = self.stores[entry.track] = Shard(
-            entry.proposal, self.shard, self.shards, self.pool, self._workers == 1, self._arena
+        shard = self.optimizer_shards[entry.optimizer_id] = Shard(
+            entry.optimizer_spec, self.shard, self.shards, self.pool, self._workers == 1, self._arena
         )
         if entry.resume and self._resume is not None:
-            shards = read_shards(self._resume, entry.track, entry.proposal)
-            store.seed(load_values(shards, store))
-            store.load_state([run for shard in shards for run in shard.runs])
-            store.rows.load([shard.rows for shard in shards], shards[0].clocks)
+            saved = read_shards(self._resume, entry.optimizer_id, entry.optimizer_spec)
+            shard.seed(load_values(saved, shard))
+            shard.load_state([segment for one in saved for segment in one.segments])
+            shard.rows.load([one.rows for one in saved], saved[0].clocks)
 
     def _seed(self, push: Push, buffers: list[Bytes]) -> None:
-        store = self.stores[push.id.track]
-        count = len(store.stretches)
-        store.seed(buffers[:count])
-        store.shares = (Share(push.id.worker, 1.0),)
+        shard = self.optimizer_shards[push.id.optimizer_id]
+        count = len(shard.stretches)
+        shard.seed(buffers[:count])
+        shard.shares = (Share(push.id.worker, 1.0),)
         rest = len(buffers) - row_buffers(push)
-        store.rows.seed(push, buffers[rest:])
+        shard.rows.seed(push, buffers[rest:])
         if push.state:
-            store.load_state(unpack(push.state, buffers[count:rest]))
+            shard.load_state(unpack(push.state, buffers[count:rest]))
 
     def _load(self, entry: LoadState, pushes: Pushes) -> None:
         """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
-        store = self.stores[entry.id.track]
+        shard = self.optimizer_shards[entry.id.optimizer_id]
         if not entry.again:
             push, buffers = pushes[entry.id]
             if push.kind == "values":
-                store.take_values(push, buffers)
+                shard.take_values(push, buffers)
             else:
-                store.load_state(unpack(push.state, buffers))
+                shard.load_state(unpack(push.state, buffers))
         self._report(WorkerReply(entry.id.worker, self._answer_to_load(entry)))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
-        store = self.stores[entry.track]
+        shard = self.optimizer_shards[entry.optimizer_id]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
         began = time.perf_counter()
-        reason = store.changed.judge([part.id.worker for part in entry.parts])
+        reason = shard.in_place_changes.judge([part.id.worker for part in entry.parts])
         for part in entry.parts if reason else ():
             self._report(WorkerReply(part.id.worker, Refused(reason=reason)))
-        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
-        self._took[entry.track] = time.perf_counter() - began
+        shard.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
+        self._took[entry.optimizer_id] = time.perf_counter() - began
         for _, buffers in pushes.values():
             for buffer in buffers:
                 self.pool.give(buffer)
@@ -223,7 +223,7 @@ class ShardExecutor:
         def total(square: float) -> float:
             if self.shards == 1:
                 return square
-            self._report(Norm(shard=self.shard, track=entry.track, version=entry.version, square=square))
+            self._report(Norm(shard=self.shard, optimizer_id=entry.optimizer_id, version=entry.version, square=square))
             answer = self._totals.get()
             if answer is None:  # the job is over: for this update, and for all that are still to come
                 self._totals.put(None)
@@ -233,15 +233,15 @@ class ShardExecutor:
         return total
 
     def _reply(self, entry: Reply) -> None:
-        store = self.stores[entry.track]
-        empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
-        said = None if empty else store.answers.say(entry.worker, entry.exchange, store.values)
+        shard = self.optimizer_shards[entry.optimizer_id]
+        empty = (shard.averages and entry.version == 0) or not shard.rows.wants_values(entry.worker, entry.exchange)
+        said = None if empty else shard.pull_compression.say(entry.worker, entry.exchange, shard.values)
         if said is not None:
-            store.corrected.given(entry.worker, store.version, store.answers.told(entry.worker))
-        dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
-        rows, of_rows, blocks = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [], [])
+            shard.staleness_correction.given(entry.worker, shard.version, shard.pull_compression.told(entry.worker))
+        dense, done = ([], None) if empty else shard.lend(entry.worker) if said is None else (said, None)
+        rows, of_rows, blocks = shard.rows.answer(entry.worker, entry.exchange) if shard.rows else ((), [], [])
         answer = Answer(
-            track=entry.track,
+            optimizer_id=entry.optimizer_id,
             shard=self.shard,
             exchange=entry.exchange,
             place=entry.place,
@@ -250,15 +250,15 @@ class ShardExecutor:
             stop=entry.stop,
             waited=entry.waited,
             staleness=entry.staleness,
-            skipped=store.skipped,
-            absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
+            skipped=shard.skipped,
+            absent=tuple(sorted(shard.absent)) if shard.averages or entry.members else (),
             members=entry.members,
-            shares=store.shares if entry.members else (),
+            shares=shard.shares if entry.members else (),
             rows=rows,
             filtered=said is not None,
             checkpoint=entry.checkpoint,
-            touched=store.touched if entry.members else "",
-            spread=store.spread.mean,
+            touched=shard.touched if entry.members else "",
+            spread=shard.divergence.mean,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)
@@ -276,9 +276,9 @@ class ShardExecutor:
 
     def _pull(self, entry: PullHere) -> None:
         """Rows as they are now, or which steps have reached a span."""
-        pull, store = entry.pull, self.stores[entry.pull.track]
-        table = store.rows.tables[pull.table]
-        answer = PulledRows(track=pull.track, shard=self.shard, request=pull.request, version=store.version)
+        pull, shard = entry.pull, self.optimizer_shards[entry.pull.optimizer_id]
+        table = shard.rows.tables[pull.table]
+        answer = PulledRows(optimizer_id=pull.optimizer_id, shard=self.shard, request=pull.request, version=shard.version)
         if pull.what == "clock":
             span = pull.span or (0, table.info.rows)
             answer.clock, answer.version = table.clock(*span), table.version_of(*span)
@@ -288,43 +288,43 @@ class ShardExecutor:
             rows = as_bytes(table.pull_range(*(pull.span or (0, 0))))
             self._report(WorkerReply(entry.worker, answer, [rows]))
             return
-        rows, blocks = store.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
+        rows, blocks = shard.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
         self._report(WorkerReply(entry.worker, answer, [rows], self._sent(None, blocks)))
 
     def _answer_to_load(self, entry: LoadState) -> Answer:
         identity = entry.id
         return Answer(
-            track=identity.track,
+            optimizer_id=identity.optimizer_id,
             shard=self.shard,
             exchange=identity.step,
             place=entry.place,
             step=-1,
-            version=self.stores[identity.track].version,
+            version=self.optimizer_shards[identity.optimizer_id].version,
             stop=False,
         )
 
     def _read(self, entry: ReadHere) -> None:
-        store = self.stores[entry.track]
+        shard = self.optimizer_shards[entry.optimizer_id]
         if entry.what in ("state", "filters"):
             mine = self._resume is not None and self.shard == 0
-            held = read_held(self._resume, entry.track, entry.worker) if mine and self._resume is not None else []
-            runs = (
-                [*store.state(), SegmentState(OF_TABLES, 0, 0, store.rows.saved_state())] if entry.what == "state" else held
+            held = read_held(self._resume, entry.optimizer_id, entry.worker) if mine and self._resume is not None else []
+            segments = (
+                [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())] if entry.what == "state" else held
             )
-            state, buffers = pack(runs)
+            state, buffers = pack(segments)
             copies = [buffer.copy() for buffer in buffers]
-            answer = self._read_answer(entry, store, state)
+            answer = self._read_answer(entry, shard, state)
             self._report(WorkerReply(entry.worker, answer, copies))
         else:
-            buffers, done = store.lend(entry.worker)
-            self._report(WorkerReply(entry.worker, self._read_answer(entry, store, b""), buffers, done))
+            buffers, done = shard.lend(entry.worker)
+            self._report(WorkerReply(entry.worker, self._read_answer(entry, shard, b""), buffers, done))
 
-    def _read_answer(self, entry: ReadHere, store: Shard, state: bytes) -> ReadAnswer:
+    def _read_answer(self, entry: ReadHere, shard: Shard, state: bytes) -> ReadAnswer:
         return ReadAnswer(
-            track=entry.track,
+            optimizer_id=entry.optimizer_id,
             shard=self.shard,
             request=entry.request,
-            version=store.version,
+            version=shard.version,
             state=state,
             exchange=entry.exchange,
         )
@@ -333,7 +333,7 @@ class ShardExecutor:
         if self._checkpoints is None:
             return
         try:
-            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.optimizer_shards)
         except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
             self._report(NotSaved(shard=self.shard, name=name, reason=error_text(error)))
             return
@@ -343,6 +343,6 @@ class ShardExecutor:
         if self._checkpoints is None:
             return
         try:
-            write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
+            write_held(self._checkpoints, keep.checkpoint, keep.optimizer_id, worker, unpack(keep.state, buffers))
         except OSError as error:
             self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=error_text(error), worker=worker))

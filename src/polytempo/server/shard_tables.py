@@ -1,4 +1,4 @@
-"""A shard's tables of one track: rows in pushes, rows in answers, rows that are pulled.
+"""A shard's tables of one optimizer: rows in pushes, rows in answers, rows that are pulled.
 
 The desk looks at what came (`check_rows`) before it is counted, so that what cannot be is refused to its sender; the
 store's thread then carries it out with the update it belongs to. What a worker wants with the answer to a push is noted when
@@ -39,13 +39,13 @@ class Wishes:
     wanted: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # table, ids
 
 
-class TrackTables:
-    """The tables of one track, on one shard."""
+class ShardTables:
+    """The tables of one optimizer, on one shard."""
 
-    def __init__(self, proposal: OptimizerSpec, shard: int, shards: int, arena: Arena) -> None:
+    def __init__(self, optimizer_spec: OptimizerSpec, shard: int, shards: int, arena: Arena) -> None:
         self.shard, self.shards = shard, shards
         self._arena = arena
-        self.tables = [TableShard(info, shard, shards) for info in proposal.tables]
+        self.tables = [TableShard(info, shard, shards) for info in optimizer_spec.tables]
         self._wishes: dict[int, Wishes] = {}
 
     def __bool__(self) -> bool:
@@ -78,7 +78,7 @@ class TrackTables:
 
     def _info(self, table: int) -> TableInfo:
         if not 0 <= table < len(self.tables):
-            raise PeerError(f"there is no table {table}; this track has {len(self.tables)}")
+            raise PeerError(f"there is no table {table}; this optimizer has {len(self.tables)}")
         return self.tables[table].info
 
     def _span_rows(self, info: TableInfo, span: tuple[int, int]) -> int:
