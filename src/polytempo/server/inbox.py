@@ -234,6 +234,14 @@ class ShardInbox:
             Pull: self._pull,
             Keep: self._keep,
         }
+        self._entries: dict[type, Callable[[Any], None]] = {
+            Update: self._update,
+            Reply: self._reply,
+            Seed: self._load,
+            LoadState: self._load,
+            Drop: self._drop,
+            ForgetWorker: self._forget,
+        }
 
     @property
     def waiting(self) -> int:
@@ -349,23 +357,25 @@ class ShardInbox:
     def carry_out(self, entries: Sequence[LogEntry]) -> None:
         """Hand entries of the log to the shard executor, with the pushes they name."""
         for entry in entries:
-            if isinstance(entry, Update):
-                self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
-            elif isinstance(entry, Reply):
-                self._executor.put(entry, {})
-                if self._arrived:  # what a repeat brought once more
-                    self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
-            elif isinstance(entry, LoadState) and entry.again:
-                self._arrived.pop(entry.id, None)
-                self._executor.put(entry, {})
-            elif isinstance(entry, Seed | LoadState):
-                self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
-            elif isinstance(entry, Drop):
-                self._drop(entry)
-            elif isinstance(entry, ForgetWorker):
-                self._forget(entry)
-            else:
-                self._executor.put(entry, {})
+            self._entries.get(type(entry), self._pass_on)(entry)
+
+    def _pass_on(self, entry: LogEntry) -> None:
+        self._executor.put(entry, {})
+
+    def _update(self, entry: Update) -> None:
+        self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
+
+    def _reply(self, entry: Reply) -> None:
+        self._executor.put(entry, {})
+        if self._arrived:  # what a repeat brought once more
+            self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
+
+    def _load(self, entry: Seed | LoadState) -> None:
+        if isinstance(entry, LoadState) and entry.again:
+            self._arrived.pop(entry.id, None)
+            self._executor.put(entry, {})
+        else:
+            self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
 
     def _drop(self, entry: Drop) -> None:
         """A push is not applied; its answer shall still bring the rows it wanted."""
