@@ -184,7 +184,7 @@ def test_who_has_no_key_gets_nothing(hosts: Hosts, bench: Bench) -> None:
     refused = start(bench, hosts.inside(hosts.b), "worker", "--join", listen, "--key-file", str(other), PACED, ".")
     _, err = refused.communicate(timeout=60)
     assert refused.returncode == 1
-    assert "did not answer within 15 s" in err
+    assert re.search("did not answer within 15 s|has refused this connection", err), "which, depends on who is faster"
     assert job.poll() is None
     job.terminate()
     job.communicate(timeout=20)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,5 +104,10 @@ def nothing_left(bench: Bench) -> None:
 def bench_in(folder: Path, forks: bool = True) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="pt-") as short:  # the path of a socket must not be long
         bench = Bench(folder, Path(short), forks)
-        yield bench
-        nothing_left(bench)
+        try:
+            yield bench
+            nothing_left(bench)
+        finally:
+            for process in bench.processes():  # of a test that has failed
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()

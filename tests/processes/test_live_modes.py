@@ -60,7 +60,6 @@ def test_a_slow_worker_and_hiccups(sync: str, bench: Bench) -> None:
     assert "[1] worker 1 took 25 steps" in done.stdout
 
 
-@pytest.mark.new_interpreters
 def test_a_budget_ends_the_job_for_everybody(bench: Bench) -> None:
     done = bench.run("run", "-n", "2", "--steps", "30", "--record", "record", PACED, ".", "steps=1000")
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def test_a_script_is_measured(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     again = plan("--profile", "out/p.json", "--devices", "2:1Gb/s", "--memory", "1GB", cwd=tmp_path)
     assert again.stdout == done.stdout
-    assert "measured: medians; ± is half of what lies between the quartiles" in done.stdout
+    assert "measured: medians; ± is half of the interquartile range" in done.stdout
     for text in ("on 2 devices", "a minibatch of 5 samples", "data parallelism", "after 8 microbatches", "memory"):
         assert text in done.stdout
     found = json.loads((tmp_path / "out/p.json").read_text())

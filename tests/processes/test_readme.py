@@ -11,7 +11,6 @@ from live import Bench
 README = Path(__file__).parents[2] / "README.md"
 
 
-@pytest.mark.new_interpreters
 @pytest.mark.long
 def test_the_script_in_the_readme_is_whole(bench: Bench) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

@@ -1,4 +1,4 @@
-"""torch.distributed over polytempo: unmodified scripts give what they give over gloo, and nobody hangs."""
+"""torch.distributed over polytempo: unmodified scripts give what they give over gloo, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_scripts_give_what_they_give_over_gloo(bench: Bench, size: int) -> None:
         assert out.splitlines()[-1] == "ok again"
         for name in ("DDP", "DDP, PowerSGD", "fully_shard", "DTensor", "the_plain_three", "mean_and_futures"):
             assert f"ok {name}\n" in out
-        assert "polytempo:" not in err  # nobody waited for long, and no thread ended with a trace
+        assert "polytempo:" not in err  # no rank waited for long, and no thread ended with a trace
         assert "Traceback" not in err
 
 

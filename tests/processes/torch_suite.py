@@ -65,7 +65,7 @@ def barrier_of_any(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(backend: str, size: int) -> type[unittest.TestCase]:
-    """The tests as a class, for so many processes."""
+    """The tests as a class, for a number of processes."""
     os.environ.update(WORLD_SIZE=str(size), TEMP_DIR=FOLDER.name, INIT_METHOD=f"file://{FOLDER.name}/store")
     word = Word(backend) if backend == "polytempo" else backend
     from torch.testing._internal import common_distributed

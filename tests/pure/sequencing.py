@@ -24,7 +24,7 @@ T = TypeVar("T")
 TENSORS = (TensorInfo("weight", (4, 3), "float32", 0), TensorInfo("bias", (4,), "float32", 0))
 
 
-def proposal(sync: str, **changes: Any) -> OptimizerSpec:
+def optimizer_spec(sync: str, **changes: Any) -> OptimizerSpec:
     facts: dict[str, Any] = {"apply": "server", "optimizer": "SGD", "tensors": TENSORS, "groups": ({"lr": 0.1},)}
     return OptimizerSpec(sync=sync, **{**facts, **changes})
 
@@ -72,25 +72,25 @@ class Bench:
         self.lines += [order.line for order in orders if isinstance(order, Write)]
         self.wakes += [order.at for order in orders if isinstance(order, WakeAt)]
         self.checkpoints += only(Checkpoint, orders)
-        self.replies.update({(reply.track, reply.worker): reply for reply in replies_in(orders)})
+        self.replies.update({(reply.optimizer_id, reply.worker): reply for reply in replies_in(orders)})
         return orders
 
     # Members.
 
-    def start(self, track: str = "0", **changes: Any) -> Bench:
+    def start(self, optimizer_id: str = "0", **changes: Any) -> Bench:
         """Everybody makes the same optimizer, and the first gives its values."""
         for worker in range(self.size):
-            self.register(worker, track, **changes)
-        if not self.sequencer.tracks[track].seeded:
-            self.seed(0, track)
+            self.register(worker, optimizer_id, **changes)
+        if not self.sequencer.clocks[optimizer_id].seeded:
+            self.seed(0, optimizer_id)
         return self
 
-    def register(self, worker: int, track: str = "0", **changes: Any) -> list[Effect]:
-        offered = proposal(**{"sync": self.sync, **changes})
-        return self.take(self.sequencer.register(worker, self.lives[worker], track, offered, self.now))
+    def register(self, worker: int, optimizer_id: str = "0", **changes: Any) -> list[Effect]:
+        offered = optimizer_spec(**{"sync": self.sync, **changes})
+        return self.take(self.sequencer.register(worker, self.lives[worker], optimizer_id, offered, self.now))
 
-    def seed(self, worker: int, track: str = "0") -> list[Effect]:
-        return self.arrive(worker, -1, track=track, kind="seed")
+    def seed(self, worker: int, optimizer_id: str = "0") -> list[Effect]:
+        return self.arrive(worker, -1, optimizer_id=optimizer_id, kind="seed")
 
     def leave(self, worker: int, reason: str = "lost") -> list[Effect]:
         return self.take(self.sequencer.left(worker, self.lives[worker], reason, self.now))
@@ -101,13 +101,13 @@ class Bench:
 
     # Pushes.
 
-    def head(self, worker: int, step: int | None = None, track: str = "0", **fields: Any) -> Push:
+    def head(self, worker: int, step: int | None = None, optimizer_id: str = "0", **fields: Any) -> Push:
         """What a worker would push next, made on the values of its last answer."""
-        reply = self.replies.get((track, worker))
+        reply = self.replies.get((optimizer_id, worker))
         if step is None:
             assert reply is not None, f"worker {worker} was never answered"
             step = reply.step
-        identity = PushId(track, worker, self.lives[worker], step)
+        identity = PushId(optimizer_id, worker, self.lives[worker], step)
         facts: dict[str, Any] = {"version": reply.version if reply else 0, "hyper": ({"lr": 0.1},)}
         return Push(id=identity, **{**facts, **fields})
 
@@ -120,9 +120,14 @@ class Bench:
         return orders
 
     def arrive(
-        self, worker: int, step: int | None = None, shards: Iterable[int] | None = None, track: str = "0", **fields: Any
+        self,
+        worker: int,
+        step: int | None = None,
+        shards: Iterable[int] | None = None,
+        optimizer_id: str = "0",
+        **fields: Any,
     ) -> list[Effect]:
-        return self.send(self.head(worker, step, track, **fields), shards)
+        return self.send(self.head(worker, step, optimizer_id, **fields), shards)
 
     def push(self, worker: int, step: int | None = None, **fields: Any) -> list[Effect]:
         """A push, at all shards."""

@@ -31,7 +31,7 @@ CASE = Case(
 
 
 def measured(small: float, large: float) -> list[Measured]:
-    """Ours takes 1 ms, the peer so many times as long."""
+    """Ours takes 1 ms, the peer `small` or `large` times as long."""
     return [
         Measured(cell, {"ours": [0.001] * 3, "peer": [0.001 * times] * 3}, {"ours, other way": "not | there"})
         for cell, times in ((SMALL, small), (LARGE, large))

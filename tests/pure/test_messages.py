@@ -174,7 +174,7 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
     [
         header(type="Nonsense"),
         header(type="Message"),
-        header(type="PushId", track="0", worker=0, incarnation=0, step=0),
+        header(type="PushId", optimizer_id="0", worker=0, incarnation=0, step=0),
         header(type=0),
         header(type="Stop", cause=7),
         header(type="Stop", cause=None),

@@ -11,7 +11,7 @@ from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction
 from polytempo.pipeline.schedules import SteadyState, in_flight, make
 
 
-def endless(stage: int, replica: int, replicas: tuple[int, ...]) -> SteadyState:
+def steady_state(stage: int, replica: int, replicas: tuple[int, ...]) -> SteadyState:
     return SteadyState(lambda count: make("pipedream", len(replicas), count, replicas), stage, replica, replicas)
 
 
@@ -23,7 +23,7 @@ counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
 def test_calls_and_the_rest_are_the_line(replicas: tuple[int, ...], minibatches: int) -> None:
     written = make("pipedream", len(replicas), minibatches, replicas)
     for stage, replica, line in written.each_replica():
-        made = endless(stage, replica, replicas)
+        made = steady_state(stage, replica, replicas)
         actions = [action for number in range(minibatches) for action in made.call(number)]
         assert (*actions, *made.rest(minibatches)) == line
 
@@ -35,7 +35,7 @@ def test_few_minibatches_reach_only_some_replicas(replicas: tuple[int, ...], min
     for stage, count in enumerate(replicas):
         updates = set()
         for replica in range(count):
-            made = endless(stage, replica, replicas)
+            made = steady_state(stage, replica, replicas)
             line = [a for number in range(minibatches) for a in made.call(number)] + made.rest(minibatches)
             updates.add(line.count(UPDATE))
             mine = [*range(replica, minibatches, count)]
@@ -46,7 +46,7 @@ def test_few_minibatches_reach_only_some_replicas(replicas: tuple[int, ...], min
 
 @given(replicas=counts)
 def test_the_lag_is_what_is_under_way(replicas: tuple[int, ...]) -> None:
-    assert endless(0, 0, replicas).lag() == (in_flight(replicas, 0) - 1) * replicas[0]
+    assert steady_state(0, 0, replicas).lag() == (in_flight(replicas, 0) - 1) * replicas[0]
 
 
 def test_a_line_that_does_not_repeat_itself_is_refused() -> None:

@@ -79,8 +79,8 @@ def test_staleness_is_the_updates_since_the_values_a_push_was_made_on() -> None:
         bench.push(worker)
     assert [line["staleness"] for line in bench.lines_of("apply")] == [[0], [0], [2], [3], [1]]
     assert [reply.staleness for reply in only(Reply, bench.entries)[3:]] == [0, 0, 2, 3, 1]
-    accounts = bench.sequencer.accounts
-    assert [(a.staleness_sum, a.staleness_max) for a in accounts] == [(0, 0), (3, 2), (3, 3)]
+    statistics = bench.sequencer.statistics
+    assert [(a.staleness_sum, a.staleness_max) for a in statistics] == [(0, 0), (3, 2), (3, 3)]
 
 
 def test_the_time_a_worker_was_held_is_told_with_its_answer() -> None:
@@ -119,7 +119,7 @@ def test_a_repeat_of_an_answered_push_is_answered_again_and_changes_nothing() ->
     assert (reply.exchange, reply.step, reply.version) == (0, 1, 2), "at a new place of the log"
     assert reply.place > max(entry.place for entry in only(Reply, bench.entries[:-1]))
     assert len(bench.lines) == lines
-    assert bench.sequencer.accounts[0].steps == 1
+    assert bench.sequencer.statistics[0].steps == 1
 
 
 def test_a_repeat_also_counts_only_with_all_its_parts() -> None:
@@ -156,7 +156,7 @@ def test_a_push_out_of_turn_is_dropped_refused_and_not_counted() -> None:
     assert worker == 0
     assert isinstance(message, Refused)
     assert "worker 0 pushed step 5; its next step is 0" in message.reason
-    assert bench.sequencer.accounts[0].steps == 0
+    assert bench.sequencer.statistics[0].steps == 0
     assert bench.lines_of("push") == []
     assert only(Update, entries_in(bench.push(0, 0))), "the step that was its turn still is"
 
@@ -167,7 +167,7 @@ def test_a_push_with_other_hyperparameters_is_dropped_refused_and_not_counted() 
     orders = bench.push(1, hyper=({"lr": 0.5},))
     assert entries_in(orders) == [Drop(id=PushId("0", 1, 0, 0))]
     assert [type(message) for _, message in told_in(orders)] == [Refused]
-    assert [account.steps for account in bench.sequencer.accounts] == [1, 0]
+    assert [account.steps for account in bench.sequencer.statistics] == [1, 0]
     assert [line["kind"] for line in bench.lines][-2:] == ["push", "refuse"]
 
 
@@ -180,7 +180,7 @@ def test_a_late_push_is_dropped_and_its_worker_goes_on_where_the_job_is() -> Non
     drop, reply = entries_in(orders)
     assert drop == Drop(id=PushId("0", 2, 0, 0))
     assert (reply.exchange, reply.step, reply.version) == (0, 2, 2)
-    assert bench.sequencer.accounts[2].discarded == 1
+    assert bench.sequencer.statistics[2].discarded == 1
 
 
 # Other kinds of push.
@@ -191,7 +191,7 @@ def test_the_optimizers_state_is_loaded_at_one_place_of_the_log() -> None:
     identity = PushId("0", 0, 0, -2)
     assert entries_in(bench.push(0, -2, kind="state", attempt=2)) == [LoadState(id=identity, place=2)]
     assert entries_in(bench.push(0, -2, kind="state", attempt=3)) == [LoadState(id=identity, place=3, again=True)]
-    assert bench.sequencer.accounts[0].steps == 0
+    assert bench.sequencer.statistics[0].steps == 0
 
 
 def loads_of(bench: Bench, *given: tuple[int, int, str, bytes]) -> list[bool]:
@@ -219,7 +219,7 @@ def test_few_loads_are_remembered() -> None:
     bench = Bench("asp", size=2).start()
     for number in range(-2, -2 * REMEMBERED, -1):
         assert loads_of(bench, (0, number, "state", b"s")) == [True]
-    assert len(bench.sequencer.tracks["0"]._loaded) == REMEMBERED
+    assert len(bench.sequencer.clocks["0"]._loaded) == REMEMBERED
 
 
 def test_the_first_values_come_before_every_answer() -> None:
@@ -242,7 +242,7 @@ def test_whoever_asks_while_it_is_held_hears_for_whom() -> None:
     (told,) = told_in(bench.sequencer.ask(PushId("0", 0, 0, 0)))
     assert told[0] == 0
     assert isinstance(told[1], Held)
-    assert (told[1].track, told[1].exchange, told[1].waiting_for, told[1].waiting_count) == ("0", 0, (1,), 1)
+    assert (told[1].optimizer_id, told[1].exchange, told[1].waiting_for, told[1].waiting_count) == ("0", 0, (1,), 1)
 
 
 def test_whoever_asks_for_what_is_on_its_way_is_never_told_to_send_it_again() -> None:
@@ -294,13 +294,13 @@ def test_a_question_of_nobody_or_about_nothing_has_no_answer() -> None:
 
 def test_a_read_is_one_entry_of_the_log() -> None:
     bench = Bench("asp", size=2).start()
-    request = ReadRequest(track="0", worker=1, request=4, what="state")
-    assert entries_in(bench.sequencer.read(request)) == [ReadHere(track="0", worker=1, request=4, what="state")]
+    request = ReadRequest(optimizer_id="0", worker=1, request=4, what="state")
+    assert entries_in(bench.sequencer.read(request)) == [ReadHere(optimizer_id="0", worker=1, request=4, what="state")]
 
 
 def test_what_does_not_exist_cannot_be_read() -> None:
     bench = Bench("asp", size=2).start()
-    orders = bench.sequencer.read(ReadRequest(track="7", worker=1, request=4, what="params"))
+    orders = bench.sequencer.read(ReadRequest(optimizer_id="7", worker=1, request=4, what="params"))
     assert told_in(orders) == [(1, Refused(reason="there is no optimizer 7 to read"))]
     assert entries_in(orders) == []
 

@@ -102,7 +102,7 @@ def test_a_budget_of_nothing_is_refused(wrong: dict[str, Any]) -> None:
 def test_steps_of_other_optimizers_use_up_nothing() -> None:
     bench = Bench("asp", size=1, limits=Limits(steps=5)).start().start("1")
     for _ in range(9):
-        bench.push(0, track="1", samples=100.0)
+        bench.push(0, optimizer_id="1", samples=100.0)
     assert bench.sequencer.used(0.0) == 0.0
 
 
@@ -148,7 +148,7 @@ def test_a_job_that_goes_on_counts_checkpoints_from_where_it_was() -> None:
 def test_steps_of_other_optimizers_make_no_checkpoint() -> None:
     bench = Bench("asp", size=1, checkpoint_every=2).start().start("1")
     for _ in range(6):
-        bench.push(0, track="1")
+        bench.push(0, optimizer_id="1")
     assert bench.checkpoints == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sequencing import TENSORS, Bench, entries_in, only, proposal, replies_in, told_in
+from sequencing import TENSORS, Bench, entries_in, only, optimizer_spec, replies_in, told_in
 
 from polytempo.protocol.log import Drop, ForgetWorker, Reply, Seed, Setup, Update
 from polytempo.protocol.messages import Departed, Held, Refused, SendSeed
@@ -21,8 +21,8 @@ every_mode = pytest.mark.parametrize("sync", [mode.example for mode in MODES.val
 @every_mode
 def test_the_first_optimizer_makes_the_stores_and_asks_the_lowest_rank_for_values(sync: str) -> None:
     bench = Bench(sync, size=2)
-    assert entries_in(bench.register(0)) == [Setup(track="0", proposal=proposal(sync), resume=False)]
-    assert told_in(bench.sequencer.register(1, 0, "1", proposal(sync), 0.0)) == [], "the lowest rank may still come"
+    assert entries_in(bench.register(0)) == [Setup(optimizer_id="0", optimizer_spec=optimizer_spec(sync), resume=False)]
+    assert told_in(bench.sequencer.register(1, 0, "1", optimizer_spec(sync), 0.0)) == [], "the lowest rank may still come"
     assert entries_in(bench.register(1)) == []
     assert [reply.worker for reply in replies_in(bench.seed(0))] == [0, 1]
 
@@ -30,7 +30,7 @@ def test_the_first_optimizer_makes_the_stores_and_asks_the_lowest_rank_for_value
 def test_only_the_lowest_rank_is_asked_for_values() -> None:
     bench = Bench("bsp", size=3)
     told = [message for worker in (2, 1, 0) for message in told_in(bench.register(worker))]
-    assert told == [(0, SendSeed(track="0"))]
+    assert told == [(0, SendSeed(optimizer_id="0"))]
 
 
 def test_whoever_waits_for_the_start_is_told_for_whom() -> None:
@@ -50,7 +50,7 @@ def test_no_answer_comes_before_somebodys_first_values(present: bool) -> None:
     if present:
         bench.register(0)
     bench.register(1)
-    assert told_in(bench.leave(0)) == [(1, SendSeed(track="0"))]
+    assert told_in(bench.leave(0)) == [(1, SendSeed(optimizer_id="0"))]
     bench.seed(1)
     assert [type(entry) for entry in bench.entries if isinstance(entry, Seed | Reply)] == [Seed, Reply]
 
@@ -138,7 +138,7 @@ def test_a_mode_that_cannot_be_is_refused_and_leaves_nothing(sync: str) -> None:
     bench = Bench("bsp", size=2)
     ((worker, message),) = told_in(bench.register(0, sync=sync))
     assert (worker, type(message)) == (0, Refused)
-    assert bench.sequencer.tracks == {}
+    assert bench.sequencer.clocks == {}
     assert bench.entries == []
 
 
@@ -147,11 +147,11 @@ def test_a_mode_that_cannot_be_is_refused_and_leaves_nothing(sync: str) -> None:
 
 def test_each_optimizer_has_a_clock_of_its_own() -> None:
     bench = Bench("bsp", size=2).start().start("1", sync="asp")
-    bench.push(0, track="1")
-    bench.push(0, track="1")
+    bench.push(0, optimizer_id="1")
+    bench.push(0, optimizer_id="1")
     bench.push(0)
-    tracks = bench.sequencer.tracks
-    assert (tracks["0"].version, tracks["1"].version) == (0, 2)
+    clocks = bench.sequencer.clocks
+    assert (clocks["0"].version, clocks["1"].version) == (0, 2)
     assert [line.get("optimizer", "0") for line in bench.lines_of("push")] == ["1", "1", "0"]
     assert bench.replies["1", 0].step == 2
     assert bench.replies["0", 0].step == 0
@@ -160,8 +160,8 @@ def test_each_optimizer_has_a_clock_of_its_own() -> None:
 def test_only_the_first_optimizers_steps_are_counted() -> None:
     bench = Bench("bsp+backup:1", size=3).start().start("1")
     for worker in (0, 1, 2):
-        bench.push(worker, track="1", computed=1.0)
-    account = bench.sequencer.accounts[2]
+        bench.push(worker, optimizer_id="1", computed=1.0)
+    account = bench.sequencer.statistics[2]
     assert bench.lines_of("discard")[0]["optimizer"] == "1"
     assert (account.steps, account.discarded, account.computing_s) == (0, 0, 0.0)
 
@@ -175,8 +175,8 @@ def test_a_side_track_needs_no_values() -> None:
 def test_a_death_frees_those_who_wait_in_every_track() -> None:
     bench = Bench("bsp", size=2).start().start("1")
     bench.push(0)
-    bench.push(0, track="1")
-    assert [(reply.track, reply.worker) for reply in replies_in(bench.leave(1))] == [("0", 0), ("1", 0)]
+    bench.push(0, optimizer_id="1")
+    assert [(reply.optimizer_id, reply.worker) for reply in replies_in(bench.leave(1))] == [("0", 0), ("1", 0)]
 
 
 # Deaths.
@@ -230,7 +230,7 @@ def test_the_exit_status_has_the_last_word_on_who_has_finished() -> None:
     summary = bench.sequencer.summary(3.0)
     assert [worker["state"] for worker in summary["workers"]] == ["finished", "failed", "lost"]
     bench.sequencer.left(1, 0, "finished", 4.0)
-    assert bench.sequencer.accounts[1].state == "failed"
+    assert bench.sequencer.statistics[1].state == "failed"
 
 
 def test_a_push_of_an_earlier_life_or_of_an_unknown_optimizer_is_dropped() -> None:
@@ -239,7 +239,7 @@ def test_a_push_of_an_earlier_life_or_of_an_unknown_optimizer_is_dropped() -> No
     bench.leave(1)
     bench.come_back(1)
     assert entries_in(bench.send(old)) == [Drop(id=old.id)]
-    unknown = bench.head(0, 0, track="7")
+    unknown = bench.head(0, 0, optimizer_id="7")
     assert entries_in(bench.send(unknown)) == [Drop(id=unknown.id)]
     assert bench.lines_of("push") == []
 
@@ -259,9 +259,9 @@ def test_one_that_came_back_can_die_again(sync: str) -> None:
     for _ in range(3):
         bench.leave(1)
         assert [(r.worker, r.incarnation) for r in replies_in(bench.come_back(1))] == [(1, bench.lives[1])]
-        assert bench.sequencer.accounts[1].state == "computing"
+        assert bench.sequencer.statistics[1].state == "computing"
     bench.leave(1)
-    assert bench.sequencer.accounts[1].state == "lost"
+    assert bench.sequencer.statistics[1].state == "lost"
     assert len(bench.lines_of("leave")) == 4
     for step in range(20):
         assert replies_in(bench.push(0, step)), "the other goes on alone"
@@ -287,11 +287,11 @@ def test_a_worker_that_comes_back_before_its_death_was_reported_has_left_first(s
     for worker in (0, 1):
         bench.register(worker)
     bench.seed(0)
-    orders = bench.sequencer.register(1, 1, "0", proposal(sync), 5.0)
+    orders = bench.sequencer.register(1, 1, "0", optimizer_spec(sync), 5.0)
     assert only(ForgetWorker, entries_in(orders)) == [ForgetWorker(worker=1, incarnation=0, counted=())]
     assert [reply.incarnation for reply in replies_in(orders)] == [1]
     assert bench.sequencer.left(1, 0, "lost", 6.0) == [], "the late report is about the earlier life"
-    assert 1 in bench.sequencer.tracks["0"].policy.members
+    assert 1 in bench.sequencer.clocks["0"].policy.members
 
 
 # Where values stay with the workers.
@@ -300,7 +300,7 @@ def test_a_worker_that_comes_back_before_its_death_was_reported_has_left_first(s
 def with_peers() -> Bench:
     bench = Bench("bsp", size=3)
     for worker in range(3):
-        bench.sequencer.register(worker, 0, "0", proposal("bsp", apply="peers"), 0.0)
+        bench.sequencer.register(worker, 0, "0", optimizer_spec("bsp", apply="peers"), 0.0)
     return bench
 
 

@@ -69,6 +69,24 @@ def test_public_names() -> None:
         _ = polytempo.simulat
 
 
+def test_names_of_the_namespaces() -> None:
+    assert sorted(polytempo.tables.__all__) == ["Array", "KV", "ServerEmbedding"]
+    assert sorted(polytempo.simulate.__all__) == [
+        "Cluster",
+        "Constant",
+        "Hiccup",
+        "Hosts",
+        "Link",
+        "Lognormal",
+        "Outcome",
+        "cluster_from",
+        "digits",
+        "fashion_mnist",
+        "simulate_job",
+        "train_virtually",
+    ]
+
+
 def options(command: str) -> list[str]:
     parameters = typer.main.get_command(app).commands[command].params
     return sorted(option for parameter in parameters for option in parameter.opts if option.startswith("--"))

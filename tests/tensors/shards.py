@@ -38,9 +38,9 @@ class Stores:
             TensorInfo(f"p{index}", tuple(tensor.shape), dtype_name(tensor.dtype), of_group[index])
             for index, tensor in enumerate(tensors)
         )
-        self.proposal = OptimizerSpec("bsp", apply, optimizer, infos, self.hyper, clip_norm)
+        self.optimizer_spec = OptimizerSpec("bsp", apply, optimizer, infos, self.hyper, clip_norm)
         self.layout = lay_out(infos, shards, is_whole(optimizer))
-        self.stores = [Shard(self.proposal, shard, shards) for shard in range(shards)]
+        self.stores = [Shard(self.optimizer_spec, shard, shards) for shard in range(shards)]
         for shard, store in enumerate(self.stores):
             store.seed(self.cut(tensors, shard))
 
@@ -78,7 +78,7 @@ class Stores:
         absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
         filled = [
             torch.full(shape, 7.0, dtype=getattr(torch, info.dtype)) if gradient is None else gradient
-            for gradient, shape, info in zip(gradients, self.shapes, self.proposal.tensors, strict=True)
+            for gradient, shape, info in zip(gradients, self.shapes, self.optimizer_spec.tensors, strict=True)
         ]
         self.update((1.0, filled), absent=absent, **fields)
 

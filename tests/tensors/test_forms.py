@@ -61,7 +61,7 @@ def hyper_of(name: str, setting: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def store_of(name: str, start: Sequence[torch.Tensor], hyper: tuple[dict[str, Any], ...], alone: bool) -> Stores:
     stores = Stores(start, 1, name, hyper)
-    stores.stores = [Shard(stores.proposal, 0, 1, alone=alone)]
+    stores.stores = [Shard(stores.optimizer_spec, 0, 1, alone=alone)]
     stores.stores[0].seed(stores.cut(start, 0))
     return stores
 

@@ -187,11 +187,11 @@ def tensors() -> st.SearchStrategy[torch.Tensor]:
     return st.builds(lambda shape, dtype: (torch.randn(shape) * 5).to(dtype), shapes, st.sampled_from(DTYPES))
 
 
-def sent(parcel: StageMessage) -> StageMessage:
+def sent(message: StageMessage) -> StageMessage:
     """As bytes, and back."""
-    form = MessageForm(described(parcel))
+    form = MessageForm(described(message))
     data = numpy.empty(form.size, dtype=numpy.uint8)
-    pack(parcel, form, data)
+    pack(message, form, data)
     return unpacked(data, form, CPU)
 
 
@@ -204,13 +204,13 @@ plain = st.one_of(
 @given(
     values=st.lists(st.one_of(tensors(), plain), max_size=5), number=st.integers(0, 2**60), figure=st.floats(allow_nan=False)
 )
-def test_a_parcel_comes_back_as_it_was(values: list[Any], number: int, figure: float) -> None:
+def test_a_message_comes_back_as_it_was(values: list[Any], number: int, figure: float) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
-    parcel = StageMessage(values, len(values) == 1, number, 7, figure)
-    back = sent(parcel)
-    assert (back.single, back.number, back.version, back.figure) == (parcel.single, number, 7, figure)
+    message = StageMessage(values, len(values) == 1, number, 7, figure)
+    back = sent(message)
+    assert (back.single, back.number, back.version, back.figure) == (message.single, number, 7, figure)
     for was, now in zip(values, back.values, strict=True):
         if isinstance(was, torch.Tensor):
             assert (now.dtype, now.shape, now.requires_grad, now.is_leaf) == (was.dtype, was.shape, was.requires_grad, True)
@@ -227,17 +227,17 @@ def test_tensors_that_are_not_in_one_piece() -> None:
         torch.tensor([1 + 2j]).conj(),
         torch.ones(1).expand(5),
     ]
-    parcel = StageMessage(strange)
-    back = sent(parcel)
+    message = StageMessage(strange)
+    back = sent(message)
     assert all(torch.equal(now, was) for now, was in zip(back.values, strange, strict=True))
 
 
 def test_memory_is_held_as_long_as_anything_that_came_in_it() -> None:
-    parcel = StageMessage([torch.ones(50_000), torch.ones(3)])
-    form = MessageForm(described(parcel))
+    message = StageMessage([torch.ones(50_000), torch.ones(3)])
+    form = MessageForm(described(message))
     data = numpy.empty(form.size, dtype=numpy.uint8)
     memory = weakref.ref(data)
-    pack(parcel, form, data)
+    pack(message, form, data)
     back = unpacked(data, form, CPU)
     kept = back.values[1][1:]
     del back, data

@@ -14,7 +14,7 @@ from torch import nn
 
 from polytempo.records.check import check_lines
 from polytempo.records.files import read_events, read_meta
-from polytempo.records.lines import MAIN, MEAN, of_track
+from polytempo.records.lines import MAIN, MEAN, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.session.session import Session
 from polytempo.sync.spec import parse_spec
@@ -97,13 +97,13 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> No
 def check_record(directory: Path) -> list[dict[str, Any]]:
     """A record keeps its modes' promises, and fresh policies decide the same; the first optimizer's lines."""
     meta = read_meta(directory)
-    for track, text in meta["job"]["optimizers"].items():
-        spec, lines = parse_spec(text), list(of_track(read_events(directory), track))
+    for optimizer_id, text in meta["job"]["optimizers"].items():
+        spec, lines = parse_spec(text), list(of_optimizer(read_events(directory), optimizer_id))
         assert check_lines(lines, spec, meta["size"]) == len(lines)
         policy = spec.policy(meta["size"])
-        policy.begin_at(0 if track.endswith(MEAN) else meta["first_step"])
+        policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta["first_step"])
         assert replay(lines, policy) > 0
-    return list(of_track(read_events(directory), MAIN))
+    return list(of_optimizer(read_events(directory), MAIN))
 
 
 def trained(

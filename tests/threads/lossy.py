@@ -18,7 +18,7 @@ from polytempo.protocol.messages import (
     ReadRequest,
     Repeat,
     Resend,
-    Told,
+    StatusReply,
     decode,
 )
 from polytempo.session.session import Session
@@ -28,7 +28,7 @@ from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.shared_memory import SharedMemoryRegistry
 
 #: What a worker sends or is sent again: the beginning and the end of a job are the launcher's care.
-REPEATED = (Push, PartialPush, PushStatus, Repeat, ReadRequest, Answer, Held, Told, Resend, ReadAnswer)
+REPEATED = (Push, PartialPush, PushStatus, Repeat, ReadRequest, Answer, Held, StatusReply, Resend, ReadAnswer)
 
 #: How often a message arrives: 1 is well, 0 is lost, 2 is doubled. It is asked about each message of `REPEATED`.
 Fate = Callable[[AnyMessage, bool], int]

@@ -150,7 +150,7 @@ def test_gradients_that_are_not_finite_are_counted() -> None:
 
     with ThreadJob(2, 2) as job:
         assert job.run(work) == [0, 2]
-    assert [account.nonfinite for account in job.sequencer.accounts] == [0, 2]
+    assert [account.nonfinite for account in job.sequencer.statistics] == [0, 2]
     assert job.summary["nonfinite"] == 2
 
 
@@ -224,7 +224,7 @@ def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str)
             if number == 1:
                 begun.wait(10)
             if (session.rank, number) == (2, 1):
-                until(lambda: job.sequencer.tracks["0"].version == 4, "the others have made four rounds")
+                until(lambda: job.sequencer.clocks["0"].version == 4, "the others have made four rounds")
             set_gradients(params, step)
             if way == "synchronize":
                 optimizer.synchronize()
@@ -240,7 +240,7 @@ def test_what_a_late_worker_brings_to_backed_up_rounds_changes_nothing(way: str)
     for values, step in results:
         assert_close(values, [wanted], rtol=1e-9)
         assert step == 4
-    discarded = [account.discarded for account in job.sequencer.accounts]
+    discarded = [account.discarded for account in job.sequencer.statistics]
     assert sum(discarded) == 2  # one worker in round 0, and worker 2 in round 1
     assert discarded[2] >= 1
 

@@ -120,7 +120,7 @@ def test_the_servers_run_the_rule_in_the_order_of_the_record(
 def test_a_bound_holds_as_in_ssp(tmp_path: Path) -> None:
     def work(session: Session) -> None:
         params, optimizer = made(session)
-        account = job.sequencer.accounts[0]
+        account = job.sequencer.statistics[0]
         if session.rank == 1:
             until(lambda: account.steps == 4 and account.state == "waiting", "worker 0 is held")
         for gradients in GRADIENTS[session.rank]:
@@ -218,7 +218,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
     done = threading.Barrier(2)
     with ThreadJob(2, 2, "asup") as job:
         (first, here, names), (second, there, _) = job.run(work)
-        held = [server.executor.stores["0"].proposal.tensors for server in job.servers]
+        held = [server.executor.optimizer_shards["0"].optimizer_spec.tensors for server in job.servers]
     assert names == [name for name, _ in model.named_parameters()]
     assert all([info.name for info in tensors] == names for tensors in held)
     assert_equal(first, second)

@@ -67,7 +67,7 @@ def test_without_rounds_everybody_stops_at_its_next_answer(sync: str) -> None:
 def test_with_backup_workers_a_discarded_push_uses_nothing_up() -> None:
     with ThreadJob(3, 1, "bsp+backup:1", limits=Limits(steps=30), slow={2: 5.0}) as job:
         steps = job.run(until_told)
-    discarded = sum(account.discarded for account in job.sequencer.accounts)
+    discarded = sum(account.discarded for account in job.sequencer.statistics)
     assert sum(steps) - discarded >= 30
     assert job.summary["steps"] == sum(steps) - discarded
 

@@ -169,14 +169,14 @@ def test_without_a_way_to_know_the_core_nothing_is_bound(
 def welcomed(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads that workers were told of, after some steps of everybody."""
     told: list[int] = []
-    plain = Client._hear
+    plain = Client._handle
 
     def hear(self: Client, shard: int, message: Any, buffers: Any) -> None:
         if isinstance(message, Welcome):
             told.append(message.thread)
         plain(self, shard, message, buffers)
 
-    monkeypatch.setattr(Client, "_hear", hear)
+    monkeypatch.setattr(Client, "_handle", hear)
     start = made_params([(4,)])
 
     def work(session: Session) -> None:

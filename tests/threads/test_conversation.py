@@ -60,7 +60,7 @@ class Scripted(Channel):
 
 
 def answer(shard: int, place: int, version: int) -> Answer:
-    return Answer(track="0", shard=shard, exchange=0, place=place, step=1, version=version, stop=False)
+    return Answer(optimizer_id="0", shard=shard, exchange=0, place=place, step=1, version=version, stop=False)
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["first", "repeat"])
@@ -87,7 +87,7 @@ IMPOSTURES = [
     Push(id=PushId("0", 0, 0, 0)),
     Push(id=PushId("0", 1, 7, 0)),
     MetricReport(worker=0, values={"accuracy": 1.0}),
-    ReadRequest(track="0", worker=0, request=1, what="params"),
+    ReadRequest(optimizer_id="0", worker=0, request=1, what="params"),
 ]
 
 
@@ -118,7 +118,7 @@ def test_a_worker_cannot_make_another_leave() -> None:
         channel = MemoryChannel(job.endpoints[0])
         channel.send(encode(Hello(role="worker", rank=1)))
         channel.send(encode(Leave(worker=0, incarnation=0, reason="finished")))
-        while job.sequencer.accounts[1].state != "finished":
+        while job.sequencer.statistics[1].state != "finished":
             channel.receive()
-        assert job.sequencer.accounts[0].state == "absent"
+        assert job.sequencer.statistics[0].state == "absent"
         channel.close()

@@ -232,7 +232,10 @@ def test_a_worker_that_leaves_is_forgotten() -> None:
 
     with ThreadJob(2, 2, "asp,dc=0.4") as job:
         job.run(work)
-        until(lambda: all(not s.executor.stores["0"].corrected._given for s in job.servers), "nothing is kept")
+        until(
+            lambda: all(not s.executor.optimizer_shards["0"].staleness_correction._given for s in job.servers),
+            "nothing is kept",
+        )
 
 
 def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None:
@@ -240,7 +243,7 @@ def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None
     turn, back = threading.Event(), threading.Event()
 
     def held() -> torch.Tensor:
-        return job.servers[0].executor.stores["0"].values["float64"].clone()
+        return job.servers[0].executor.optimizer_shards["0"].values["float64"].clone()
 
     def flat(tensors: Flat) -> torch.Tensor:
         return torch.cat([one.reshape(-1) for one in tensors])
@@ -297,7 +300,7 @@ def test_staleness_counts_the_updates_of_others_since_the_fetch(tmp_path: Path) 
                 optimizer.step()
             turns[0].set()
             return
-        until(lambda: job.sequencer.accounts[0].steps == 3, "three pushes")
+        until(lambda: job.sequencer.statistics[0].steps == 3, "three pushes")
         for step in range(3):
             set_gradients(params, GRADIENTS[1][step])
             optimizer.step()

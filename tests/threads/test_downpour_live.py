@@ -41,7 +41,7 @@ def values(params: list[nn.Parameter]) -> list[torch.Tensor]:
 
 def end_of(job: ThreadJob) -> list[torch.Tensor]:
     """What the servers hold, as tensors of the model."""
-    flat = torch.cat([server.executor.stores["0"].values["float64"].clone() for server in job.servers])
+    flat = torch.cat([server.executor.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
     parts = flat.split([param.numel() for param in START])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
@@ -239,7 +239,7 @@ def test_values_are_installed_at_step_boundaries_and_local_progress_goes_on_betw
     def work(session: Session) -> list[list[torch.Tensor]]:
         params, optimizer = made(session)
         if session.rank == 1:
-            until(lambda: job.sequencer.accounts[0].steps >= 4, "worker 0 has made four steps")
+            until(lambda: job.sequencer.statistics[0].steps >= 4, "worker 0 has made four steps")
             for gradients in GRADIENTS[1][:4]:
                 set_gradients(params, gradients)
                 optimizer.step()
@@ -333,7 +333,7 @@ def test_a_worker_that_dies_takes_only_its_unsent_sum_with_it(tmp_path: Path) ->
         params, optimizer = made(session)
         for step, gradients in enumerate(GRADIENTS[session.rank]):
             if session.rank == 1 and step == 8:
-                until(lambda: job.sequencer.accounts[1].steps == 6, "its two pushes are at every server")
+                until(lambda: job.sequencer.statistics[1].steps == 6, "its two pushes are at every server")
                 raise ArithmeticError("enough")
             set_gradients(params, gradients)
             optimizer.step()

@@ -65,9 +65,9 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
     for values, _ in results:
         assert_close(values, expected(scale), rtol=1e-9)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
-    assert job.sequencer.tracks["0"].version == updates
-    assert [server.executor.stores["0"].version for server in job.servers] == [updates] * job.plan.shards
-    assert [account.steps for account in job.sequencer.accounts] == [STEPS] * WORKERS
+    assert job.sequencer.clocks["0"].version == updates
+    assert [server.executor.optimizer_shards["0"].version for server in job.servers] == [updates] * job.plan.shards
+    assert [account.steps for account in job.sequencer.statistics] == [STEPS] * WORKERS
 
 
 def as_it_is(session: Session) -> None:
@@ -101,7 +101,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.exchanges.repeat(waiting.push.id.track)
+        client.exchanges.repeat(waiting.push.id.optimizer_id)
 
     client.push = push_twice  # type: ignore[method-assign]
 

@@ -47,7 +47,9 @@ def sometimes(copies: int, seed: int) -> Fate:
 
 def believed(job: ThreadJob, rank: int) -> torch.Tensor:
     """What the servers think a worker was told."""
-    return torch.cat([server.executor.stores["0"].answers._shadows[rank]["float64"] for server in job.servers])
+    return torch.cat(
+        [server.executor.optimizer_shards["0"].pull_compression._shadows[rank]["float64"] for server in job.servers]
+    )
 
 
 def told(optimizer: DistributedOptimizer) -> torch.Tensor:
@@ -56,7 +58,7 @@ def told(optimizer: DistributedOptimizer) -> torch.Tensor:
 
 
 def held(job: ThreadJob) -> torch.Tensor:
-    return torch.cat([server.executor.stores["0"].values["float64"].clone() for server in job.servers])
+    return torch.cat([server.executor.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
 
 
 def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -110,7 +110,7 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
         assert turns[session.rank].wait(20)  # worker 2 first, worker 0 last
         sign = -1 if rule == "min" else 1
         future = kv["w"].push([sign * 10.0**session.rank] * 2, rows=rows)
-        until(lambda: job.sequencer.accounts[session.rank].steps == 1, "the push is there")
+        until(lambda: job.sequencer.statistics[session.rank].steps == 1, "the push is there")
         turns[session.rank - 1].set()
         future.result()
         return kv["w"].pull(stop=3).result().tolist()
@@ -118,7 +118,7 @@ def test_the_pushes_of_a_round_are_combined_as_the_rule_says(rule: str, wanted: 
     with ThreadJob(3, servers, "bsp") as job:
         for got in job.run(work):
             assert got == pytest.approx(wanted, rel=1e-15)
-        assert job.sequencer.tracks["0"].version == 1
+        assert job.sequencer.clocks["0"].version == 1
 
 
 def test_a_mean_is_weighted_by_samples_and_a_push_without_parts_counts_in_it() -> None:
@@ -140,7 +140,7 @@ def test_a_mean_is_weighted_by_samples_and_a_push_without_parts_counts_in_it() -
 def test_a_fast_worker_is_held_where_the_mode_says(sync: str, lead: int, tmp_path: Path) -> None:
     def work(session: Session) -> float:
         kv = KV({"w": Array(4)})
-        account = job.sequencer.accounts[0]
+        account = job.sequencer.statistics[0]
         if session.rank == 1:
             until(lambda: account.steps == lead and account.state == "waiting", "worker 0 is held")
         for _ in range(8):

@@ -62,7 +62,7 @@ def test_a_push_that_reached_one_shard_of_two_when_its_worker_died_is_applied_on
             client.wait_for_release = die  # type: ignore[method-assign]
             set_gradients(params, GRADIENTS[7])
             optimizer.step()
-        until(lambda: job.sequencer.accounts[1].left_at is not None, "worker 1 is gone")
+        until(lambda: job.sequencer.statistics[1].left_at is not None, "worker 1 is gone")
         for step in (0, 1, 2):
             set_gradients(params, GRADIENTS[step])
             optimizer.step()
@@ -135,7 +135,7 @@ def test_a_state_that_is_loaded_again_because_its_answer_was_lost_does_not_undo_
 
             def later() -> None:
                 loaded.set()
-                until(lambda: job.sequencer.accounts[1].steps == 3, "worker 1 has pushed")
+                until(lambda: job.sequencer.statistics[1].steps == 3, "worker 1 has pushed")
 
             disturb(session, lambda shard: first_answers([-2], later) if shard == 0 else None)
             optimizer.load_state_dict(copy.deepcopy(saved))
@@ -223,10 +223,10 @@ def test_a_push_that_waits_in_a_round_is_applied_although_its_worker_died(
                 assert session.client is not None
                 monkeypatch.setattr(session.client, "wait_for_release", lambda name, step: None)
                 optimizer.step()
-                until(lambda: job.sequencer.accounts[1].steps == 1, "the push is counted")
+                until(lambda: job.sequencer.statistics[1].steps == 1, "the push is counted")
                 session.close("lost")
                 return []
-            until(lambda: job.sequencer.accounts[1].state == "lost", "worker 1 is gone")
+            until(lambda: job.sequencer.statistics[1].state == "lost", "worker 1 is gone")
             optimizer.step()
             return [param.detach() for param in params]
 

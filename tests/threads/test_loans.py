@@ -81,7 +81,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].executor.stores["0"]
+    return job.servers[server].executor.optimizer_shards["0"]
 
 
 @on_ipc
@@ -336,5 +336,5 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     with ThreadJob(1, servers, retry=0.5) as job:
         (got,) = job.run(work)
     assert_close(got, wanted, rtol=1e-9)
-    assert job.sequencer.accounts[0].steps == 4
+    assert job.sequencer.statistics[0].steps == 4
     assert repeated == []

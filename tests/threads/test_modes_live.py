@@ -135,7 +135,7 @@ def test_a_fast_worker_takes_its_whole_lead_and_is_held_there(sync: str, least: 
 
     def work(session: Session) -> float:
         params, optimizer = made(session)
-        account = job.sequencer.accounts[0]
+        account = job.sequencer.statistics[0]
         if session.rank == 2:
             until(lambda: account.steps >= least and account.state == "waiting", "worker 0 is held")
             held_after.append(account.steps)
@@ -157,16 +157,16 @@ def test_modes_without_a_bound_let_a_worker_finish_before_another_has_begun(sync
     def work(session: Session) -> int:
         params, optimizer = made(session)
         if session.rank == 2:
-            until(lambda: job.sequencer.accounts[0].steps == STEPS, "worker 0 has made all its steps")
+            until(lambda: job.sequencer.statistics[0].steps == STEPS, "worker 0 has made all its steps")
         for gradients in GRADIENTS[session.rank]:
             set_gradients(params, gradients)
             optimizer.step()
-        return int(job.sequencer.accounts[2].staleness_max)
+        return int(job.sequencer.statistics[2].staleness_max)
 
     with ThreadJob(WORKERS, 2, sync) as job:
         stale = job.run(work)
     if sync == "bsp+backup:1":
-        assert job.sequencer.accounts[2].discarded >= 1
+        assert job.sequencer.statistics[2].discarded >= 1
         assert job.summary["staleness_max"] == 0
     else:
         assert stale[2] >= STEPS
@@ -195,7 +195,7 @@ def test_delay_lets_a_worker_run_ahead_of_its_own_answers_by_so_many_and_no_more
     with ThreadJob(1, 1, "delay:2") as job:
         worker = threading.Thread(target=lambda: job.run(work))
         worker.start()
-        until(lambda: job.sequencer.accounts[0].steps == 3, "three pushes are made")
+        until(lambda: job.sequencer.statistics[0].steps == 3, "three pushes are made")
         gate.set()
         worker.join(20)
     assert steps == [False, False, True, True]
@@ -223,7 +223,7 @@ def test_when_a_worker_fails_the_others_go_on(sync: str, tmp_path: Path) -> None
     lines = check_record(tmp_path)
     reasons = {line["worker"]: line["reason"] for line in lines if line["kind"] == "leave"}
     assert reasons == {0: "finished", 1: "failed", 2: "finished"}
-    assert [account.state for account in job.sequencer.accounts] == ["finished", "failed", "finished"]
+    assert [account.state for account in job.sequencer.statistics] == ["finished", "failed", "finished"]
 
 
 def test_after_a_worker_is_gone_the_mean_is_over_the_rest() -> None:

@@ -11,7 +11,7 @@ from helpers import assert_close, assert_equal, loss_of, small_batches, small_mo
 from lossy import LossyJob, disturb
 from torch import nn
 
-from polytempo.client.client import Client
+from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import AnyMessage, PartialPush, Push
 from polytempo.reducer import partial_push
 from polytempo.session.session import Session
@@ -33,14 +33,14 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
     """What clients send of gradients, in order."""
     found: list[AnyMessage] = []
-    tell = Client._tell
+    send = ServerConnections.send
 
-    def spy(self: Client, shard: int, message: AnyMessage, buffers: Any = ()) -> None:
+    def spy(self: ServerConnections, shard: int, message: AnyMessage, buffers: Any = ()) -> None:
         if isinstance(message, PartialPush) or (isinstance(message, Push) and message.kind == "gradient"):
             found.append(message)
-        tell(self, shard, message, buffers)
+        send(self, shard, message, buffers)
 
-    monkeypatch.setattr(Client, "_tell", spy)
+    monkeypatch.setattr(ServerConnections, "send", spy)
     return found
 
 
@@ -75,7 +75,7 @@ def test_all_buckets_go_ahead_of_the_push_which_then_carries_nothing(servers: in
     pushes = [message for message in sent if isinstance(message, Push)]
     assert len(pushes) == STEPS * servers
     assert not any(push.patches for push in pushes)
-    assert sum(len(push.staged) for push in pushes) == len(sent) - len(pushes) > STEPS * servers
+    assert sum(len(push.sent_buckets) for push in pushes) == len(sent) - len(pushes) > STEPS * servers
 
 
 def test_the_first_buckets_are_those_of_the_last_layers_as_the_first_backward_showed(sent: list[AnyMessage]) -> None:
@@ -107,7 +107,7 @@ def test_what_is_changed_between_backward_and_step_goes_again(sent: list[AnyMess
         optimizer.step()
     with ThreadJob(1) as job:
         assert_equal(train(job, scale)[0], weights(model))
-    assert all(push.patches and push.staged for push in sent if isinstance(push, Push))
+    assert all(push.patches and push.sent_buckets for push in sent if isinstance(push, Push))
 
 
 def test_accumulation_sends_only_the_last_backward(sent: list[AnyMessage]) -> None:
@@ -135,9 +135,9 @@ def test_zero_grad_without_step_drops_what_was_sent(sent: list[AnyMessage]) -> N
     with ThreadJob(1) as job:
         start = weights(small_model())
         assert_equal(train(job, forget)[0], start)
-    assert not any(
-        push.staged for push in sent if isinstance(push, Push) and push.absent == (0, 1, 2, 3) and push.staged == ()
-    )
+    pushes = [message for message in sent if isinstance(message, Push)]
+    assert len(sent) > len(pushes) == STEPS, "buckets went during backward"
+    assert all(push.absent == (0, 1, 2, 3) and push.sent_buckets == () for push in pushes)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

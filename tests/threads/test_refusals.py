@@ -141,7 +141,7 @@ def second_is_refused(
 
         def work(session: Session) -> None:
             if session.rank == 1:
-                until(lambda: "0" in job.sequencer.tracks, "worker 0 registers")
+                until(lambda: "0" in job.sequencer.clocks, "worker 0 registers")
             try:
                 (first, second)[session.rank](session)
             except UsageError as error:
@@ -200,7 +200,7 @@ def test_a_rate_that_one_worker_changes_later_is_refused_at_that_step() -> None:
         optimizer.step()
         if session.rank == 1:
             optimizer.param_groups[0]["lr"] = 0.2
-            until(lambda: job.sequencer.accounts[0].state == "waiting", "worker 0 has pushed")
+            until(lambda: job.sequencer.statistics[0].state == "waiting", "worker 0 has pushed")
         try:
             optimizer.step()
         except UsageError as error:
@@ -238,7 +238,7 @@ def test_when_worker_0_is_gone_before_it_gave_its_values_the_next_ones_count(reg
     def work(session: Session) -> list[torch.Tensor]:
         params = copied(starts[session.rank])
         if session.rank == 0:
-            until(lambda: bool(job.sequencer.tracks) and 1 in job.sequencer.tracks["0"].seats, "worker 1 registers")
+            until(lambda: bool(job.sequencer.clocks) and 1 in job.sequencer.clocks["0"].slots, "worker 1 registers")
             if registered:
                 client = session.client
                 assert client is not None

@@ -272,7 +272,7 @@ def test_an_interrupted_round_is_in_the_checkpoint_neither_as_values_nor_as_samp
         batches = torch.utils.data.BatchSampler(sampler, 2, drop_last=False)
         for step, batch in enumerate(batches):
             if step == 3 and session.rank == 1:
-                until(lambda: bool(job.sequencer.tracks["0"].pending()), "worker 0 has pushed")
+                until(lambda: bool(job.sequencer.clocks["0"].pending()), "worker 0 has pushed")
                 job.close(130, save=True)
                 raise JobEnded("interrupted")
             seen[session.rank].append(batch)
@@ -316,7 +316,7 @@ def test_an_asynchronous_job_saves_what_has_come_since_its_last_checkpoint(tmp_p
         if session.rank == 0:
             closed.wait(20)
         else:
-            until(lambda: job.sequencer.accounts[0].pushes == 5, "worker 0 is done")
+            until(lambda: job.sequencer.statistics[0].pushes == 5, "worker 0 is done")
             until(lambda: (tmp_path / "step-00000002").exists(), "the checkpoint is whole")
             job.close(130, save=True)
             closed.set()

@@ -52,7 +52,7 @@ def test_what_is_pushed_answered_and_read_crosses_a_slow_link_once(scheme: str, 
         ((values, pulled),) = job.run(work)
     assert torch.equal(values, torch.full((SIZE // 4,), -float(STEPS)))
     assert not pulled.any()
-    assert job.sequencer.accounts[0].steps == STEPS
+    assert job.sequencer.statistics[0].steps == STEPS
     sent, received = (1 + STEPS) * SIZE, (1 + STEPS + 1 + 1) * SIZE
     assert sent <= sum(cable.up for cable in job.cables) <= 1.2 * sent
     assert received <= sum(cable.down for cable in job.cables) <= 1.2 * received
@@ -146,5 +146,5 @@ def test_where_nothing_moves_it_is_asked() -> None:
     client = pushed_over(channel)
     channel.on_send = lambda message: channel.say(answer(0, 1, 1)) if isinstance(message, PushStatus) else None
     client.wait_for_release("0", 1)
-    assert PushStatus(what="push", track="0", number=0) in channel.sent
+    assert PushStatus(what="push", optimizer_id="0", number=0) in channel.sent
     client.close()

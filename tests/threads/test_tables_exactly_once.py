@@ -101,8 +101,10 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert_close([mirrored, served], [moved, moved], rtol=1e-9)
         assert torch.equal(array, wanted)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
-    for track in ("0", "1"):
-        assert [server.executor.stores[track].version for server in job.servers] == [updates] * job.plan.shards
+    for optimizer_id in ("0", "1"):
+        assert [server.executor.optimizer_shards[optimizer_id].version for server in job.servers] == [
+            updates
+        ] * job.plan.shards
 
 
 def as_it_is(session: Session) -> None:
@@ -144,7 +146,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.exchanges.repeat(waiting.push.id.track)
+        client.exchanges.repeat(waiting.push.id.optimizer_id)
 
     client.push = push_twice  # type: ignore[method-assign]
 

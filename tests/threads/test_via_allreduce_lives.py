@@ -243,7 +243,7 @@ def second_is_refused(first: Callable[[Session], object], second: Callable[[Sess
 
         def work(session: Session) -> None:
             if session.rank == 1:
-                until(lambda: "0" in job.sequencer.tracks, "worker 0 registers")
+                until(lambda: "0" in job.sequencer.clocks, "worker 0 registers")
             try:
                 (first, second)[session.rank](session)
             except UsageError as error:
@@ -289,7 +289,7 @@ def test_a_rate_that_one_worker_changes_later_is_refused_at_that_step() -> None:
         optimizer.step()
         if session.rank == 1:
             optimizer.param_groups[0]["lr"] = 0.2
-            until(lambda: job.sequencer.accounts[0].state == "waiting", "worker 0 has pushed")
+            until(lambda: job.sequencer.statistics[0].state == "waiting", "worker 0 has pushed")
         try:
             optimizer.step()
         except UsageError as error:

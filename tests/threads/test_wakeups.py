@@ -122,7 +122,7 @@ def test_a_failure_in_a_group_that_is_just_being_made_is_not_forgotten() -> None
 def test_a_server_that_ends_waits_for_the_norms_of_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizers may each have an update that waits for the other shards' norms."""
     keeper = ShardExecutor(0, 2, Pool(), None, None)
-    entry: Any = SimpleNamespace(track="0", version=1)
+    entry: Any = SimpleNamespace(optimizer_id="0", version=1)
     monkeypatch.setattr(keeper, "_carry_out", lambda entry, pushes: keeper._total_norm(entry)(1.0))
     keeper.put(entry, {})
     keeper.put(entry, {})

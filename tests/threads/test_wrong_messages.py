@@ -95,7 +95,7 @@ def push(**changes: Any) -> Case:
 
 def register(name: str = "9", **changes: Any) -> Case:
     """Of an optimizer that is not there yet."""
-    return Case(Register(track=name, proposal=replace(PLAN, **changes)))
+    return Case(Register(optimizer_id=name, optimizer_spec=replace(PLAN, **changes)))
 
 
 def harmless(message: AnyMessage, *buffers: Bytes) -> Case:
@@ -138,7 +138,7 @@ OF_A_WORKER = {
     "rows that did not come": Case(replace(GOOD, rows=(RowPart(0),))),
     "wants of a table that is not there": Case(replace(GOOD, wants=(Want(-1),)), bytes_of(4 * SIZE, 8)),
     "pieces outside the shard": Case(replace(GOOD, patches=(BufferRange(0, 8, 8 + 4 * SIZE),)), bytes_of(4 * SIZE)),
-    "buckets that never came": harmless(replace(GOOD, staged=(SentBucket(0, 1),))),
+    "buckets that never came": harmless(replace(GOOD, sent_buckets=(SentBucket(0, 1),))),
     "a bucket that is not as long as it says": Case(
         PartialPush(id=MINE, bucket=0, serial=0, pieces=(BufferRange(0, 0, 9),)), bytes_of(4)
     ),
@@ -157,11 +157,11 @@ OF_A_WORKER = {
     "a table without end": register(tables=(TableInfo("t", 1 << 60, 1 << 20),)),
     "a table with an unknown rule": register(tables=(TableInfo("t", 10, 1, rule="magic"),)),
     "an optimizer with a long name": register("9" * 1000),
-    "an optimizer made twice": by_the_mode(Case(Register(track="0", proposal=PLAN))),
-    "a read of nothing known": Case(ReadRequest(track="0", worker=ME, request=1, what="minds")),
-    "a read for another": Case(ReadRequest(track="0", worker=0, request=1, what="params")),
-    "a read of an unknown track": by_the_mode(Case(ReadRequest(track="7", worker=ME, request=1, what="params"))),
-    "a question about nothing": harmless(PushStatus(what="weather", track="7", number=-3)),
+    "an optimizer made twice": by_the_mode(Case(Register(optimizer_id="0", optimizer_spec=PLAN))),
+    "a read of nothing known": Case(ReadRequest(optimizer_id="0", worker=ME, request=1, what="minds")),
+    "a read for another": Case(ReadRequest(optimizer_id="0", worker=0, request=1, what="params")),
+    "a read of an unknown track": by_the_mode(Case(ReadRequest(optimizer_id="7", worker=ME, request=1, what="params"))),
+    "a question about nothing": harmless(PushStatus(what="weather", optimizer_id="7", number=-3)),
     "a repeat of what was never answered": harmless(Repeat(id=MINE, place=77)),
     "a repeat for another": Case(Repeat(id=PushId("0", 0, 0, 0), place=1)),
     "an end without a reason": Case(Leave(worker=ME, incarnation=0, reason="bored")),
@@ -169,22 +169,22 @@ OF_A_WORKER = {
     "a metric for another": Case(MetricReport(worker=0, values={"a": 1.0})),
     "a notice that is too long": Case(StoreSet(key="k", value="v" * 5000)),
     "a look at nothing": harmless(StoreGet(key="nothing")),
-    "something to keep outside": Case(Keep(track="0", checkpoint="../../etc", state=b"\x90")),
-    "something to keep that is nothing": Case(Keep(track="0", checkpoint="step-00000001", state=b"\xc1")),
-    "a pull of an unknown track": Case(Pull(track="7", request=1, table=0, span=(0, 1))),
-    "a pull of a table that is not there": Case(Pull(track="0", request=1, table=4, span=(0, 1))),
-    "a pull without rows": Case(Pull(track="0", request=1, table=0)),
-    "a pull of half an id": Case(Pull(track="0", request=1, table=0, keys=Keys(1, False)), bytes_of(5)),
+    "something to keep outside": Case(Keep(optimizer_id="0", checkpoint="../../etc", state=b"\x90")),
+    "something to keep that is nothing": Case(Keep(optimizer_id="0", checkpoint="step-00000001", state=b"\xc1")),
+    "a pull of an unknown track": Case(Pull(optimizer_id="7", request=1, table=0, span=(0, 1))),
+    "a pull of a table that is not there": Case(Pull(optimizer_id="0", request=1, table=4, span=(0, 1))),
+    "a pull without rows": Case(Pull(optimizer_id="0", request=1, table=0)),
+    "a pull of half an id": Case(Pull(optimizer_id="0", request=1, table=0, keys=Keys(1, False)), bytes_of(5)),
     "somebody else": Case(Hello(role="worker", rank=0)),
     # What others say.
     "an arrival": Case(Arrived(shard=0, id=MINE)),
-    "a norm": Case(Norm(shard=0, track="0", version=1, square=1.0)),
-    "a total": Case(NormTotal(track="0", version=1, square=1.0)),
+    "a norm": Case(Norm(shard=0, optimizer_id="0", version=1, square=1.0)),
+    "a total": Case(NormTotal(optimizer_id="0", version=1, square=1.0)),
     "a save": Case(Saved(shard=0, name="step-00000001", file="f", digest="d", tensors=[])),
     "a failure": Case(Failed(cause="none")),
     "entries of the log": Case(Entries(entries=(Drop(id=MINE), Save(name="x")))),
     "a welcome": Case(Welcome(size=9, shards=9)),
-    "an answer": Case(Answer(track="0", shard=0, exchange=0, place=0, step=9, version=9, stop=True)),
+    "an answer": Case(Answer(optimizer_id="0", shard=0, exchange=0, place=0, step=9, version=9, stop=True)),
     "an end of another's": Case(Gone(worker=0, incarnation=0, reason="lost")),
     "a stop": Case(Stop(cause="because")),
     "a question for the launcher": Case(StatusRequest()),
@@ -227,7 +227,7 @@ def job_with_a_wrong_member(misbehaves: Callable[[Session, ThreadJob], None]) ->
         assert bool((values < 0).all()), "three steps were made"
         assert bool(torch.isfinite(values).all())
         assert all(thread.is_alive() for thread in job._threads)
-    assert job.sequencer.accounts[0].state == "finished"
+    assert job.sequencer.statistics[0].state == "finished"
     assert job.summary["workers"][0]["steps"] == 3
     return job
 
@@ -269,7 +269,7 @@ def test_what_is_said_before_and_after_a_workers_time_changes_nothing() -> None:
         leave = Leave(worker=ME, incarnation=0, reason="finished")
         for message, buffers in [(leave, ()), (leave, ()), (GOOD, WHOLE), (leave, ()), (Heartbeat(), ())]:
             channel.send(encode(message), buffers)
-        until(lambda: job.sequencer.accounts[ME].state == "finished", "it has left")
+        until(lambda: job.sequencer.statistics[ME].state == "finished", "it has left")
         session.client = None
         client.close()
 
@@ -277,7 +277,7 @@ def test_what_is_said_before_and_after_a_workers_time_changes_nothing() -> None:
 
 
 OF_A_SERVER = {
-    "speaks for another": Norm(shard=0, track="0", version=1, square=1.0),
+    "speaks for another": Norm(shard=0, optimizer_id="0", version=1, square=1.0),
     "has saved what nobody asked for": Saved(shard=1, name="step-9", file="f", digest="d", tensors=[]),
     "says what workers say": Leave(worker=0, incarnation=0, reason="finished"),
 }

@@ -10,7 +10,7 @@ import typer
 from polytempo.errors import UsageError, counted
 from polytempo.records.check import check_lines
 from polytempo.records.files import read_events, read_meta
-from polytempo.records.lines import MAIN, MEAN, of_track
+from polytempo.records.lines import MAIN, MEAN, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.sync.spec import parse_spec
 
@@ -22,12 +22,12 @@ def check(
     meta = read_meta(directory)
     spec = parse_spec(meta["spec"])
     lines = decisions = 0
-    for track, text in (meta.get("job", {}).get("optimizers") or {MAIN: spec.text}).items():
+    for optimizer_id, text in (meta.get("job", {}).get("optimizers") or {MAIN: spec.text}).items():
         own = parse_spec(text)
         policy = own.policy(meta["size"])
-        policy.begin_at(0 if track.endswith(MEAN) else meta.get("first_step", 0))
-        lines += check_lines(of_track(read_events(directory), track), own, meta["size"])
-        decisions += replay(of_track(read_events(directory), track), policy)
+        policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta.get("first_step", 0))
+        lines += check_lines(of_optimizer(read_events(directory), optimizer_id), own, meta["size"])
+        decisions += replay(of_optimizer(read_events(directory), optimizer_id), policy)
     if not decisions and meta.get("job", {}).get("progress"):
         raise UsageError(
             f"{directory} is the record of a pipeline, which follows its schedule and makes no decisions to check; "

@@ -86,12 +86,15 @@ def compare(
     middle = [repeated(found, target) for found in runs.values()]
     _show(middle, target, title, repeats)
     if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        every = [run.as_dict() for found in runs.values() for run in found]
-        json_file.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
+        _write_json(json_file, [run for found in runs.values() for run in found])
     if picture:
         draw_training(middle, target, picture, title, "seconds")
         typer.echo(f"picture: {picture}", err=True)
+
+
+def _write_json(path: Path, runs: list[LiveRun]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
 
 
 def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:

@@ -40,10 +40,10 @@ from polytempo.protocol.messages import (
     Register,
     Resend,
     SendSeed,
+    StatusReply,
     Stopped,
     StoreGet,
     StoreSet,
-    Told,
     Welcome,
     encode,
 )
@@ -94,9 +94,9 @@ class Client:
             PulledRows: lambda shard, message, buffers: self.pulls.answered(message, buffers),
             UnknownKeys: lambda shard, message, buffers: self.pulls.send_keys(message.request, message.shard),
             Held: self._held,
-            Told: self._status,
+            StatusReply: self._status,
             Resend: lambda shard, message, buffers: self.exchanges.resend(shard, message.id),
-            SendSeed: lambda shard, message, buffers: self.exchanges.send_seed(message.track),
+            SendSeed: lambda shard, message, buffers: self.exchanges.send_seed(message.optimizer_id),
             Welcome: self._welcome,
             Refused: self._refused,
             StoreSet: self._value_stored,
@@ -132,11 +132,11 @@ class Client:
 
     # Pushes and their answers.
 
-    def register(self, name: str, proposal: OptimizerSpec, seed: MakeSeed, state: ClientState) -> None:
+    def register(self, name: str, optimizer_spec: OptimizerSpec, seed: MakeSeed, state: ClientState) -> None:
         """Take part in an optimizer, and wait for the values it starts from."""
         self.exchanges.states[name] = state
         state.seed = seed
-        self.connections.send(0, Register(track=name, proposal=proposal))
+        self.connections.send(0, Register(optimizer_id=name, optimizer_spec=optimizer_spec))
         self._wait(lambda: state.joined, "all workers to make their optimizer", None, state)
 
     def push(self, waiting: Outstanding, sent: Sequence[PartlySent] | None = None) -> None:
@@ -243,9 +243,9 @@ class Client:
             handler(shard, message, buffers)
 
     def _held(self, shard: int, message: Held, buffers: list[Bytes]) -> None:
-        self.exchanges.states[message.track].held = message
+        self.exchanges.states[message.optimizer_id].held = message
 
-    def _status(self, shard: int, message: Told, buffers: list[Bytes]) -> None:
+    def _status(self, shard: int, message: StatusReply, buffers: list[Bytes]) -> None:
         """What a shard knows of a push, read or pull: is it lost, or does it only take its time?"""
         if message.what == "push":
             self.exchanges.status(shard, message)

@@ -1,4 +1,4 @@
-"""What a worker keeps of each conversation with the servers: a track, its pushes that wait for an answer, a read."""
+"""A worker's state with the servers: of each optimizer, of each push that waits for an answer, of a read."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Outstanding:
         return [*self.parts[shard], *self.rows[shard]] if self.rows else self.parts[shard]
 
 
-NO_ANSWER = Answer(track="", shard=0, exchange=-1, place=-1, step=-1, version=0, stop=False)
+NO_ANSWER = Answer(optimizer_id="", shard=0, exchange=-1, place=-1, step=-1, version=0, stop=False)
 
 
 @dataclass
 class ClientState:
-    """What this worker knows of one track."""
+    """This worker's state in one optimizer."""
 
     name: str
     released: int = -1  # the last step it may start
-    ahead: int = 0  # so many pushes may be under way while the next is computed
+    ahead: int = 0  # pushes that may be under way while the next is computed
     version: int = 0
     waited: float = 0.0  # by the mode, all in all, once the job had started
     staleness: int = 0  # of the last push that was answered
@@ -64,7 +64,7 @@ class ClientState:
         return not self.ahead or not self.outstanding or step <= min(self.outstanding) + self.ahead
 
     def waits_for(self, what: str) -> str:
-        """For people: whom this worker waits for, and why, if the mode has said."""
+        """The ranks this worker waits for, and why, if the policy holds it."""
         if self.held is None:
             return what
         more = f" and {self.held.waiting_count - len(self.held.waiting_for)} more" if self.held.waiting_count > 8 else ""
@@ -75,7 +75,7 @@ class ClientState:
 class Reading:
     """A read under way."""
 
-    track: str
+    optimizer_id: str
     what: str
     request: int = -1
     answers: dict[int, tuple[ReadAnswer, list[Bytes]]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import msgspec
 
 from polytempo.client.client_state import ClientState, Outstanding, PartlySent, split_rows
 from polytempo.client.connections import ServerConnections
-from polytempo.protocol.messages import Answer, Push, PushStatus, Repeat, Told
+from polytempo.protocol.messages import Answer, Push, PushStatus, Repeat, StatusReply
 from polytempo.protocol.values import PushId
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes
@@ -46,7 +46,7 @@ class Exchanges:
         """Send a push to all shards; `sent`: for each shard the buckets that were sent during backward."""
         push = waiting.push
         push.asked = self.asked
-        state = self.states[push.id.track]
+        state = self.states[push.id.optimizer_id]
         state.outstanding[push.id.step] = waiting
         state.held = None
         if sent is None:
@@ -55,7 +55,7 @@ class Exchanges:
         for shard, (partial, patches, rest) in enumerate(sent):
             if partial:
                 rows = waiting.rows[shard] if waiting.rows else []
-                named = msgspec.structs.replace(push, staged=partial, patches=patches)
+                named = msgspec.structs.replace(push, sent_buckets=partial, patches=patches)
                 self._connections.send(shard, named, [*rest, *rows])
             else:
                 self._connections.send(shard, push, waiting.buffers(shard))
@@ -78,11 +78,11 @@ class Exchanges:
         """Ask all shards about the pushes that are not answered."""
         for waiting in state.outstanding.values():
             for shard in range(self._shards):
-                self._connections.send(shard, PushStatus(what="push", track=state.name, number=waiting.push.id.step))
+                self._connections.send(shard, PushStatus(what="push", optimizer_id=state.name, number=waiting.push.id.step))
 
-    def status(self, shard: int, told: Told) -> None:
+    def status(self, shard: int, told: StatusReply) -> None:
         """What a shard knows of a push."""
-        waiting = self.states[told.track].outstanding.get(told.number) if told.track in self.states else None
+        waiting = self.states[told.optimizer_id].outstanding.get(told.number) if told.optimizer_id in self.states else None
         if waiting is None:
             return
         if told.state == "unknown":
@@ -93,7 +93,7 @@ class Exchanges:
 
     def resend(self, shard: int, identity: PushId) -> None:
         """A shard has not got its part of a push in full."""
-        if (waiting := self.states[identity.track].outstanding.get(identity.step)) is not None:
+        if (waiting := self.states[identity.optimizer_id].outstanding.get(identity.step)) is not None:
             self._send_again(shard, waiting)
 
     def repeat(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Exchanges:
 
     def answered(self, answer: Answer, buffers: list[Bytes]) -> None:
         """One shard's answer to a push, or to the registration of an optimizer."""
-        state = self.states[answer.track]
+        state = self.states[answer.optimizer_id]
         if not state.joined:
             state.started[answer.shard] = answer, buffers
             if len(state.started) == self._shards:

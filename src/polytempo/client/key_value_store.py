@@ -1,7 +1,7 @@
 """Where ranks on several hosts find each other: the job's first server, or a key-value store of torch's. Only addresses.
 
-Whoever reaches the port of torch's store can read and write it. All that this can do is keep ranks from finding each other:
-with the keys of the key file they prove to each other who they are.
+Every process that reaches the port of torch's store can read and write it. All that this can do is keep ranks from finding
+each other: with the keys of the key file they prove to each other who they are.
 """
 
 from __future__ import annotations

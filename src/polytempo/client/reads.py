@@ -16,7 +16,7 @@ import torch
 
 from polytempo.client.client_state import Reading
 from polytempo.compression.key_cache import KeySender
-from polytempo.protocol.messages import AnyMessage, PushStatus, ReadAnswer, ReadRequest, Told
+from polytempo.protocol.messages import AnyMessage, PushStatus, ReadAnswer, ReadRequest, StatusReply
 from polytempo.protocol.values import Keys, Pull, PulledRows
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.transport.channel import Bytes
@@ -45,7 +45,9 @@ class Reads:
         self._request(reading)
 
     def _request(self, reading: Reading) -> None:
-        request = ReadRequest(track=reading.track, worker=self._rank, request=reading.request, what=reading.what)
+        request = ReadRequest(
+            optimizer_id=reading.optimizer_id, worker=self._rank, request=reading.request, what=reading.what
+        )
         self._send(0, request, ())
 
     def answered(self, answer: ReadAnswer, buffers: list[Bytes]) -> None:
@@ -66,9 +68,9 @@ class Reads:
         """Ask what became of a read."""
         for shard in range(self._shards):
             if shard == 0 or shard not in reading.answers:
-                self._send(shard, PushStatus(what="read", track=reading.track, number=reading.request), ())
+                self._send(shard, PushStatus(what="read", optimizer_id=reading.optimizer_id, number=reading.request), ())
 
-    def status(self, shard: int, told: Told) -> bool:
+    def status(self, shard: int, told: StatusReply) -> bool:
         """What a shard knows of a read; True when its answer was lost."""
         reading = self._readings.get(told.number)
         if reading is None:
@@ -101,19 +103,19 @@ class Pulls:
         self._waiting: dict[int, PendingPull] = {}
         self._requests = 0
 
-    def ask(self, track: str, table: int, ids: Sequence[torch.Tensor], cached: bool = False) -> int:
+    def ask(self, optimizer_id: str, table: int, ids: Sequence[torch.Tensor], cached: bool = False) -> int:
         """Ask for rows, given each shard's ids; the number under which they will come."""
         lists = {shard: as_bytes(own) for shard, own in enumerate(ids) if own.numel()}
-        request = self._begin(Pull(track=track, request=0, table=table), lists, cached)
+        request = self._begin(Pull(optimizer_id=optimizer_id, request=0, table=table), lists, cached)
         for shard in lists:
             keys = self.keys(shard, ids[shard]) if cached else None
             self._send(request, shard, keys)
         return request
 
-    def ask_span(self, track: str, table: int, span: tuple[int, int], what: str = "rows") -> int:
+    def ask_span(self, optimizer_id: str, table: int, span: tuple[int, int], what: str = "rows") -> int:
         """Ask for all rows of a span, or for its clock."""
         nothing = {shard: as_bytes(torch.empty(0)) for shard in range(self._shards)}
-        request = self._begin(Pull(track=track, request=0, table=table, span=span, what=what), nothing)
+        request = self._begin(Pull(optimizer_id=optimizer_id, request=0, table=table, span=span, what=what), nothing)
         for shard in range(self._shards):
             self._send(request, shard, None)
         return request
@@ -132,7 +134,7 @@ class Pulls:
     def _send(self, request: int, shard: int, keys: Keys | None) -> None:
         waiting = self._waiting[request]
         pull = Pull(
-            track=waiting.pull.track,
+            optimizer_id=waiting.pull.optimizer_id,
             request=request,
             table=waiting.pull.table,
             span=waiting.pull.span,
@@ -154,9 +156,11 @@ class Pulls:
         waiting = self._waiting[request]
         for shard in waiting.ids:
             if shard not in waiting.answers:
-                self._send_message(shard, PushStatus(what="pull", track=waiting.pull.track, number=request), ())
+                self._send_message(
+                    shard, PushStatus(what="pull", optimizer_id=waiting.pull.optimizer_id, number=request), ()
+                )
 
-    def status(self, shard: int, told: Told) -> bool:
+    def status(self, shard: int, told: StatusReply) -> bool:
         """What a shard knows of a pull; True when the pull or its answer was lost: it is asked for again."""
         waiting = self._waiting.get(told.number)
         lost = waiting is not None and told.state != "received" and shard in waiting.ids and shard not in waiting.answers

@@ -1,4 +1,4 @@
-"""The tables of a track as its worker sees them: rows into pushes, rows out of answers.
+"""The tables of an optimizer as its worker sees them: rows into pushes, rows out of answers.
 
 A `WorkerTable` knows what to push and what it will need next; this file cuts both along the shards, and puts what comes back
 together. What the next step needs rides on the push and comes with its answer: no further message, and exact in every mode.
@@ -81,10 +81,10 @@ class Listed:
 
 
 class RowTraffic:
-    """All tables of one track."""
+    """All tables of one optimizer."""
 
-    def __init__(self, client: Client, track: str, tables: Sequence[WorkerTable]) -> None:
-        self._client, self._track = client, track
+    def __init__(self, client: Client, optimizer_id: str, tables: Sequence[WorkerTable]) -> None:
+        self._client, self._track = client, optimizer_id
         self.tables = list(tables)
         self._wanted: dict[int, list[tuple[torch.Tensor, Routing]]] = {}  # by exchange
 

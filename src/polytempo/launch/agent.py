@@ -75,6 +75,8 @@ class Agent:
 
     def __init__(self, request: JoinRequest, display: Display) -> None:
         self.request, self.display = request, display
+        if request.fork:
+            preload()
         self._host, port = split_address(request.join, "--join")
         self._channel = ZmqChannel(
             f"tcp://{self._host}:{port}", f"agent-{os.urandom(8).hex()}".encode(), request.keys, Pool(), 1 << 30
@@ -84,8 +86,6 @@ class Agent:
         self._failed = False
         self._interrupted = False
         self._heard = 0.0  # time of the last message of the coordinator
-        if request.fork:
-            preload()
         self._monitor = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("agent")
 

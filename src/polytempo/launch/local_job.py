@@ -55,7 +55,7 @@ from polytempo.launch.supervisor import (
     last_error,
     waited_too_long,
 )
-from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Status, Stop, StoreValue
+from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Notice, Status, Stop
 from polytempo.protocol.values import TrainingProgress
 from polytempo.transport.keys import write_key_file
 
@@ -156,7 +156,7 @@ class LocalJob:
             Readable: lambda _: self._receive(),
             Signalled: self._on_signal,
             Status: self._on_status,
-            StoreValue: self._on_notice,
+            Notice: self._on_notice,
             Gone: lambda message: self._worker_ended(message.worker, message.reason, message.cause),  # on another host
             Finished: self._on_finished,
         }
@@ -312,7 +312,7 @@ class LocalJob:
         self.display.show(status)
         self._check_timeout(status)
 
-    def _on_notice(self, message: StoreValue) -> None:
+    def _on_notice(self, message: Notice) -> None:
         if message.fatal and not self._supervisor.ending:
             self._supervisor.ending = True
             self._end.cause = EndJob(message.text)

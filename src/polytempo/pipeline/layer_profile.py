@@ -29,15 +29,15 @@ _MEASURES = ("forward_ms", "backward_ms", "activation_bytes", "weight_bytes")
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer takes and gives, for one minibatch."""
+    """The costs of one layer for one minibatch."""
 
     name: str
     forward_s: float
     backward_s: float
-    activation_bytes: float  #: what passes on to the next layer
+    activation_bytes: float  #: sent to the next layer
     weight_bytes: float
     made_bytes: float | None = None  #: all outputs made in this layer, kept for backward; None: only what passes on
-    spread_s: float | None = None  #: half of what lies between the quartiles of its measured seconds; None: not known
+    spread_s: float | None = None  #: half of the interquartile range of its measured seconds; None: not known
 
     @property
     def seconds(self) -> float:
@@ -152,7 +152,7 @@ def _without_inputs(nodes: dict[str, Mapping[str, Any]], edges: Iterable[Sequenc
 
 
 def _order(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
-    """Every node after those it needs, as late as it can be; see the head of this file."""
+    """Every node after those it needs, as late as possible; see the head of this file."""
     before: dict[str, list[str]] = {node: [] for node in nodes}
     after: dict[str, list[str]] = {node: [] for node in nodes}
     for producer, consumer in edges:
@@ -179,7 +179,7 @@ def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def _longest_paths(neighbours: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """For each node, how many steps can be gone from it along `neighbours`."""
+    """For each node, the length of the longest path from it along `neighbours`."""
     paths: dict[str, int] = {}
     try:
         for node in TopologicalSorter(neighbours).static_order():

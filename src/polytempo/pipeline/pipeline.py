@@ -58,9 +58,8 @@ class Pipeline:
         seed: Of dropout, whose masks do not depend on the schedule.
         device: Where this stage computes.
         example: A tuple of inputs, for `stages="auto"` and for models that can only be traced on an input.
-        checkpoint: A directory in which each stage writes its part: at every flush of an endless schedule, when another
-            stage
-            is lost, and with `checkpoint_every`.
+        checkpoint: A directory in which each stage writes its part: at `flush()` of a schedule without flushes, when another
+            stage is lost, and with `checkpoint_every`.
         checkpoint_every: Write a checkpoint each time this number of steps is done; 0 for never.
         resume: A directory of checkpoints to resume from, at the last step that is complete at all stages.
         clip_norm: Clip the gradients of the whole model to this norm; not for schedules without a flush.

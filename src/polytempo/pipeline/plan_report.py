@@ -63,16 +63,16 @@ def _limit(profile: Profile, plan: StagePlan) -> str:
 
 
 def _doubts(profile: Profile) -> list[str]:
-    """How sure the times are, where that was measured."""
+    """The spread of the times, where it was measured."""
     if any(layer.spread_s is None for layer in profile.layers):
         return []
     share = _spread(profile.layers) / (sum(layer.seconds for layer in profile.layers) or 1.0)
     advice = "; measure again with --repeats 20, on a machine that does nothing else" if share > 0.1 else ""
-    return [f"measured: medians; ± is half of what lies between the quartiles, {100 * share:.0f} % of a pass{advice}"]
+    return [f"measured: medians; ± is half of the interquartile range, {100 * share:.0f} % of a pass{advice}"]
 
 
 def _spread(layers: Sequence[Layer]) -> float:
-    """Of the sum of some layers' seconds, which vary by themselves."""
+    """The spread of the sum of some layers' seconds, which vary independently."""
     return math.sqrt(math.fsum((layer.spread_s or 0.0) ** 2 for layer in layers))
 
 

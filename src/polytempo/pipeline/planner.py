@@ -48,7 +48,7 @@ from polytempo.errors import UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile
 from polytempo.pipeline.topology import Level, Topology
 
-#: Sums in another order differ by this much; a plan has to be better by more to be taken for better.
+#: Sums in another order differ by this much; a plan must be better by more than this to count as better.
 _ROUNDING = 1 + 1e-12
 
 
@@ -62,8 +62,8 @@ class PlannedStage:
     time: float
     memory: float  #: bytes on each device
     compute: float  #: the part of `time` that is forward and backward
-    exchange: float  #: what replicas take to exchange their updates
-    send: float  #: what sending to the next stage and back takes, beside `time`
+    exchange: float  #: seconds in which replicas exchange their updates
+    send: float  #: seconds of sending to the next stage and back, beside `time`
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Part:
 
 
 class _Search:
-    """Tables of values, made when they are first asked for."""
+    """Tables of values, made on first use."""
 
     def __init__(self, profile: Profile, formula: Formula, straight: bool) -> None:
         self.layers = Layers(profile)
@@ -171,7 +171,7 @@ class _Search:
         self._tables: dict[tuple[tuple[Level, ...], Fraction, bool], _Table] = {}
 
     def table(self, levels: tuple[Level, ...], behind: Fraction, whole: bool) -> _Table:
-        """The table of a component of these levels; `whole`: only pipelines that begin at the first layer are asked for."""
+        """The table of a component of these levels; `whole`: only pipelines that begin at the first layer are needed."""
         key = (levels, behind if self.formula.limited else Fraction(0), whole)
         if key not in self._tables:
             self._tables[key] = _Table(self, *key)
@@ -280,7 +280,7 @@ def _shared(part: _Part, weights: float, replicas: int, bandwidth: float, formul
 
 
 def _described(layers: Layers, parts: list[_Part], formula: Paper) -> tuple[PlannedStage, ...]:
-    """The stages with what they take."""
+    """The stages with their times and memory."""
     stages, behind = [], 0
     for part in reversed(parts):
         compute = layers.seconds(part.first, part.last) / part.replicas

@@ -67,7 +67,7 @@ def _samples(inputs: Sequence[Any]) -> int:
 
 
 def _gpus(parts: Sequence[ModelPart], device: Device) -> list[torch.device]:
-    """Whose random generators might be used."""
+    """The devices whose random generators the model may use."""
     found = {param.device for part in parts for _, param in part.parameters()}
     return [one for one in found | ({torch.device(device)} if device is not None else set()) if one.type == "cuda"]
 
@@ -88,7 +88,7 @@ def _measured_or_refused(name: str, part: ModelPart, value: Any, repeats: int, d
 
 
 def _measured(name: str, part: ModelPart, value: Any, repeats: int) -> tuple[Layer, Any]:
-    """What a layer takes, and what it gives."""
+    """The inputs and outputs of a layer."""
     params = {param: None for _, param in part.parameters()}
     made: dict[int, int] = {}
     with _saving(made):
@@ -112,7 +112,7 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int) -> tuple[Lay
 
 
 def _spread(seconds: Sequence[float]) -> float | None:
-    """Half of what lies between the quartiles: one slow measurement in five does not move it."""
+    """Half of the interquartile range: one slow measurement in five does not change it."""
     if len(seconds) < 3:
         return None
     first, _, third = quantiles(seconds, n=4, method="inclusive")
@@ -131,7 +131,7 @@ def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]
 
 
 def _now(devices: set[torch.device]) -> float:
-    """The time when all that was begun there is done."""
+    """The time when all work on the device is complete."""
     for device in devices:
         torch.cuda.synchronize(device)
     return perf_counter()
@@ -152,14 +152,14 @@ def _backward(output: Any, gradients: Sequence[torch.Tensor | None]) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the memory behind a tensor begins, and its bytes."""
+    """The address of the storage of a tensor, and its bytes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 @contextmanager
 def _saving(made: dict[int, int]) -> Iterator[None]:
-    """Writes down the memory that torch keeps for backward."""
+    """Collects the memory that autograd saves for backward."""
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         made.update([_memory(tensor)])
@@ -171,7 +171,7 @@ def _saving(made: dict[int, int]) -> Iterator[None]:
 
 @contextmanager
 def _borrowed(module: nn.Module, device: Device) -> Iterator[None]:
-    """A layer on a device and without gradients; afterwards it is where it was, and as it was."""
+    """A layer on a device and without gradients; afterwards its device and gradients are restored."""
     params = [(param, param.data, param.grad) for param in module.parameters()]
     owners = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)]
     contents = [buffer.clone() for _, _, buffer in owners]
@@ -216,7 +216,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _fresh(value: Any, copied: bool) -> Any:
-    """The same values without their past. `copied`: for a layer that changes its input."""
+    """The same values, detached. `copied`: for a layer that changes its input."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         leaf = tensor.detach().requires_grad_(tensor.requires_grad)

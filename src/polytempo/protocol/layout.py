@@ -79,7 +79,7 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[TensorInfo], shards: int, whole: bool = False) -> Layout:
-    """Cut these tensors into so many shards."""
+    """Cut these tensors into `shards` shards."""
     if shards < 1:
         raise UsageError(f"expected at least 1 server, got {shards}")
     for info in tensors:

@@ -8,8 +8,8 @@ from polytempo.protocol.values import OptimizerSpec, PushId, UpdatePart, WireMes
 class Setup(WireMessage):
     """Make the store of this optimizer."""
 
-    track: str
-    proposal: OptimizerSpec
+    optimizer_id: str
+    optimizer_spec: OptimizerSpec
     resume: bool = False
 
 
@@ -22,7 +22,7 @@ class Seed(WireMessage):
 class Update(WireMessage):
     """Make one update of these pushes at the learning rate times `rate`."""
 
-    track: str
+    optimizer_id: str
     version: int
     parts: tuple[UpdatePart, ...]
     rate: float
@@ -39,11 +39,11 @@ class Drop(WireMessage):
 class Reply(WireMessage):
     """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
 
-    track: str
+    optimizer_id: str
     worker: int
     incarnation: int
     exchange: int
-    place: int  #: of this entry: no other answer in this track has the same
+    place: int  #: of this entry: no other answer of this optimizer has the same
     step: int
     version: int
     stop: bool
@@ -56,7 +56,7 @@ class Reply(WireMessage):
 class ReadHere(WireMessage):
     """Answer this read with what is here."""
 
-    track: str
+    optimizer_id: str
     worker: int
     request: int
     what: str

@@ -1,16 +1,18 @@
 """The headers of all messages, as typed values, and their bytes (msgpack).
 
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
-one of these is refused. Buffers are checked against the layout by whoever uses them.
+one of these is refused. Buffers are checked against the layout where they are used.
 
-    worker   -> first server   Hello, Register, Read, Repeat, Leave, Metric, Post, Look, Keep (with buffers)
-    worker   -> every server   Hello, Ask, Push, Staged and Pull (with buffers)
-    server   -> first server   Hello, Arrived, Norm, Saved, NotSaved, Failed
-    first server -> servers    Entries (of the log), NormTotal
-    server   -> worker         Welcome, Answer, ReadAnswer and Rows (with buffers), Held, SendSeed, Told, Resend,
-                               UnknownKeys, Refused, Departed, Post (what was looked for), Stopped
-    launcher -> first server   Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
-    agent    -> first server   Hello, Gone, Beat;                          back: Assigned, Beat, Stopped
+    worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, MetricReport, StoreSet, StoreGet
+    worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull and Keep (with buffers)
+    server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
+    coordinator -> servers     Entries (of the log), NormTotal, Stopped
+    server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
+                               Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped
+    launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
+    agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
+
+The coordinator is part of server 0.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from polytempo.protocol.values import (
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
-#: What somebody who has not said who it is may send.
+#: What a peer may send before its Hello was accepted.
 STRANGER_LIMIT = 64 << 10
 
 
@@ -61,8 +63,8 @@ class Hello(WireMessage):
 class Register(WireMessage):
     """This worker has made an optimizer."""
 
-    track: str
-    proposal: OptimizerSpec
+    optimizer_id: str
+    optimizer_spec: OptimizerSpec
 
 
 class Push(WireMessage):
@@ -84,7 +86,7 @@ class Push(WireMessage):
     positions: tuple[Position, ...] = ()  #: of every sampler that trains
     state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
     digest: bytes = b""  #: for kinds "state" and "values": of all that is given
-    staged: tuple[SentBucket, ...] = ()  #: what was sent ahead and counts
+    sent_buckets: tuple[SentBucket, ...] = ()  #: what was sent ahead and counts
     patches: tuple[BufferRange, ...] = ()  #: if that is so: what the buffers are
     rows: tuple[RowPart, ...] = ()  #: of tables; their buffers come after the dense ones
     wants: tuple[Want, ...] = ()  #: rows that the answer shall bring; the buffers of their ids come last
@@ -94,7 +96,7 @@ class Push(WireMessage):
     values: bool = True  #: shall the answer bring the dense values?
     touched: str = ""  #: a parameter that the script has written to since the last step
     asked: bool = False  #: has this worker asked whether to stop?
-    likeness: int = 0  #: a digest of the gradient, in the first few pushes
+    gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
 
 
 class PartialPush(WireMessage):
@@ -111,7 +113,7 @@ class PushStatus(WireMessage):
     which does not know it has lost it."""
 
     what: str  #: "push", "read" or "pull"
-    track: str
+    optimizer_id: str
     number: int  #: of the push its step, else the request
 
 
@@ -129,7 +131,7 @@ class ReadRequest(WireMessage):
     "filters": what a worker of my rank had left over in its filters when the checkpoint was made that the job goes on from.
     """
 
-    track: str
+    optimizer_id: str
     worker: int
     request: int
     what: str
@@ -161,7 +163,7 @@ class StoreSet(WireMessage):
 class Keep(WireMessage):
     """What this worker's filters hold back, for a checkpoint; `state` describes the buffers."""
 
-    track: str
+    optimizer_id: str
     checkpoint: str
     state: bytes
 
@@ -195,7 +197,7 @@ class Welcome(WireMessage):
 class Answer(WireMessage):
     """The exchange is finished; you may start `step`. The values follow in the buffers."""
 
-    track: str
+    optimizer_id: str
     shard: int
     exchange: int
     place: int  #: in the log: answers of all shards from one place are one state of the job
@@ -205,7 +207,7 @@ class Answer(WireMessage):
     waited: float = 0.0
     staleness: int = 0
     skipped: bool = False
-    absent: tuple[int, ...] = ()  #: tensors for which nobody had a gradient, where gradients are averaged
+    absent: tuple[int, ...] = ()  #: tensors for which no push had a gradient, where gradients are averaged
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
@@ -218,7 +220,7 @@ class Answer(WireMessage):
 class ReadAnswer(WireMessage):
     """What was read; `state` describes the buffers where they are an optimizer's state."""
 
-    track: str
+    optimizer_id: str
     shard: int
     request: int
     version: int
@@ -227,9 +229,9 @@ class ReadAnswer(WireMessage):
 
 
 class Held(WireMessage):
-    """You wait, and for whom."""
+    """The policy holds this push, and for which ranks."""
 
-    track: str
+    optimizer_id: str
     exchange: int
     waiting_for: tuple[int, ...]
     waiting_count: int
@@ -239,15 +241,15 @@ class Held(WireMessage):
 class SendSeed(WireMessage):
     """The job starts from your values: push them."""
 
-    track: str
+    optimizer_id: str
 
 
-class Told(WireMessage):
+class StatusReply(WireMessage):
     """What a shard knows of what it was asked about. It goes behind the answer, on the same connection: who hears "answered"
     and has no answer has lost it."""
 
     what: str
-    track: str
+    optimizer_id: str
     number: int
     state: str  #: "unknown", "received" or "answered"
     place: int = -1  #: of the answer to a push
@@ -296,7 +298,7 @@ class Stop(WireMessage):
 
 
 class StatusRequest(WireMessage):
-    """How is everybody?"""
+    """Ask for the status of all workers."""
 
 
 class WorkerStatus(msgspec.Struct, array_like=True):
@@ -314,7 +316,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
 
 
 class Status(WireMessage):
-    """How everybody is."""
+    """The status of all workers."""
 
     seconds: float
     used: float  #: share of the budget, 0 without one
@@ -324,8 +326,8 @@ class Status(WireMessage):
     trains: bool = False  #: has any worker made an optimizer?
 
 
-class StoreValue(WireMessage):
-    """Something the launcher should say."""
+class Notice(WireMessage):
+    """A line for the launcher's output."""
 
     text: str
     fatal: bool = False
@@ -381,7 +383,7 @@ class Norm(WireMessage):
     """The squared norm of this shard's part of an update."""
 
     shard: int
-    track: str
+    optimizer_id: str
     version: int
     square: float
 
@@ -389,7 +391,7 @@ class Norm(WireMessage):
 class NormTotal(WireMessage):
     """The sum over all shards."""
 
-    track: str
+    optimizer_id: str
     version: int
     square: float
 
@@ -447,7 +449,7 @@ AnyMessage = (
     | ReadAnswer
     | Held
     | SendSeed
-    | Told
+    | StatusReply
     | Resend
     | Refused
     | Departed
@@ -456,7 +458,7 @@ AnyMessage = (
     | Stop
     | StatusRequest
     | Status
-    | StoreValue
+    | Notice
     | Finish
     | Finished
     | Expecting

@@ -50,7 +50,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 class PushId(msgspec.Struct, array_like=True, frozen=True):
     """Which push: never applied twice."""
 
-    track: str
+    optimizer_id: str
     worker: int
     incarnation: int
     step: int
@@ -141,7 +141,7 @@ class RowAnswer(msgspec.Struct, array_like=True, frozen=True):
 class Pull(WireMessage):
     """Send me rows, or say ("clock") which steps have reached a span. Buffer: ids, as for `Want`."""
 
-    track: str
+    optimizer_id: str
     request: int
     table: int
     span: tuple[int, int] | None = None
@@ -152,7 +152,7 @@ class Pull(WireMessage):
 class PulledRows(WireMessage):
     """The answer to `Pull`; the rows follow in a buffer."""
 
-    track: str
+    optimizer_id: str
     shard: int
     request: int
     version: int = 0

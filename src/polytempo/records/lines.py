@@ -19,10 +19,10 @@ MAIN = "0"  #: the first optimizer of a job, whose lines do not name it
 MEAN = "/mean"  #: ends the name of a side clock, in which gradients are averaged
 
 
-def of_track(lines: Iterable[RecordLine], track: str) -> Iterator[RecordLine]:
+def of_optimizer(lines: Iterable[RecordLine], optimizer_id: str) -> Iterator[RecordLine]:
     """The lines that belong to one optimizer, without its name; what belongs to none goes with the first."""
     for line in lines:
-        if line.get("optimizer", MAIN) == track:
+        if line.get("optimizer", MAIN) == optimizer_id:
             yield {key: value for key, value in line.items() if key != "optimizer"}
 
 

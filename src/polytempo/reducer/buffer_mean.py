@@ -39,6 +39,6 @@ class BufferMean:
             self._infos = infos
             self._copies = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
             spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},))
-            self._reducer = ServerReducer(self._session, f"{self._session.next_track()}/mean", spec, self._copies)
+            self._reducer = ServerReducer(self._session, f"{self._session.next_optimizer_id()}/mean", spec, self._copies)
             self._reducer.client_state.take = self._reducer.copier.scatter  # values, not gradients
         return self._reducer

@@ -312,7 +312,7 @@ class CollectiveReducer(Reducer):
                 skips=skip,
                 absent=frozenset(about.get("absent", ())),
                 touched=bool(self.copier.watch.touched),
-                gradient=about.get("likeness", 0),
+                gradient=about.get("gradient_digest", 0),
             )
             self._round(ballot, hyper)
         self.step += 1

@@ -260,7 +260,7 @@ class ServerReducer(Reducer):
         name, self.client_state.checkpoint = self.client_state.checkpoint, ""
         residuals = self.filters.state().items()
         state, buffers = pack([SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in residuals])
-        self.client.send_partial(0, Keep(track=self.name, checkpoint=name, state=state), buffers)
+        self.client.send_partial(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
 
     def set_sending(self, sending: bool) -> None:
         super().set_sending(sending)

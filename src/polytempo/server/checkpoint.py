@@ -36,34 +36,38 @@ class SavedShard:
     """What one file holds of one optimizer: stretches of values, and runs of state."""
 
     values: list[tuple[str, int, torch.Tensor]]  # dtype, where it starts, the elements
-    runs: list[SegmentState]
+    segments: list[SegmentState]
     rows: dict[str, torch.Tensor]  # of tables, by their number and a name
     clocks: list[dict[str, Any]]  # of tables
 
 
-def write_shard(directory: Path, name: str, shard: int, stores: Mapping[str, Shard]) -> tuple[str, str, dict[str, Any]]:
+def write_shard(
+    directory: Path, name: str, shard: int, optimizer_shards: Mapping[str, Shard]
+) -> tuple[str, str, dict[str, Any]]:
     """Write one shard's file; its name, digest and table of contents."""
     tensors: dict[str, torch.Tensor] = {}
     contents: dict[str, Any] = {}
-    for track, store in stores.items():
-        if store.averages:
+    for optimizer_id, optimizer_shard in optimizer_shards.items():
+        if optimizer_shard.averages:
             continue
-        values = store.saved_values()
+        values = optimizer_shard.saved_values()
         for index, (_, _, tensor) in enumerate(values):
-            tensors[f"{track}.value.{index}"] = tensor
-        runs = []
-        for index, run in enumerate(store.state()):
-            plain = {n: v for n, v in run.state.items() if not isinstance(v, torch.Tensor)}
-            held = {n: v for n, v in run.state.items() if isinstance(v, torch.Tensor)}
-            tensors |= {f"{track}.state.{index}.{n}": v.contiguous() for n, v in held.items()}
-            runs.append({"dtype": run.dtype, "start": run.start, "stop": run.stop, "names": list(held), "plain": plain})
-        rows = store.rows.saved()
-        tensors |= {f"{track}.table.{n}": v for n, v in rows.items()}
-        contents[track] = {
+            tensors[f"{optimizer_id}.value.{index}"] = tensor
+        segments = []
+        for index, segment in enumerate(optimizer_shard.state()):
+            plain = {n: v for n, v in segment.state.items() if not isinstance(v, torch.Tensor)}
+            held = {n: v for n, v in segment.state.items() if isinstance(v, torch.Tensor)}
+            tensors |= {f"{optimizer_id}.state.{index}.{n}": v.contiguous() for n, v in held.items()}
+            segments.append(
+                {"dtype": segment.dtype, "start": segment.start, "stop": segment.stop, "names": list(held), "plain": plain}
+            )
+        rows = optimizer_shard.rows.saved()
+        tensors |= {f"{optimizer_id}.table.{n}": v for n, v in rows.items()}
+        contents[optimizer_id] = {
             "values": [[dtype, start] for dtype, start, _ in values],
-            "runs": runs,
+            "runs": segments,
             "rows": list(rows),
-            "clocks": store.rows.saved_clocks(),
+            "clocks": optimizer_shard.rows.saved_clocks(),
         }
     partial = directory / f"{name}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
@@ -129,49 +133,49 @@ class JobCheckpoints:
         return checkpoint.name not in self._parts and not same
 
 
-def read_shards(directory: Path, track: str, proposal: OptimizerSpec) -> list[SavedShard]:
+def read_shards(directory: Path, optimizer_id: str, spec: OptimizerSpec) -> list[SavedShard]:
     """All that a checkpoint holds of one optimizer; refused when it is of another model."""
     manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    saved = manifest["tracks"][track]["proposal"]
+    saved = manifest["tracks"][optimizer_id]["proposal"]
     tensors = [TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]]
     tables = [TableInfo(*described) for described in saved.get("tables", [])]
-    difference = first_difference(proposal.tensors, tensors) or table_difference(proposal.tables, tables)
+    difference = first_difference(spec.tensors, tensors) or table_difference(spec.tables, tables)
     if difference:
         raise UsageError(f"the checkpoint {directory.name} is of another model: {difference} (there: the checkpoint)")
-    if saved["optimizer"] != proposal.optimizer:
+    if saved["optimizer"] != spec.optimizer:
         there = saved["optimizer"] or "none"
-        raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {proposal.optimizer}")
-    return [_read_shard(directory / file["file"], track, file["tensors"][track]) for file in manifest["files"]]
+        raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {spec.optimizer}")
+    return [_read_shard(directory / file["file"], optimizer_id, file["tensors"][optimizer_id]) for file in manifest["files"]]
 
 
-def _read_shard(path: Path, track: str, contents: Mapping[str, Any]) -> SavedShard:
+def _read_shard(path: Path, optimizer_id: str, contents: Mapping[str, Any]) -> SavedShard:
     tensors = load_file(path)
-    values = [(dtype, start, tensors[f"{track}.value.{i}"]) for i, (dtype, start) in enumerate(contents["values"])]
-    runs = []
-    for index, run in enumerate(contents["runs"]):
-        held = {name: tensors[f"{track}.state.{index}.{name}"] for name in run["names"]}
-        runs.append(SegmentState(run["dtype"], run["start"], run["stop"], {**run["plain"], **held}))
-    rows = {name: tensors[f"{track}.table.{name}"] for name in contents.get("rows", ())}
-    return SavedShard(values, runs, rows, contents.get("clocks", []))
+    values = [(dtype, start, tensors[f"{optimizer_id}.value.{i}"]) for i, (dtype, start) in enumerate(contents["values"])]
+    segments = []
+    for index, segment in enumerate(contents["runs"]):
+        held = {name: tensors[f"{optimizer_id}.state.{index}.{name}"] for name in segment["names"]}
+        segments.append(SegmentState(segment["dtype"], segment["start"], segment["stop"], {**segment["plain"], **held}))
+    rows = {name: tensors[f"{optimizer_id}.table.{name}"] for name in contents.get("rows", ())}
+    return SavedShard(values, segments, rows, contents.get("clocks", []))
 
 
-def load_values(shards: Sequence[SavedShard], store: Shard) -> list[Bytes]:
+def load_values(shards: Sequence[SavedShard], optimizer_shard: Shard) -> list[Bytes]:
     """The values of a store's stretches, from however they were cut when saved."""
     flats = {
         dtype: torch.empty(size, dtype=getattr(torch, dtype))
-        for dtype, size in lay_out(store.proposal.tensors, 1).sizes.items()
+        for dtype, size in lay_out(optimizer_shard.optimizer_spec.tensors, 1).sizes.items()
     }
     for shard in shards:
         for dtype, start, tensor in shard.values:
             flats[dtype][start : start + tensor.numel()] = tensor
-    return [as_bytes(tensor) for tensor in store.from_model(flats)]
+    return [as_bytes(tensor) for tensor in optimizer_shard.from_model(flats)]
 
 
-def write_held(directory: Path, name: str, track: str, worker: int, held: Sequence[SegmentState]) -> None:
+def write_held(directory: Path, name: str, optimizer_id: str, worker: int, held: Sequence[SegmentState]) -> None:
     """Keep what a worker's filters hold back, beside the shards of a checkpoint that is made or being made."""
-    data = save({run.dtype: run.state["residual"] for run in held})
+    data = save({segment.dtype: segment.state["residual"] for segment in held})
     for place in (directory / f"{name}{PARTIAL}", directory / name):
-        file = place / _held_file(track, worker)
+        file = place / _held_file(optimizer_id, worker)
         try:
             write_synced(file, lambda path: path.write_bytes(data))
             return
@@ -182,12 +186,12 @@ def write_held(directory: Path, name: str, track: str, worker: int, held: Sequen
             raise
 
 
-def read_held(directory: Path, track: str, worker: int) -> list[SegmentState]:
+def read_held(directory: Path, optimizer_id: str, worker: int) -> list[SegmentState]:
     """What was kept for a worker; nothing where nothing was."""
-    path = directory / _held_file(track, worker)
+    path = directory / _held_file(optimizer_id, worker)
     tensors = load_file(path) if path.exists() else {}
     return [SegmentState(dtype, 0, tensor.numel(), {"residual": tensor}) for dtype, tensor in tensors.items()]
 
 
-def _held_file(track: str, worker: int) -> str:
-    return f"filters-{track.replace('/', '-')}-worker-{worker}.safetensors"
+def _held_file(optimizer_id: str, worker: int) -> str:
+    return f"filters-{optimizer_id.replace('/', '-')}-worker-{worker}.safetensors"

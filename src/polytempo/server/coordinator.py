@@ -37,6 +37,7 @@ from polytempo.protocol.messages import (
     MetricReport,
     Norm,
     NormTotal,
+    Notice,
     NotSaved,
     Push,
     ReadRequest,
@@ -48,7 +49,6 @@ from polytempo.protocol.messages import (
     Stopped,
     StoreGet,
     StoreSet,
-    StoreValue,
 )
 from polytempo.protocol.values import OptimizerSpec, PushId, TrainingProgress
 from polytempo.records.files import RecordWriter, record_lost
@@ -70,7 +70,7 @@ from polytempo.server.effects import (
 )
 from polytempo.server.membership import JobKeyValues, RemoteHosts
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.validation import check_end, check_expecting, check_proposal, check_read
+from polytempo.server.validation import check_end, check_expecting, check_optimizer_spec, check_read
 from polytempo.summation import in_order
 from polytempo.transport.keys import Credentials
 
@@ -190,7 +190,7 @@ class Coordinator:
         return self._report_record_loss()
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
-        """An agent brings workers from another host; `PeerError` where the job does not expect so many."""
+        """An agent brings workers from another host; `PeerError` where the job expects fewer."""
         host = self._hosts.add(agent, count, now)
         sign = self._credentials
         tokens = tuple(sign.token("worker", rank, 0) for rank in host.ranks) if sign is not None else ()
@@ -225,14 +225,14 @@ class Coordinator:
         return handler(sender, message, now)
 
     def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
-        check_proposal(message.track, message.proposal)
-        known = set(self.sequencer.tracks)
+        check_optimizer_spec(message.optimizer_id, message.optimizer_spec)
+        known = set(self.sequencer.clocks)
         effects = self._absorb(
-            self.sequencer.register(sender.rank, sender.incarnation, message.track, message.proposal, now)
+            self.sequencer.register(sender.rank, sender.incarnation, message.optimizer_id, message.optimizer_spec, now)
         )
-        for name in self.sequencer.tracks.keys() - known:
+        for name in self.sequencer.clocks.keys() - known:
             key = f"manifest/{name}"
-            effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.proposal)))
+            effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
         return effects
 
     def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
@@ -272,12 +272,12 @@ class Coordinator:
 
     def _norm(self, sender: Hello, message: Norm, now: float) -> list[LoopEffect]:
         _check_shard(sender, message)
-        squares = self._norms.setdefault((message.track, message.version), [])
+        squares = self._norms.setdefault((message.optimizer_id, message.version), [])
         squares.append(message.square)
         if len(squares) < self._shards:
             return []
-        del self._norms[message.track, message.version]
-        return [ShareNorm(NormTotal(track=message.track, version=message.version, square=in_order(squares)))]
+        del self._norms[message.optimizer_id, message.version]
+        return [ShareNorm(NormTotal(optimizer_id=message.optimizer_id, version=message.version, square=in_order(squares)))]
 
     def _failed(self, sender: Hello, message: Failed, now: float) -> list[LoopEffect]:
         return self.stop(message.cause)
@@ -337,7 +337,7 @@ class Coordinator:
     def push_arrived(self, push: Push, now: float) -> list[LoopEffect]:
         """A push has arrived in full at this server's own shard."""
         effects = self._absorb(self.sequencer.arrived(0, push.id, push, now))
-        if push.id.track == MAIN and (warning := self._duplicates.look_at(push)):
+        if push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
             effects += self._tell(warning)
         return effects + self._watch_budget(UNHEEDED_STEPS * self.sequencer.plan.size)
 
@@ -371,7 +371,7 @@ class Coordinator:
 
     def _tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
         """A notice for the launcher's output."""
-        return [ToLauncher(StoreValue(text=text, fatal=fatal, about=about))] if self._has_launcher else []
+        return [ToLauncher(Notice(text=text, fatal=fatal, about=about))] if self._has_launcher else []
 
     def _report_record_loss(self) -> list[LoopEffect]:
         if not self._record.lost or self._record.announced or not self._has_launcher:
@@ -425,7 +425,7 @@ class Coordinator:
     def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
         """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
         self._checkpoints.failure = ""
-        if self._checkpoints.directory is None or not self.sequencer.tracks or (finish.exit_status and not finish.save):
+        if self._checkpoints.directory is None or not self.sequencer.clocks or (finish.exit_status and not finish.save):
             return []
         last = self.sequencer.checkpoint_now() if finish.save else self.sequencer.last_checkpoint()
         if last is None or not self._checkpoints.lacks(last):
@@ -475,7 +475,7 @@ class Coordinator:
             "workers": summary.pop("workers"),
             "job": summary,
         }
-        if any(track.proposal.apply != "peers" for track in self.sequencer.tracks.values()) and "options" in meta:
+        if any(clock.optimizer_spec.apply != "peers" for clock in self.sequencer.clocks.values()) and "options" in meta:
             meta["options"] = meta["options"] | {"via": "ps"}  # a script may have asked for servers
         return meta
 
@@ -496,13 +496,13 @@ def told_late(cause: str) -> str:
     return f"the job goes on without it: {cause}"
 
 
-def manifest_of(proposal: OptimizerSpec) -> str:
+def manifest_of(spec: OptimizerSpec) -> str:
     """What a worker must know to build the model that the servers hold, as JSON."""
-    described = msgspec.to_builtins(proposal)
+    described = msgspec.to_builtins(spec)
     described["tensors"] = [
-        {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "group": info.group} for info in proposal.tensors
+        {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "group": info.group} for info in spec.tensors
     ]
-    described["tables"] = [msgspec.structs.asdict(info) for info in proposal.tables]
+    described["tables"] = [msgspec.structs.asdict(info) for info in spec.tables]
     return json.dumps(described)
 
 

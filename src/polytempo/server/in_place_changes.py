@@ -1,6 +1,6 @@
 """Values that scripts have changed in place. In rounds all workers must have made the same change before the next update.
 
-Whoever sends values that differ from the job's sets them; what each has sent last must be the same when the update comes.
+A worker that sends values that differ from the job's sets them; what each has sent last must be the same at the update.
 Values that are the job's already change nothing: a script may have written to its parameters and put them back.
 """
 

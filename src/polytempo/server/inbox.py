@@ -33,7 +33,7 @@ from polytempo.protocol.messages import (
     ReadAnswer,
     ReadRequest,
     Resend,
-    Told,
+    StatusReply,
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
 from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
@@ -51,9 +51,9 @@ NOT_YET = -2
 #: Bytes of lists of ids that are kept for one worker.
 KEY_CACHE_BYTES = 64 << 20
 
-#: What was sent: "push", "read" or "pull", the track, and the step or request.
+#: What was sent: "push", "read" or "pull", the optimizer, and the step or request.
 ReceiptKey = tuple[str, str, int]
-#: (track, worker, incarnation, bucket)
+#: (optimizer, worker, incarnation, bucket)
 PartialKey = tuple[str, int, int, int]
 InboxHandler = Callable[[Hello, Any, list[Bytes]], list[LoopEffect]]
 
@@ -108,15 +108,15 @@ class PartialPushes:
         if [piece.stop - piece.start for piece in partial.pieces] != [buffer.nbytes for buffer in buffers]:
             raise PeerError("a bucket was refused: its pieces are not as long as it says")
         identity = partial.id
-        self._drop((identity.track, identity.worker, identity.incarnation, partial.bucket))
-        self._kept[identity.track, identity.worker, identity.incarnation, partial.bucket] = partial, buffers
+        self._drop((identity.optimizer_id, identity.worker, identity.incarnation, partial.bucket))
+        self._kept[identity.optimizer_id, identity.worker, identity.incarnation, partial.bucket] = partial, buffers
 
     def assemble(self, push: Push, buffers: list[Bytes], sizes: Sequence[int]) -> list[Bytes] | None:
         """The push as if it had come whole; None when a bucket that it names is not here."""
-        if not push.staged and not push.patches:
+        if not push.sent_buckets and not push.patches:
             return buffers
         found = list(self._found(push))
-        if len(found) < len(push.staged):
+        if len(found) < len(push.sent_buckets):
             return None
         pairs = [(piece, data) for partial, parts in found for piece, data in zip(partial.pieces, parts, strict=True)]
         if len(push.patches) != len(buffers):
@@ -129,13 +129,13 @@ class PartialPushes:
             self._put(whole, piece, data)
         for data in buffers:
             self._pool.give(data)
-        for bucket in push.staged:
-            self._drop((push.id.track, push.id.worker, push.id.incarnation, bucket.number))
+        for bucket in push.sent_buckets:
+            self._drop((push.id.optimizer_id, push.id.worker, push.id.incarnation, bucket.number))
         return whole
 
     def _found(self, push: Push) -> Iterator[tuple[PartialPush, list[Bytes]]]:
-        for bucket in push.staged:
-            kept = self._kept.get((push.id.track, push.id.worker, push.id.incarnation, bucket.number))
+        for bucket in push.sent_buckets:
+            kept = self._kept.get((push.id.optimizer_id, push.id.worker, push.id.incarnation, bucket.number))
             if kept is not None and kept[0].serial == bucket.serial and kept[0].id == push.id:
                 yield kept
 
@@ -225,7 +225,7 @@ class ShardInbox:
         self._partial = PartialPushes(executor.pool)
         self._keys = KeyCache(executor.shard)
         self._receipts = Receipts()
-        self._hyper: dict[str, tuple[dict[str, Any], ...]] = {}  # of each track, as last checked: they seldom change
+        self._hyper: dict[str, tuple[dict[str, Any], ...]] = {}  # of each optimizer, as last checked: they seldom change
         #: By type of message; all from workers.
         self.handlers: dict[type, InboxHandler] = {
             Push: self._push,
@@ -233,6 +233,14 @@ class ShardInbox:
             PushStatus: self._push_status,
             Pull: self._pull,
             Keep: self._keep,
+        }
+        self._entries: dict[type, Callable[[Any], None]] = {
+            Update: self._update,
+            Reply: self._reply,
+            Seed: self._load,
+            LoadState: self._load,
+            Drop: self._drop,
+            ForgetWorker: self._forget,
         }
 
     @property
@@ -250,7 +258,7 @@ class ShardInbox:
     def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[LoopEffect]:
         _check_pusher(sender, push.id)
         check_push(push)
-        key = "push", push.id.track, push.id.step
+        key = "push", push.id.optimizer_id, push.id.step
         if self._receipts.state(sender.rank, sender.incarnation, key)[0] != "unknown":
             return self._tell_status(sender, key)  # it was sent again
         try:
@@ -265,61 +273,61 @@ class ShardInbox:
 
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
         """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
-        store = self._executor.stores.get(push.id.track)
-        if store is None and push.kind != "seed":
-            raise PeerError(f"a push was refused: there is no optimizer {push.id.track[:40]} yet")
-        if store is not None:
-            self._check_spec(push, store.proposal)
+        shard = self._executor.optimizer_shards.get(push.id.optimizer_id)
+        if shard is None and push.kind != "seed":
+            raise PeerError(f"a push was refused: there is no optimizer {push.id.optimizer_id[:40]} yet")
+        if shard is not None:
+            self._check_spec(push, shard.optimizer_spec)
             if push.kind == "state":
-                check_state(unpack(push.state, buffers), store.proposal)
-        if store is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
+                check_state(unpack(push.state, buffers), shard.optimizer_spec)
+        if shard is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
             return buffers
         if push.kind == "values":
-            store.check(buffers)
+            shard.check(buffers)
             return buffers
         rows: list[Bytes] = []
         if push.rows or push.wants:
             buffers, rows = self._keys.whole(push, buffers)
-            store.rows.check_rows(push, rows)
+            shard.rows.check_rows(push, rows)
         if push.skip:
             return rows
-        whole = self._partial.assemble(push, store.unfiltered(buffers), store.expected)
+        whole = self._partial.assemble(push, shard.unfiltered(buffers), shard.expected)
         if whole is None:
             return None
-        store.check(whole)
+        shard.check(whole)
         return [*whole, *rows] if rows else whole
 
-    def _check_spec(self, push: Push, proposal: OptimizerSpec) -> None:
-        check_fit(push, proposal)
-        steps = proposal.apply == "server" and proposal.tensors and push.kind == "gradient" and not push.skip
-        if steps and push.hyper != self._hyper.get(push.id.track):
-            check_hyper(push, proposal)
-            self._hyper[push.id.track] = push.hyper
+    def _check_spec(self, push: Push, spec: OptimizerSpec) -> None:
+        check_fit(push, spec)
+        steps = spec.apply == "server" and spec.tensors and push.kind == "gradient" and not push.skip
+        if steps and push.hyper != self._hyper.get(push.id.optimizer_id):
+            check_hyper(push, spec)
+            self._hyper[push.id.optimizer_id] = push.hyper
 
     def _push_status(self, sender: Hello, message: PushStatus, buffers: list[Bytes]) -> list[LoopEffect]:
-        return self._tell_status(sender, (message.what, message.track, message.number))
+        return self._tell_status(sender, (message.what, message.optimizer_id, message.number))
 
     def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[LoopEffect]:
         """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
         state, place = self._receipts.state(sender.rank, sender.incarnation, key)
-        told = ToWorker(sender.rank, Told(what=key[0], track=key[1], number=key[2], state=state, place=place))
+        told = ToWorker(sender.rank, StatusReply(what=key[0], optimizer_id=key[1], number=key[2], state=state, place=place))
         if key[0] == "push" and state == "received":
             return [ReportHold(PushId(key[1], sender.rank, sender.incarnation, key[2])), told]
         return [told]
 
     def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[LoopEffect]:
         """Rows for a worker, outside the log."""
-        store = self._executor.stores.get(pull.track)
-        if store is None:
-            raise PeerError(f"a pull was refused: there is no optimizer {pull.track[:40]!r} yet")
+        shard = self._executor.optimizer_shards.get(pull.optimizer_id)
+        if shard is None:
+            raise PeerError(f"a pull was refused: there is no optimizer {pull.optimizer_id[:40]!r} yet")
         if pull.span is None and (pull.what != "rows" or bool(buffers) == bool(pull.keys and pull.keys.known)):
             raise PeerError("a pull was refused: expected a span of rows, or one list of ids")
         try:
             ids = [self._keys.list_of(sender.rank, pull.keys, iter(buffers))] if pull.span is None else []
         except MissingKeys:
             return [ToWorker(sender.rank, UnknownKeys(shard=self._executor.shard, request=pull.request))]
-        store.rows.check_pull(pull.table, pull.span, ids)
-        self._receipts.received(sender.rank, sender.incarnation, ("pull", pull.track, pull.request))
+        shard.rows.check_pull(pull.table, pull.span, ids)
+        self._receipts.received(sender.rank, sender.incarnation, ("pull", pull.optimizer_id, pull.request))
         self._executor.put(PullHere(sender.rank, pull, ids[0] if ids else None), {})
         return []
 
@@ -330,46 +338,50 @@ class ShardInbox:
 
     def note_read(self, sender: Hello, message: ReadRequest) -> None:
         """The coordinator has taken a read request of a worker."""
-        self._receipts.received(sender.rank, sender.incarnation, ("read", message.track, message.request))
+        self._receipts.received(sender.rank, sender.incarnation, ("read", message.optimizer_id, message.request))
 
     def note_answer(self, reply: WorkerReply, incarnation: int) -> None:
         """An answer is sent now: a worker that asks behind it and does not have it has lost it."""
         message = reply.message
         if isinstance(message, Answer):
-            self._receipts.answered(reply.worker, incarnation, ("push", message.track, message.exchange), message.place)
+            self._receipts.answered(
+                reply.worker, incarnation, ("push", message.optimizer_id, message.exchange), message.place
+            )
         elif isinstance(message, ReadAnswer):
-            self._receipts.answered(reply.worker, incarnation, ("read", message.track, message.request))
+            self._receipts.answered(reply.worker, incarnation, ("read", message.optimizer_id, message.request))
         elif isinstance(message, PulledRows):
-            self._receipts.answered(reply.worker, incarnation, ("pull", message.track, message.request))
+            self._receipts.answered(reply.worker, incarnation, ("pull", message.optimizer_id, message.request))
 
     # The log.
 
     def carry_out(self, entries: Sequence[LogEntry]) -> None:
         """Hand entries of the log to the shard executor, with the pushes they name."""
         for entry in entries:
-            if isinstance(entry, Update):
-                self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
-            elif isinstance(entry, Reply):
-                self._executor.put(entry, {})
-                if self._arrived:  # what a repeat brought once more
-                    self._arrived.pop(PushId(entry.track, entry.worker, entry.incarnation, entry.exchange), None)
-            elif isinstance(entry, LoadState) and entry.again:
-                self._arrived.pop(entry.id, None)
-                self._executor.put(entry, {})
-            elif isinstance(entry, Seed | LoadState):
-                self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
-            elif isinstance(entry, Drop):
-                self._drop(entry)
-            elif isinstance(entry, ForgetWorker):
-                self._forget(entry)
-            else:
-                self._executor.put(entry, {})
+            self._entries.get(type(entry), self._pass_on)(entry)
+
+    def _pass_on(self, entry: LogEntry) -> None:
+        self._executor.put(entry, {})
+
+    def _update(self, entry: Update) -> None:
+        self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
+
+    def _reply(self, entry: Reply) -> None:
+        self._executor.put(entry, {})
+        if self._arrived:  # what a repeat brought once more
+            self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
+
+    def _load(self, entry: Seed | LoadState) -> None:
+        if isinstance(entry, LoadState) and entry.again:
+            self._arrived.pop(entry.id, None)
+            self._executor.put(entry, {})
+        else:
+            self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
 
     def _drop(self, entry: Drop) -> None:
         """A push is not applied; its answer shall still bring the rows it wanted."""
         push, buffers = self._arrived.pop(entry.id, (None, []))
-        store = self._executor.stores.get(entry.id.track)
-        if push is not None and store is not None and store.rows and push.kind != "seed":
+        shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
+        if push is not None and shard is not None and shard.rows and push.kind != "seed":
             self._executor.put(entry, {entry.id: (push, buffers)})
 
     def _forget(self, entry: ForgetWorker) -> None:

@@ -185,8 +185,8 @@ class IoLoop:
             now = time.monotonic()
             self._perform(self._coordinator.tick(now))
             if self._coordinator.is_done:
-                shard = self.executor.stores.get(MAIN)
-                self._perform(self._coordinator.end(now, shard.spread.mean if shard is not None else 0.0))
+                shard = self.executor.optimizer_shards.get(MAIN)
+                self._perform(self._coordinator.end(now, shard.divergence.mean if shard is not None else 0.0))
             self._deliver()  # entries that were appended just now may be carried out already
 
     def _poll_timeout(self) -> int | None:

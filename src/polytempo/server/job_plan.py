@@ -37,9 +37,9 @@ class JobPlan:
     limits: Limits = field(default_factory=Limits)
     checkpoint_every: int = 0
     resumed: dict[str, Any] = field(default_factory=dict)  #: the manifest of the checkpoint to go on from
-    recorded: bool = True  #: does anybody read the lines of the record?
+    recorded: bool = True  #: is a record written?
 
     @property
     def first_step(self) -> int:
-        """The number of everybody's first step."""
+        """The number of all workers' first step."""
         return int(self.resumed.get("step", 0))

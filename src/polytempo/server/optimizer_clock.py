@@ -1,7 +1,7 @@
 """One optimizer's clock: its policy, and which exchanges have been counted and answered.
 
-A script may make several optimizers; each has a track of its own, in which every worker has its own step. What
-`synchronize()` and `apply="delta"` average beside the optimizer's own steps runs in a side track, "0/mean" for "0".
+A script may make several optimizers; each has a clock of its own, in which every worker has its own step. What
+`synchronize()` and `apply="delta"` average beside the optimizer's own steps runs on a side clock, "0/mean" for "0".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from polytempo.sync.events import HyperItems, Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec, parse_spec
 
-#: A worker may lag behind others by so many loads, and its own are still told to be the same.
+#: How many loads a worker may lag behind others and its own are still known to be the same.
 REMEMBERED = 64
 
 
 @dataclass
 class WorkerSlot:
-    """A member's place in a track."""
+    """A worker's state in one optimizer's clock."""
 
     incarnation: int
     exchange: int = -1  # its last counted push
@@ -53,14 +53,14 @@ class OptimizerClock:
     """The state of one optimizer's clock."""
 
     name: str
-    proposal: OptimizerSpec
+    optimizer_spec: OptimizerSpec
     spec: Spec
     policy: Policy
-    first: int  #: the worker whose proposal it was
+    first: int  #: the worker that registered it first
     seeded: bool = False
     version: int = 0
     place: int = 0  # of the last answer in the log
-    seats: dict[int, WorkerSlot] = field(default_factory=dict)
+    slots: dict[int, WorkerSlot] = field(default_factory=dict)
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)
@@ -81,13 +81,13 @@ class OptimizerClock:
         several workers give as their n-th, and is the same, is one thing, taken when the first gives it. Values in rounds
         are taken from all: they are compared.
         """
-        seat, number = self.seats[push.id.worker], push.id.step
-        if number >= seat.loads:
+        slot, number = self.slots[push.id.worker], push.id.step
+        if number >= slot.loads:
             return True
-        seat.loads = number
+        slot.loads = number
         if push.kind == "values" and self.spec.mode.name == "bsp":
             return False
-        nth = seat.given[push.kind] = seat.given.get(push.kind, 0) + 1
+        nth = slot.given[push.kind] = slot.given.get(push.kind, 0) + 1
         if (push.kind, nth) in self._loaded:
             return self._loaded[push.kind, nth] == push.digest
         self._loaded[push.kind, nth] = push.digest
@@ -112,11 +112,11 @@ class OptimizerClock:
             head = self._counted.pop(id(push))[1]
             parts.append(UpdatePart(head.id, head.samples))
             staleness.append(max(self.version - head.version - head.own, 0))
-            if push.worker in self.seats:
-                self.seats[push.worker].staleness = staleness[-1]
+            if push.worker in self.slots:
+                self.slots[push.worker].staleness = staleness[-1]
         self.version += 1
         update = Update(
-            track=self.name,
+            optimizer_id=self.name,
             version=self.version,
             parts=tuple(parts),
             rate=action.rate * factor,
@@ -132,48 +132,48 @@ class OptimizerClock:
 
     def reply(self, release: Release, stop: bool, now: float) -> Reply:
         """The log's entry for a release: the answer to the worker's last push."""
-        seat = self.seats[release.worker]
-        seat.waited, seat.held_at = (now - seat.held_at if seat.held_at is not None else 0.0), None
-        seat.answered, seat.released, seat.stop = seat.exchange, release.step, stop
-        reply = self.answer(release.worker, seat.exchange)
-        seat.checkpoint = ""
+        slot = self.slots[release.worker]
+        slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
+        slot.answered, slot.released, slot.stop = slot.exchange, release.step, stop
+        reply = self.answer(release.worker, slot.exchange)
+        slot.checkpoint = ""
         return reply
 
     def next_place(self, worker: int, exchange: int) -> int:
         """Where in the log a push is answered: all shards answer with this number."""
-        seat = self.seats[worker]
+        slot = self.slots[worker]
         self.place += 1
-        seat.places[exchange] = self.place
+        slot.places[exchange] = self.place
         oldest = exchange - self.spec.ahead if exchange >= 0 else 0
-        seat.places = {known: at for known, at in seat.places.items() if known >= oldest or known == exchange}
+        slot.places = {known: at for known, at in slot.places.items() if known >= oldest or known == exchange}
         return self.place
 
     def answer(self, worker: int, exchange: int) -> Reply:
         """An answer to one of a worker's pushes; given again it says the same of the budget."""
-        seat = self.seats[worker]
+        slot = self.slots[worker]
         return Reply(
-            track=self.name,
+            optimizer_id=self.name,
             worker=worker,
-            incarnation=seat.incarnation,
+            incarnation=slot.incarnation,
             exchange=exchange,
             place=self.next_place(worker, exchange),
-            step=seat.released,
+            step=slot.released,
             version=self.version,
-            stop=seat.stop,
-            waited=seat.waited,
-            staleness=seat.staleness,
-            members=tuple(sorted(self.seats)) if self.proposal.apply == "peers" else (),
-            checkpoint=seat.checkpoint,
+            stop=slot.stop,
+            waited=slot.waited,
+            staleness=slot.staleness,
+            members=tuple(sorted(self.slots)) if self.optimizer_spec.apply == "peers" else (),
+            checkpoint=slot.checkpoint,
         )
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
         """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
-        if not self.proposal.push_filter:
+        if not self.optimizer_spec.push_filter:
             return
-        for seat in self.seats.values():
-            seat.checkpoint = name
+        for slot in self.slots.values():
+            slot.checkpoint = name
         for reply in replies:
-            reply.checkpoint, self.seats[reply.worker].checkpoint = name, ""
+            reply.checkpoint, self.slots[reply.worker].checkpoint = name, ""
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> HyperItems:
         """`hyper_of` a push."""
@@ -187,7 +187,7 @@ class OptimizerClock:
 
     def drop(self, worker: int, step: int) -> Push:
         """Forget a push that was discarded or refused: the one of the worker's present life."""
-        incarnation = self.seats[worker].incarnation
+        incarnation = self.slots[worker].incarnation
         wanted = PushId(self.name, worker, incarnation, step)
         key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
         return self._counted.pop(key)[1]
@@ -201,32 +201,34 @@ class OptimizerClock:
         return [push.id for _, push in self._counted.values() if push.id.worker == worker]
 
 
-def open_clock(name: str, worker: int, proposal: OptimizerSpec, size: int, first_step: int) -> OptimizerClock:
-    """A new track for what a worker proposes; a `UsageError` when it cannot be."""
-    spec = parse_spec(proposal.sync)
+def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, size: int, first_step: int) -> OptimizerClock:
+    """A clock for a worker's optimizer; `UsageError` when its mode cannot be parsed or run."""
+    spec = parse_spec(optimizer_spec.sync)
     policy = spec.policy(size)
     if not name.endswith(MEAN):
         policy.begin_at(first_step)
-    seeded = proposal.apply == "mean" or name.endswith(MEAN)
-    return OptimizerClock(name, proposal, spec, policy, worker, seeded, corrections=spec.corrections)
+    seeded = optimizer_spec.apply == "mean" or name.endswith(MEAN)
+    return OptimizerClock(name, optimizer_spec, spec, policy, worker, seeded, corrections=spec.corrections)
 
 
-def disagreement(track: OptimizerClock, worker: int, proposal: OptimizerSpec) -> str:
-    """Why a worker's proposal does not fit the one the track was made with; empty when it does."""
-    first = track.proposal
+def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSpec) -> str:
+    """How a worker's optimizer differs from the one the clock was made with; empty when it does not."""
+    first = clock.optimizer_spec
     for field_name, meaning in _COMPARED.items():
-        ours, theirs = getattr(proposal, field_name), getattr(first, field_name)
+        ours, theirs = getattr(optimizer_spec, field_name), getattr(first, field_name)
         if ours != theirs:
-            return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {track.first}"
-    difference = first_difference(proposal.tensors, first.tensors) or table_difference(proposal.tables, first.tables)
+            return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {clock.first}"
+    difference = first_difference(optimizer_spec.tensors, first.tensors) or table_difference(
+        optimizer_spec.tables, first.tables
+    )
     if difference:
-        return f"the models of workers {worker} (here) and {track.first} (there) differ: {difference}"
-    ours, theirs = hyper_of(proposal.groups), hyper_of(first.groups)
-    if track.spec.mode.barrier and ours != theirs:
+        return f"the models of workers {worker} (here) and {clock.first} (there) differ: {difference}"
+    ours, theirs = hyper_of(optimizer_spec.groups), hyper_of(first.groups)
+    if clock.spec.mode.barrier and ours != theirs:
         here, there = dict(ours), dict(theirs)
         name = next(n for n in {**there, **here} if here.get(n, "not given") != there.get(n, "not given"))
         values = here.get(name, "not given"), there.get(name, "not given")
-        return f"hyper-parameters differ: {name} is {values[0]} at worker {worker} and {values[1]} at worker {track.first}"
+        return f"hyper-parameters differ: {name} is {values[0]} at worker {worker} and {values[1]} at worker {clock.first}"
     return ""
 
 

@@ -54,23 +54,23 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def find(runs: Iterable[SegmentState], dtype: str, start: int, stop: int) -> list[SegmentState]:
+def find(segments: Iterable[SegmentState], dtype: str, start: int, stop: int) -> list[SegmentState]:
     """The runs that touch a stretch, in order."""
-    touching = (run for run in runs if run.dtype == dtype and run.start < stop and run.stop > start)
-    return sorted(touching, key=lambda run: run.start)
+    touching = (segment for segment in segments if segment.dtype == dtype and segment.start < stop and segment.stop > start)
+    return sorted(touching, key=lambda segment: segment.start)
 
 
-def of_tensor(runs: Sequence[SegmentState], dtype: str, start: int, stop: int, shape: Sequence[int]) -> StateTensors:
+def of_tensor(segments: Sequence[SegmentState], dtype: str, start: int, stop: int, shape: Sequence[int]) -> StateTensors:
     """The state of one parameter, as torch keeps it, from the runs that hold it."""
-    touching = find(runs, dtype, start, stop)
-    if not touching or not all(run.state for run in touching):
+    touching = find(segments, dtype, start, stop)
+    if not touching or not all(segment.state for segment in touching):
         return {}
     if len(touching) == 1 and (touching[0].start, touching[0].stop) == (start, stop):
         return {name: _shaped(value, stop - start, shape) for name, value in touching[0].part(start, stop).items()}
     result: StateTensors = {}
     for name, value in touching[0].state.items():
         if _spread(value, touching[0].stop - touching[0].start):
-            pieces = [run.part(max(run.start, start), min(run.stop, stop))[name] for run in touching]
+            pieces = [segment.part(max(segment.start, start), min(segment.stop, stop))[name] for segment in touching]
             result[name] = torch.cat([piece.reshape(-1) for piece in pieces]).view(tuple(shape))
         else:
             result[name] = _copied(value)
@@ -84,32 +84,32 @@ def _shaped(value: Any, size: int, shape: Sequence[int]) -> Any:
 # On the wire: a description in msgpack, and the tensors as buffers.
 
 
-def pack(runs: Sequence[SegmentState]) -> tuple[bytes, list[Bytes]]:
+def pack(segments: Sequence[SegmentState]) -> tuple[bytes, list[Bytes]]:
     """Runs as a description and buffers."""
     buffers: list[Bytes] = []
     described = []
-    for run in runs:
+    for segment in segments:
         state: dict[str, Any] = {}
-        for name, value in run.state.items():
+        for name, value in segment.state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "buffer": len(buffers)}
                 buffers.append(as_bytes(value))
             else:
                 state[name] = value
-        described.append([run.dtype, run.start, run.stop, state])
+        described.append([segment.dtype, segment.start, segment.stop, state])
     return msgspec.msgpack.encode(described), buffers
 
 
 def unpack(description: bytes, buffers: Sequence[Bytes]) -> list[SegmentState]:
     """The runs in a description and buffers; `PeerError` when they do not fit."""
     try:
-        runs = []
+        segments = []
         for dtype, start, stop, described in msgspec.msgpack.decode(
             description, type=list[tuple[str, int, int, dict[str, Any]]]
         ):
             state = {name: _value(value, buffers) for name, value in described.items()}
-            runs.append(SegmentState(dtype, start, stop, state))
-        return runs
+            segments.append(SegmentState(dtype, start, stop, state))
+        return segments
     except PeerError:
         raise
     except (msgspec.DecodeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:

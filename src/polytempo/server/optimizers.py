@@ -70,7 +70,7 @@ def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[tor
     return optimizer
 
 
-#: Classes whose fused form does a step in one pass; below so many elements that is no gain.
+#: Classes whose fused form does a step in one pass; from this many elements on it is faster.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_FROM = 1 << 20
 

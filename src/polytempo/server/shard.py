@@ -1,8 +1,19 @@
-"""Corrections for stale gradients that need tensors or hyper-parameters: what of `sync/corrections.py` a shard carries out.
+"""A shard's part of one optimizer: values, optimizer state, version.
 
-Delay compensation needs the values that a worker computed its gradient on. They are kept for each worker from the moment
-they are sent until it has pushed what it made of them: one copy a worker, a few where its pushes overlap. Who has none
-(after a restart of the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
+**Segments.** Values stand in one flat tensor a dtype. The optimizer runs on *segments* of it: at first one for each group
+and dtype, so that a step is one call however many tensors the model has. When a parameter has no gradient in an update,
+plain PyTorch leaves it and its state alone; its segment is then split, state and all, and that part is left alone, too.
+
+**Memory.** Values are sent from where they lie, and where memory is shared, read there. An update that comes while they are
+still being read goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
+
+**Stale gradients.** What of `sync/corrections.py` needs tensors or hyper-parameters is carried out here. Delay compensation
+needs the values that a worker computed its gradient on: they are kept for each worker from the moment they are sent until it
+has pushed what it made of them, one copy a worker, a few where its pushes overlap. A worker without them (after a restart of
+the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
+
+**Divergence.** The first shard measures how far the workers' gradients are apart, in a window of every `EVERY` updates, so
+that it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ from polytempo.server.in_place_changes import InPlaceChanges
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
 from polytempo.server.optimizers import build, is_whole, settle
 from polytempo.server.pull_compression import Flats, PullCompression
-from polytempo.server.shard_tables import TrackTables
+from polytempo.server.shard_tables import ShardTables
 from polytempo.summation import in_order
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import parse_spec
@@ -76,9 +87,7 @@ class StalenessCorrection:
         self._given.pop(worker, None)
 
 
-# The spread of gradients between workers, on the first shard: looked at in windows, so that it costs next to nothing.
-
-#: Of so many updates the first few are looked at.
+#: Of every EVERY updates the first WINDOW are measured.
 EVERY, WINDOW = 128, 16
 
 
@@ -87,30 +96,21 @@ class DivergenceWatch:
 
     def __init__(self, values: Sequence[torch.Tensor], active: bool) -> None:
         self._values = values
-        self._spread = GradientDivergence(values) if active and any(flat.numel() for flat in values) else None
+        self._divergence = GradientDivergence(values) if active and any(flat.numel() for flat in values) else None
 
     @property
     def mean(self) -> float:
-        """Over all looks so far; 0 where nobody looks, or there was only ever one worker."""
-        return self._spread.mean if self._spread is not None else 0.0
+        """The mean so far; 0 on other shards, and where there was only ever one worker."""
+        return self._divergence.mean if self._divergence is not None else 0.0
 
     def see(self, version: int, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
         """The gradients of an update, by worker."""
-        if self._spread is None or version % EVERY >= WINDOW:
+        if self._divergence is None or version % EVERY >= WINDOW:
             return
         for worker, tensors in gradients:
-            self._spread.take(worker, tensors, self._values)
-        self._spread.look()
+            self._divergence.take(worker, tensors, self._values)
+        self._divergence.look()
 
-
-# A shard's part of one optimizer: values, optimizer state, version.
-#
-# Values stand in one flat tensor a dtype. The optimizer runs on *runs* of it: at first one for each group and dtype: a
-# step is one call however many tensors the model has. When a parameter has no gradient in an update, plain PyTorch leaves
-# it and its state alone; its run is then split, state and all, and the part without a gradient is left alone too.
-#
-# Values are sent from where they lie, and where memory is shared, read there. An update that comes while somebody still
-# reads them goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
 
 NormOf = Callable[[float], float]
 
@@ -128,7 +128,7 @@ class FlatSegment:
 
 
 class Loan:
-    """Counts how often one memory is out. It goes out in the store's thread and comes back in the desk's."""
+    """Counts how often one memory is out. It goes out in the executor's thread and comes back in the I/O loop's."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -150,52 +150,54 @@ class Shard:
 
     def __init__(
         self,
-        proposal: OptimizerSpec,
+        optimizer_spec: OptimizerSpec,
         shard: int,
         shards: int,
         pool: Pool | None = None,
         alone: bool = True,
         arena: Arena | None = None,
     ) -> None:
-        self.proposal = proposal
+        self.optimizer_spec = optimizer_spec
         self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._pool = pool or Pool()
         self.version = 0
         self.skipped = False
         self.touched = ""  # a parameter that a worker of the last update had written to
-        self.absent: frozenset[int] = frozenset()  # nobody had a gradient for these in the last update
-        self.averages = proposal.apply == "mean"
+        self.absent: frozenset[int] = frozenset()  # no push of the last update had a gradient for these
+        self.averages = optimizer_spec.apply == "mean"
         self.shares: tuple[Share, ...] = ()  # of workers in the last update
-        whole = is_whole(proposal.optimizer)
-        layout = lay_out(() if proposal.apply == "peers" else proposal.tensors, shards, whole)
+        whole = is_whole(optimizer_spec.optimizer)
+        layout = lay_out(() if optimizer_spec.apply == "peers" else optimizer_spec.tensors, shards, whole)
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
         self.expected = [stretch.nbytes for stretch in self.stretches]
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
         self.values, self._bytes = self._flats()
         self._mean_here: Flats | None = None  # the memory for means, once there was one
         self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
-        self._canonical = {place.index: place.start for place in lay_out(proposal.tensors, 1).places} if whole else None
-        self._loan = Loan()
-        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while somebody still read them
-        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
-        self.rows = TrackTables(proposal, shard, shards, arena or Arena(self._pool))
-        spec = parse_spec(proposal.sync)
-        self.corrected = StalenessCorrection(spec.corrections)
-        self.changed = InPlaceChanges()
-        self._in_rounds = spec.mode.name == "bsp"
-        self._push_filter = parse_chain(proposal.push_filter)
-        self.spread = DivergenceWatch(
-            list(self.values.values()), active=shard == 0 and proposal.apply == "server" and not alone
+        self._canonical = (
+            {place.index: place.start for place in lay_out(optimizer_spec.tensors, 1).places} if whole else None
         )
-        self.answers = PullCompression(parse_chain(proposal.pull_filter), self.stretches, spec.ahead)
-        self.runs: list[FlatSegment] = []
+        self._loan = Loan()
+        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while they were still being read
+        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
+        self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
+        spec = parse_spec(optimizer_spec.sync)
+        self.staleness_correction = StalenessCorrection(spec.corrections)
+        self.in_place_changes = InPlaceChanges()
+        self._in_rounds = spec.mode.name == "bsp"
+        self._push_filter = parse_chain(optimizer_spec.push_filter)
+        self.divergence = DivergenceWatch(
+            list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
+        )
+        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, spec.ahead)
+        self.segments: list[FlatSegment] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        if proposal.apply == "server":
-            self.runs = self._first_runs(whole)
-            of_group = [[r.param for r in self.runs if r.group == g] for g in range(len(proposal.groups))]
-            if self.runs:
-                self._optimizer = build(proposal.optimizer, proposal.groups, of_group)
-                # Without torch's wrappers, which import its compiler in the first step (1.4 s, for everybody to wait).
+        if optimizer_spec.apply == "server":
+            self.segments = self._first_segments(whole)
+            of_group = [[r.param for r in self.segments if r.group == g] for g in range(len(optimizer_spec.groups))]
+            if self.segments:
+                self._optimizer = build(optimizer_spec.optimizer, optimizer_spec.groups, of_group)
+                # Without torch's wrappers, which import its compiler in the first step (1.4 s, in which all workers wait).
                 self._plain_step = inspect.unwrap(type(self._optimizer).step)
 
     # Where everything lies.
@@ -213,32 +215,32 @@ class Shard:
         start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
         return [(place, start - stretch.start, stop - stretch.start)] if start < stop else []
 
-    def _first_runs(self, whole: bool) -> list[FlatSegment]:
-        runs: list[FlatSegment] = []
+    def _first_segments(self, whole: bool) -> list[FlatSegment]:
+        segments: list[FlatSegment] = []
         for place, start, stop in self._pieces:
-            last = runs[-1] if runs else None
+            last = segments[-1] if segments else None
             if not whole and last and (last.dtype, last.group) == (place.info.dtype, place.info.group):
                 last.stop = stop
             else:
                 shape = tuple(place.info.shape) if whole else ()
-                runs.append(
+                segments.append(
                     FlatSegment(place.info.dtype, place.info.group, start, stop, shape, torch.nn.Parameter(torch.empty(0)))
                 )
-        for run in runs:
-            run.param = torch.nn.Parameter(self._view(self.values, run))
-        return runs
+        for segment in segments:
+            segment.param = torch.nn.Parameter(self._view(self.values, segment))
+        return segments
 
-    def _view(self, flats: Flats, run: FlatSegment) -> torch.Tensor:
-        flat = flats[run.dtype]
-        view = flat if run.stop - run.start == flat.numel() else flat[run.start : run.stop]
-        return view.view(run.shape) if run.shape else view
+    def _view(self, flats: Flats, segment: FlatSegment) -> torch.Tensor:
+        flat = flats[segment.dtype]
+        view = flat if segment.stop - segment.start == flat.numel() else flat[segment.start : segment.stop]
+        return view.view(segment.shape) if segment.shape else view
 
     # Values in and out.
 
     def lend(self, worker: int | None = None) -> tuple[list[Bytes], OnSent]:
         """The memory of the values, to be sent; call the second when it was. A worker will push what it makes of them."""
         if worker is not None:
-            self.corrected.given(worker, self.version, self.values)
+            self.staleness_correction.given(worker, self.version, self.values)
         self._loan.out()
         return self._bytes, self._loan.back
 
@@ -254,9 +256,9 @@ class Shard:
         same = all(is_same(self.values[stretch.dtype], tensor) for stretch, tensor in pairs)
         if not same:
             self.seed(buffers)
-            self.corrected.given(push.id.worker, self.version, self.values)  # its next gradient is made on these
-        if self._in_rounds and (self.changed.any or not same):
-            self.changed.take(push.id.worker, push.touched, digest_of_bytes(buffers))
+            self.staleness_correction.given(push.id.worker, self.version, self.values)  # its next gradient is made on these
+        if self._in_rounds and (self.in_place_changes.any or not same):
+            self.in_place_changes.take(push.id.worker, push.touched, digest_of_bytes(buffers))
 
     def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
         """Buffers of a push as flat tensors."""
@@ -277,8 +279,8 @@ class Shard:
     def forget(self, worker: int) -> None:
         """A worker is gone."""
         self.rows.forget(worker)
-        self.corrected.forget(worker)
-        self.answers.forget(worker)
+        self.staleness_correction.forget(worker)
+        self.pull_compression.forget(worker)
 
     def check(self, buffers: Sequence[Bytes]) -> None:
         """Refuse buffers that do not fit this shard."""
@@ -298,8 +300,8 @@ class Shard:
             flats[dtype].copy_(flat)
         self._earlier.append(((self.values, self._bytes), self._loan))
         self.values, self._bytes, self._loan = flats, memory, loan
-        for run in self.runs:
-            run.param.data = self._view(self.values, run)
+        for segment in self.segments:
+            segment.param.data = self._view(self.values, segment)
 
     # Updates.
 
@@ -324,7 +326,7 @@ class Shard:
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
         dense = len(self.stretches) if self.rows else None
         given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]
-        self.spread.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
+        self.divergence.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
         mean = self._mean(given)
         if self.rows:
             self.rows.update([(push, samples, buffers[dense:]) for push, samples, buffers in parts], rate, self.version)
@@ -337,10 +339,10 @@ class Shard:
             for dtype, value in mean.items():
                 self.values[dtype].copy_(value)
         else:
-            if self.proposal.clip_norm is not None and barrier:
-                mean = self._clipped(mean, self.proposal.clip_norm, total)
-            mean = self.corrected.gradient(first.id.worker, first.version, mean, self.values)
-            self._step(mean, self.corrected.hyper(first.hyper, mean_staleness), rate, self.absent)
+            if self.optimizer_spec.clip_norm is not None and barrier:
+                mean = self._clipped(mean, self.optimizer_spec.clip_norm, total)
+            mean = self.staleness_correction.gradient(first.id.worker, first.version, mean, self.values)
+            self._step(mean, self.staleness_correction.hyper(first.hyper, mean_staleness), rate, self.absent)
 
     def note(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]]) -> None:
         """Remember what the answers to these pushes shall bring."""
@@ -349,7 +351,7 @@ class Shard:
                 self.rows.note(push, buffers)
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
-        """The weighted mean, summed in the order given. Of one push it is the push itself, which nobody may write."""
+        """The weighted mean, summed in the order given. Of one push it is the push itself, which must not be written."""
         dtypes = [stretch.dtype for stretch in self.stretches]
         if len(parts) == 1:
             return dict(zip(dtypes, parts[0][1], strict=True))
@@ -387,17 +389,17 @@ class Shard:
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group["lr"] = values["lr"] * rate
         self._forms_that_fit()
-        for run in self.runs:
-            left_alone = any(d == run.dtype and a <= run.start and run.stop <= b for d, a, b in without)
-            run.param.grad = None if left_alone else self._view(mean, run)
+        for segment in self.segments:
+            left_alone = any(d == segment.dtype and a <= segment.start and segment.stop <= b for d, a, b in without)
+            segment.param.grad = None if left_alone else self._view(mean, segment)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._plain_step(self._optimizer)
-        for run in self.runs:
-            run.param.grad = None
+        for segment in self.segments:
+            segment.param.grad = None
 
     def _forms_that_fit(self) -> None:
         """Fused SGD wants momentum for all runs or for none; split runs may begin at different steps."""
-        if len(self.runs) > 1 and isinstance(self._optimizer, torch.optim.SGD):
+        if len(self.segments) > 1 and isinstance(self._optimizer, torch.optim.SGD):
             for group in self._optimizer.param_groups:
                 if group["fused"] and group["momentum"]:
                     have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
@@ -407,29 +409,29 @@ class Shard:
     # Runs are split; their state with them.
 
     def _split(self, dtype: str, at: int) -> None:
-        run = next((r for r in self.runs if r.dtype == dtype and r.start < at < r.stop), None)
-        if run is None or self._optimizer is None:
+        segment = next((r for r in self.segments if r.dtype == dtype and r.start < at < r.stop), None)
+        if segment is None or self._optimizer is None:
             return
-        whole = SegmentState(dtype, run.start, run.stop, dict(self._optimizer.state.pop(run.param, {})))
-        rest = FlatSegment(dtype, run.group, at, run.stop, (), torch.nn.Parameter(torch.empty(0)))
-        old, run.stop = run.param, at
-        params = self._optimizer.param_groups[run.group]["params"]
+        whole = SegmentState(dtype, segment.start, segment.stop, dict(self._optimizer.state.pop(segment.param, {})))
+        rest = FlatSegment(dtype, segment.group, at, segment.stop, (), torch.nn.Parameter(torch.empty(0)))
+        old, segment.stop = segment.param, at
+        params = self._optimizer.param_groups[segment.group]["params"]
         place = next(index for index, param in enumerate(params) if param is old)
-        for part in (run, rest):
+        for part in (segment, rest):
             part.param = torch.nn.Parameter(self._view(self.values, part))
             if whole.state:
                 self._optimizer.state[part.param] = whole.part(part.start, part.stop)
-        params[place : place + 1] = [run.param, rest.param]
-        self.runs.insert(self.runs.index(run) + 1, rest)
+        params[place : place + 1] = [segment.param, rest.param]
+        self.segments.insert(self.segments.index(segment) + 1, rest)
 
     # State in and out, in the flat order of the whole model.
 
-    def _shift(self, run: FlatSegment) -> int:
+    def _shift(self, segment: FlatSegment) -> int:
         """From this shard's elements to the flat order of the whole model."""
         if self._canonical is None:
-            return self._offset[run.dtype]
-        place = next(p for p, start, _ in self._pieces if p.info.dtype == run.dtype and start == run.start)
-        return self._canonical[place.index] - run.start
+            return self._offset[segment.dtype]
+        place = next(p for p, start, _ in self._pieces if p.info.dtype == segment.dtype and start == segment.start)
+        return self._canonical[place.index] - segment.start
 
     def saved_values(self) -> list[tuple[str, int, torch.Tensor]]:
         """The values, as stretches of the flat order of the whole model: dtype, where it starts, the elements."""
@@ -458,30 +460,30 @@ class Shard:
             SegmentState(
                 r.dtype, r.start + self._shift(r), r.stop + self._shift(r), dict(self._optimizer.state.get(r.param, {}))
             )
-            for r in self.runs
+            for r in self.segments
         ]
 
-    def load_state(self, runs: Sequence[SegmentState]) -> None:
+    def load_state(self, segments: Sequence[SegmentState]) -> None:
         """Take the optimizer's state from runs that may be cut in another way; those of no dtype are of tables."""
-        for source in runs:
+        for source in segments:
             if source.dtype == OF_TABLES:
                 self.rows.load_state(source.state)
-        runs = [source for source in runs if source.dtype != OF_TABLES]
+        segments = [source for source in segments if source.dtype != OF_TABLES]
         if self._optimizer is None:
             return
         if self._canonical is None:
-            for source in runs:
+            for source in segments:
                 self._split(source.dtype, source.start - self._offset[source.dtype])
                 self._split(source.dtype, source.stop - self._offset[source.dtype])
-        for run in self.runs:
-            start, stop = run.start + self._shift(run), run.stop + self._shift(run)
-            touching = find(runs, run.dtype, start, stop)
-            self._optimizer.state.pop(run.param, None)
+        for segment in self.segments:
+            start, stop = segment.start + self._shift(segment), segment.stop + self._shift(segment)
+            touching = find(segments, segment.dtype, start, stop)
+            self._optimizer.state.pop(segment.param, None)
             if touching and touching[0].state:
                 state = touching[0].part(start, stop)
-                self._optimizer.state[run.param] = {n: self._fit(v, run) for n, v in state.items()}
+                self._optimizer.state[segment.param] = {n: self._fit(v, segment) for n, v in state.items()}
 
-    def _fit(self, value: Any, run: FlatSegment) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.stop - run.start:
-            return value.reshape(run.param.shape)
+    def _fit(self, value: Any, segment: FlatSegment) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == segment.stop - segment.start:
+            return value.reshape(segment.param.shape)
         return value

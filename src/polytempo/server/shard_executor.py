@@ -1,9 +1,9 @@
-"""The store's thread: carries out the log, entry by entry, on this shard's tensors.
+"""The shard executor: a thread that carries out the log, entry by entry, on this shard's tensors.
 
-The desk hands over each entry with the pushes it needs; what comes back are answers to send, and reports. Nothing is shared
-but two queues, so nothing is locked, and a decision never waits behind an optimizer step that takes its time. What takes
-less time than handing it over (judged by the last update of the same optimizer) is carried out at once, by the desk, if the
-thread has nothing to do. So is what delays nobody: when the only worker, or all of a barrier, wait for this very update.
+The I/O loop hands over each entry with the pushes it names; what comes back are answers to send, and reports. Nothing is
+shared but two queues, so nothing is locked, and a decision never waits behind a long optimizer step. An entry that takes
+less time than handing it over (judged by the last update of the same optimizer) is carried out at once, in the I/O loop's
+thread, if the executor is idle. So is an update that delays no worker: when the only one, or all of a barrier, wait for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,11 +33,11 @@ from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 from polytempo.transport.memory import WakeUp
 
-#: Handing an entry to the thread and its answer back takes about so many seconds.
+#: Seconds that it takes to hand an entry to the thread and its answer back.
 HAND_OVER = 300e-6
-#: An update for which everybody waits may keep the desk from its other business for so long.
+#: Seconds for which an update that all workers wait for may block the I/O loop.
 PATIENCE = 50e-3
-#: Pulling so many rows takes about as long as handing it over.
+#: Rows whose pull takes about as long as handing it over.
 FEW_ROWS = 8192
 
 Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
@@ -71,7 +72,7 @@ class KeepHere:
 
 
 class ShardExecutor:
-    """Owns the stores of one shard. `put`, `take` and `norm_total` are the desk's; the rest is the thread's."""
+    """Owns the tensors of one shard. `put`, `take` and `norm_total` are the I/O loop's; the rest is the thread's."""
 
     def __init__(
         self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None, workers: int = 1
@@ -79,7 +80,7 @@ class ShardExecutor:
         self.shard, self.shards = shard, shards
         self._workers = workers
         self.wake_up = WakeUp()
-        self.stores: dict[str, Shard] = {}
+        self.optimizer_shards: dict[str, Shard] = {}
         self.pool = pool
         self._arena = Arena(pool)
         self._checkpoints, self._resume = checkpoints, resume
@@ -87,8 +88,21 @@ class ShardExecutor:
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
-        self._took: dict[str, float] = {}  # seconds of the last update of each track
-        self._thread = threading.Thread(target=self._run, name=f"store {shard}", daemon=True)
+        self._took: dict[str, float] = {}  # seconds of the last update of each optimizer
+        self._handlers: dict[type, Callable[[Any, Pushes], None]] = {
+            Update: self._update,
+            Reply: lambda entry, pushes: self._reply(entry),
+            PullHere: lambda entry, pushes: self._pull(entry),
+            KeepHere: lambda entry, pushes: self._keep(entry.worker, entry.keep, entry.buffers),
+            ForgetWorker: lambda entry, pushes: self._forget(entry),
+            Drop: lambda entry, pushes: self._drop(*pushes[entry.id]),
+            Setup: lambda entry, pushes: self._set_up(entry),
+            Seed: lambda entry, pushes: self._seed(*pushes[entry.id]),
+            ReadHere: lambda entry, pushes: self._read(entry),
+            LoadState: self._load,
+            Save: lambda entry, pushes: self._save(entry.name),
+        }
+        self._thread = threading.Thread(target=self._run, name=f"shard {shard}", daemon=True)
         self._thread.start()
 
     def put(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
@@ -105,13 +119,13 @@ class ShardExecutor:
         if isinstance(entry, PullHere):
             return entry.ids is not None and (entry.ids.nbytes <= 8 * FEW_ROWS or self._workers == 1)
         if isinstance(entry, Update):
-            alone = self.shards == 1 or self.stores[entry.track].proposal.clip_norm is None
+            alone = self.shards == 1 or self.optimizer_shards[entry.optimizer_id].optimizer_spec.clip_norm is None
             allowed = PATIENCE if entry.barrier or self._workers == 1 else HAND_OVER
-            return alone and self._took.get(entry.track, 1.0) < allowed
+            return alone and self._took.get(entry.optimizer_id, 1.0) < allowed
         return isinstance(entry, Reply) or (isinstance(entry, ReadHere) and entry.what == "params")
 
     def take(self) -> list[WorkerReply | AnyMessage]:
-        """What there is for the desk."""
+        """Answers and reports for the I/O loop."""
         return [self._out.popleft() for _ in range(len(self._out))]
 
     def norm_total(self, square: float) -> None:
@@ -150,71 +164,55 @@ class ShardExecutor:
             self.wake_up.ring()
 
     def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
-        if isinstance(entry, Update):
-            self._update(entry, pushes)
-        elif isinstance(entry, Reply):
-            self._reply(entry)
-        elif isinstance(entry, PullHere):
-            self._pull(entry)
-        elif isinstance(entry, KeepHere):
-            self._keep(entry.worker, entry.keep, entry.buffers)
-        elif isinstance(entry, ForgetWorker):
-            for store in self.stores.values():
-                store.forget(entry.worker)
-        elif isinstance(entry, Drop):
-            push, buffers = pushes[entry.id]
-            self.stores[entry.id.track].note([(push, 0.0, buffers)])
-        elif isinstance(entry, Setup):
-            self._set_up(entry)
-        elif isinstance(entry, Seed):
-            self._seed(*pushes[entry.id])
-        elif isinstance(entry, ReadHere):
-            self._read(entry)
-        elif isinstance(entry, LoadState):
-            self._load(entry, pushes)
-        elif isinstance(entry, Save):
-            self._save(entry.name)
+        self._handlers[type(entry)](entry, pushes)
+
+    def _forget(self, entry: ForgetWorker) -> None:
+        for shard in self.optimizer_shards.values():
+            shard.forget(entry.worker)
+
+    def _drop(self, push: Push, buffers: list[Bytes]) -> None:
+        self.optimizer_shards[push.id.optimizer_id].note([(push, 0.0, buffers)])
 
     def _set_up(self, entry: Setup) -> None:
-        store = self.stores[entry.track] = Shard(
-            entry.proposal, self.shard, self.shards, self.pool, self._workers == 1, self._arena
+        shard = self.optimizer_shards[entry.optimizer_id] = Shard(
+            entry.optimizer_spec, self.shard, self.shards, self.pool, self._workers == 1, self._arena
         )
         if entry.resume and self._resume is not None:
-            shards = read_shards(self._resume, entry.track, entry.proposal)
-            store.seed(load_values(shards, store))
-            store.load_state([run for shard in shards for run in shard.runs])
-            store.rows.load([shard.rows for shard in shards], shards[0].clocks)
+            saved = read_shards(self._resume, entry.optimizer_id, entry.optimizer_spec)
+            shard.seed(load_values(saved, shard))
+            shard.load_state([segment for one in saved for segment in one.segments])
+            shard.rows.load([one.rows for one in saved], saved[0].clocks)
 
     def _seed(self, push: Push, buffers: list[Bytes]) -> None:
-        store = self.stores[push.id.track]
-        count = len(store.stretches)
-        store.seed(buffers[:count])
-        store.shares = (Share(push.id.worker, 1.0),)
+        shard = self.optimizer_shards[push.id.optimizer_id]
+        count = len(shard.stretches)
+        shard.seed(buffers[:count])
+        shard.shares = (Share(push.id.worker, 1.0),)
         rest = len(buffers) - row_buffers(push)
-        store.rows.seed(push, buffers[rest:])
+        shard.rows.seed(push, buffers[rest:])
         if push.state:
-            store.load_state(unpack(push.state, buffers[count:rest]))
+            shard.load_state(unpack(push.state, buffers[count:rest]))
 
     def _load(self, entry: LoadState, pushes: Pushes) -> None:
         """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
-        store = self.stores[entry.id.track]
+        shard = self.optimizer_shards[entry.id.optimizer_id]
         if not entry.again:
             push, buffers = pushes[entry.id]
             if push.kind == "values":
-                store.take_values(push, buffers)
+                shard.take_values(push, buffers)
             else:
-                store.load_state(unpack(push.state, buffers))
+                shard.load_state(unpack(push.state, buffers))
         self._report(WorkerReply(entry.id.worker, self._answer_to_load(entry)))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
-        store = self.stores[entry.track]
+        shard = self.optimizer_shards[entry.optimizer_id]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
         began = time.perf_counter()
-        reason = store.changed.judge([part.id.worker for part in entry.parts])
+        reason = shard.in_place_changes.judge([part.id.worker for part in entry.parts])
         for part in entry.parts if reason else ():
             self._report(WorkerReply(part.id.worker, Refused(reason=reason)))
-        store.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
-        self._took[entry.track] = time.perf_counter() - began
+        shard.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
+        self._took[entry.optimizer_id] = time.perf_counter() - began
         for _, buffers in pushes.values():
             for buffer in buffers:
                 self.pool.give(buffer)
@@ -223,7 +221,7 @@ class ShardExecutor:
         def total(square: float) -> float:
             if self.shards == 1:
                 return square
-            self._report(Norm(shard=self.shard, track=entry.track, version=entry.version, square=square))
+            self._report(Norm(shard=self.shard, optimizer_id=entry.optimizer_id, version=entry.version, square=square))
             answer = self._totals.get()
             if answer is None:  # the job is over: for this update, and for all that are still to come
                 self._totals.put(None)
@@ -233,15 +231,15 @@ class ShardExecutor:
         return total
 
     def _reply(self, entry: Reply) -> None:
-        store = self.stores[entry.track]
-        empty = (store.averages and entry.version == 0) or not store.rows.wants_values(entry.worker, entry.exchange)
-        said = None if empty else store.answers.say(entry.worker, entry.exchange, store.values)
+        shard = self.optimizer_shards[entry.optimizer_id]
+        empty = (shard.averages and entry.version == 0) or not shard.rows.wants_values(entry.worker, entry.exchange)
+        said = None if empty else shard.pull_compression.say(entry.worker, entry.exchange, shard.values)
         if said is not None:
-            store.corrected.given(entry.worker, store.version, store.answers.told(entry.worker))
-        dense, done = ([], None) if empty else store.lend(entry.worker) if said is None else (said, None)
-        rows, of_rows, blocks = store.rows.answer(entry.worker, entry.exchange) if store.rows else ((), [], [])
+            shard.staleness_correction.given(entry.worker, shard.version, shard.pull_compression.told(entry.worker))
+        dense, done = ([], None) if empty else shard.lend(entry.worker) if said is None else (said, None)
+        rows, of_rows, blocks = shard.rows.answer(entry.worker, entry.exchange) if shard.rows else ((), [], [])
         answer = Answer(
-            track=entry.track,
+            optimizer_id=entry.optimizer_id,
             shard=self.shard,
             exchange=entry.exchange,
             place=entry.place,
@@ -250,15 +248,15 @@ class ShardExecutor:
             stop=entry.stop,
             waited=entry.waited,
             staleness=entry.staleness,
-            skipped=store.skipped,
-            absent=tuple(sorted(store.absent)) if store.averages or entry.members else (),
+            skipped=shard.skipped,
+            absent=tuple(sorted(shard.absent)) if shard.averages or entry.members else (),
             members=entry.members,
-            shares=store.shares if entry.members else (),
+            shares=shard.shares if entry.members else (),
             rows=rows,
             filtered=said is not None,
             checkpoint=entry.checkpoint,
-            touched=store.touched if entry.members else "",
-            spread=store.spread.mean,
+            touched=shard.touched if entry.members else "",
+            spread=shard.divergence.mean,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)
@@ -276,9 +274,9 @@ class ShardExecutor:
 
     def _pull(self, entry: PullHere) -> None:
         """Rows as they are now, or which steps have reached a span."""
-        pull, store = entry.pull, self.stores[entry.pull.track]
-        table = store.rows.tables[pull.table]
-        answer = PulledRows(track=pull.track, shard=self.shard, request=pull.request, version=store.version)
+        pull, shard = entry.pull, self.optimizer_shards[entry.pull.optimizer_id]
+        table = shard.rows.tables[pull.table]
+        answer = PulledRows(optimizer_id=pull.optimizer_id, shard=self.shard, request=pull.request, version=shard.version)
         if pull.what == "clock":
             span = pull.span or (0, table.info.rows)
             answer.clock, answer.version = table.clock(*span), table.version_of(*span)
@@ -288,43 +286,43 @@ class ShardExecutor:
             rows = as_bytes(table.pull_range(*(pull.span or (0, 0))))
             self._report(WorkerReply(entry.worker, answer, [rows]))
             return
-        rows, blocks = store.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
+        rows, blocks = shard.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
         self._report(WorkerReply(entry.worker, answer, [rows], self._sent(None, blocks)))
 
     def _answer_to_load(self, entry: LoadState) -> Answer:
         identity = entry.id
         return Answer(
-            track=identity.track,
+            optimizer_id=identity.optimizer_id,
             shard=self.shard,
             exchange=identity.step,
             place=entry.place,
             step=-1,
-            version=self.stores[identity.track].version,
+            version=self.optimizer_shards[identity.optimizer_id].version,
             stop=False,
         )
 
     def _read(self, entry: ReadHere) -> None:
-        store = self.stores[entry.track]
+        shard = self.optimizer_shards[entry.optimizer_id]
         if entry.what in ("state", "filters"):
             mine = self._resume is not None and self.shard == 0
-            held = read_held(self._resume, entry.track, entry.worker) if mine and self._resume is not None else []
-            runs = (
-                [*store.state(), SegmentState(OF_TABLES, 0, 0, store.rows.saved_state())] if entry.what == "state" else held
+            held = read_held(self._resume, entry.optimizer_id, entry.worker) if mine and self._resume is not None else []
+            segments = (
+                [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())] if entry.what == "state" else held
             )
-            state, buffers = pack(runs)
+            state, buffers = pack(segments)
             copies = [buffer.copy() for buffer in buffers]
-            answer = self._read_answer(entry, store, state)
+            answer = self._read_answer(entry, shard, state)
             self._report(WorkerReply(entry.worker, answer, copies))
         else:
-            buffers, done = store.lend(entry.worker)
-            self._report(WorkerReply(entry.worker, self._read_answer(entry, store, b""), buffers, done))
+            buffers, done = shard.lend(entry.worker)
+            self._report(WorkerReply(entry.worker, self._read_answer(entry, shard, b""), buffers, done))
 
-    def _read_answer(self, entry: ReadHere, store: Shard, state: bytes) -> ReadAnswer:
+    def _read_answer(self, entry: ReadHere, shard: Shard, state: bytes) -> ReadAnswer:
         return ReadAnswer(
-            track=entry.track,
+            optimizer_id=entry.optimizer_id,
             shard=self.shard,
             request=entry.request,
-            version=store.version,
+            version=shard.version,
             state=state,
             exchange=entry.exchange,
         )
@@ -333,7 +331,7 @@ class ShardExecutor:
         if self._checkpoints is None:
             return
         try:
-            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.stores)
+            file, digest, tensors = write_shard(self._checkpoints, name, self.shard, self.optimizer_shards)
         except (OSError, SafetensorError) as error:  # the disk's fault; what becomes of the job is the first server's to say
             self._report(NotSaved(shard=self.shard, name=name, reason=error_text(error)))
             return
@@ -343,6 +341,6 @@ class ShardExecutor:
         if self._checkpoints is None:
             return
         try:
-            write_held(self._checkpoints, keep.checkpoint, keep.track, worker, unpack(keep.state, buffers))
+            write_held(self._checkpoints, keep.checkpoint, keep.optimizer_id, worker, unpack(keep.state, buffers))
         except OSError as error:
             self._report(NotSaved(shard=self.shard, name=keep.checkpoint, reason=error_text(error), worker=worker))

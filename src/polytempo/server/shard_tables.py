@@ -1,8 +1,8 @@
-"""A shard's tables of one track: rows in pushes, rows in answers, rows that are pulled.
+"""A shard's tables of one optimizer: rows in pushes, rows in answers, rows that are pulled.
 
-The desk looks at what came (`check_rows`) before it is counted, so that what cannot be is refused to its sender; the
-store's thread then carries it out with the update it belongs to. What a worker wants with the answer to a push is noted when
-the push is carried out and looked up when the answer is given, so that its rows are of the answer's place in the log.
+The inbox checks a message (`check_rows`) before it is counted, so that an invalid one is refused to its sender; the shard
+executor then carries it out with the update it belongs to. Rows that a worker wants with the answer to a push are noted when
+the push is carried out and looked up when the answer is given, so that they are of the answer's position in the log.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Wishes:
     wanted: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # table, ids
 
 
-class TrackTables:
-    """The tables of one track, on one shard."""
+class ShardTables:
+    """The tables of one optimizer, on one shard."""
 
-    def __init__(self, proposal: OptimizerSpec, shard: int, shards: int, arena: Arena) -> None:
+    def __init__(self, optimizer_spec: OptimizerSpec, shard: int, shards: int, arena: Arena) -> None:
         self.shard, self.shards = shard, shards
         self._arena = arena
-        self.tables = [TableShard(info, shard, shards) for info in proposal.tables]
+        self.tables = [TableShard(info, shard, shards) for info in optimizer_spec.tables]
         self._wishes: dict[int, Wishes] = {}
 
     def __bool__(self) -> bool:
@@ -78,7 +78,7 @@ class TrackTables:
 
     def _info(self, table: int) -> TableInfo:
         if not 0 <= table < len(self.tables):
-            raise PeerError(f"there is no table {table}; this track has {len(self.tables)}")
+            raise PeerError(f"there is no table {table}; this optimizer has {len(self.tables)}")
         return self.tables[table].info
 
     def _span_rows(self, info: TableInfo, span: tuple[int, int]) -> int:
@@ -109,7 +109,7 @@ class TrackTables:
             table.fill(ids if part.span is None else range_ids(*part.span, self.shard, self.shards), values)
 
     def update(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]], rate: float, version: int) -> None:
-        """One update of all tables that somebody pushed to; who pushed nothing still counts in a mean."""
+        """One update of all tables that a worker pushed to; a worker that pushed nothing still counts in a mean."""
         pushes: dict[int, list[RowPush]] = {}
         for push, samples, buffers in parts:
             for part, ids, values in self._parts(push, buffers):

@@ -1,6 +1,7 @@
-"""What a message must be before anything is done with it: who sends another is turned away, and the job goes on.
+"""Validation of messages before they are acted on: the sender of an invalid one is disconnected, and the job goes on.
 
-Sizes of buffers are checked by the store that takes them (`store.py`, `rows.py`), turns by the mode. What is left is here.
+Sizes of buffers are checked by the shard that takes them (`shard.py`, `shard_tables.py`), turns by the policy. The rest is
+here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ APPLY = ("server", "delta", "peers", "mean")
 REASONS = ("finished", "failed", "lost")
 READ = ("params", "state", "filters")
 CHECKPOINT = re.compile(r"step-\d{8,20}")
-#: Names of tracks, and elements of a table, at most.
+#: Length of an optimizer's id, and elements of a table, at most.
 NAME, ELEMENTS = 64, 1 << 44
 
 
@@ -51,50 +52,52 @@ def check_push(push: Push) -> None:
         raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
 
 
-def check_fit(push: Push, proposal: OptimizerSpec) -> None:
+def check_fit(push: Push, spec: OptimizerSpec) -> None:
     """Refuse a push that is not of this model and optimizer."""
-    absent = [index for index in push.absent if not 0 <= index < len(proposal.tensors)]
+    absent = [index for index in push.absent if not 0 <= index < len(spec.tensors)]
     if absent:
-        raise PeerError(f"a push was refused: it names tensor {absent[0]}, the model has {len(proposal.tensors)}")
+        raise PeerError(f"a push was refused: it names tensor {absent[0]}, the model has {len(spec.tensors)}")
 
 
-def check_hyper(push: Push, proposal: OptimizerSpec) -> None:
+def check_hyper(push: Push, spec: OptimizerSpec) -> None:
     """Refuse hyper-parameters with which the optimizer cannot make its step."""
-    if len(push.hyper) != len(proposal.groups):
-        raise PeerError(f"a push was refused: it has {len(push.hyper)} groups, the optimizer {len(proposal.groups)}")
-    for own, first in zip(push.hyper, proposal.groups, strict=True):
+    if len(push.hyper) != len(spec.groups):
+        raise PeerError(f"a push was refused: it has {len(push.hyper)} groups, the optimizer {len(spec.groups)}")
+    for own, first in zip(push.hyper, spec.groups, strict=True):
         wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
         if wrong or "lr" not in own:
             raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is no number in it")
 
 
-def check_state(runs: Sequence[SegmentState], proposal: OptimizerSpec) -> None:
+def check_state(segments: Sequence[SegmentState], spec: OptimizerSpec) -> None:
     """Refuse an optimizer's state of another model."""
-    known = {info.dtype for info in proposal.tensors} | {OF_TABLES}
-    for run in runs:
-        if run.dtype not in known or not 0 <= run.start <= run.stop:
-            raise PeerError(f"an optimizer's state was refused: {run.dtype} {run.start} to {run.stop} is not in the model")
+    known = {info.dtype for info in spec.tensors} | {OF_TABLES}
+    for segment in segments:
+        if segment.dtype not in known or not 0 <= segment.start <= segment.stop:
+            raise PeerError(
+                f"an optimizer's state was refused: {segment.dtype} {segment.start} to {segment.stop} is not in the model"
+            )
 
 
-def check_proposal(track: str, proposal: OptimizerSpec) -> None:
+def check_optimizer_spec(optimizer_id: str, spec: OptimizerSpec) -> None:
     """Refuse an optimizer that no shard can make."""
-    if not track or len(track) > NAME:
-        raise PeerError(f"an optimizer with a name of {len(track)} characters was refused")
-    if proposal.apply not in APPLY:
-        raise PeerError(f"apply={proposal.apply!r} was refused; known are {', '.join(APPLY)}")
-    for info in proposal.tensors:
+    if not optimizer_id or len(optimizer_id) > NAME:
+        raise PeerError(f"an optimizer with a name of {len(optimizer_id)} characters was refused")
+    if spec.apply not in APPLY:
+        raise PeerError(f"apply={spec.apply!r} was refused; known are {', '.join(APPLY)}")
+    for info in spec.tensors:
         if info.dtype not in ITEM_SIZES or any(length < 0 for length in info.shape):
             raise PeerError(f"parameter {info.name} was refused: {info.dtype} {list(info.shape)}")
-        if proposal.apply == "server" and not 0 <= info.group < len(proposal.groups):
+        if spec.apply == "server" and not 0 <= info.group < len(spec.groups):
             raise PeerError(f"parameter {info.name} was refused: there is no group {info.group}")
-    if proposal.clip_norm is not None and not proposal.clip_norm > 0:
-        raise PeerError(f"clip_norm={proposal.clip_norm:g} was refused; expected a number above 0")
-    for text in (proposal.push_filter, proposal.pull_filter):
+    if spec.clip_norm is not None and not spec.clip_norm > 0:
+        raise PeerError(f"clip_norm={spec.clip_norm:g} was refused; expected a number above 0")
+    for text in (spec.push_filter, spec.pull_filter):
         parse_chain(text)
-    for table in proposal.tables:
+    for table in spec.tables:
         _check_table(table)
-    if proposal.apply == "server" and proposal.tensors:
-        _check_optimizer(proposal)
+    if spec.apply == "server" and spec.tensors:
+        _check_optimizer(spec)
 
 
 def _check_table(info: TableInfo) -> None:
@@ -104,18 +107,22 @@ def _check_table(info: TableInfo) -> None:
         raise PeerError(f"table {info.name} was refused: {info.rows} rows of {info.dim} {info.dtype}")
 
 
-def _check_optimizer(proposal: OptimizerSpec) -> None:
+def _check_optimizer(spec: OptimizerSpec) -> None:
     """Made once with next to nothing: torch itself knows what it takes."""
     try:
-        made = build(proposal.optimizer, proposal.groups, [[torch.nn.Parameter(torch.zeros(1, 1))] for _ in proposal.groups])
+        made = build(
+            spec.optimizer,
+            spec.groups,
+            [[torch.nn.Parameter(torch.zeros(1, 1))] for _ in spec.groups],
+        )
     except (TypeError, ValueError, KeyError) as error:
-        raise PeerError(f"the optimizer {proposal.optimizer} was refused: {error}") from None
+        raise PeerError(f"the optimizer {spec.optimizer} was refused: {error}") from None
     for name, default in made.defaults.items():
-        for group in proposal.groups:
+        for group in spec.groups:
             value = group.get(name, default)
             pair = isinstance(default, tuple) and isinstance(value, list | tuple) and len(value) == len(default)
             if (isinstance(default, tuple) and not pair) or (_is_number(default) and not _is_number(value)):
-                raise PeerError(f"the optimizer {proposal.optimizer} was refused: {name} cannot be {value!r}")
+                raise PeerError(f"the optimizer {spec.optimizer} was refused: {name} cannot be {value!r}")
 
 
 def check_read(read: ReadRequest) -> None:
@@ -124,11 +131,11 @@ def check_read(read: ReadRequest) -> None:
         raise PeerError(f"a read of {read.what!r} was refused; known are {', '.join(READ)}")
 
 
-def check_keep(keep: Keep, runs: Sequence[SegmentState]) -> None:
+def check_keep(keep: Keep, segments: Sequence[SegmentState]) -> None:
     """Refuse what would not go into a checkpoint of this job."""
     if not CHECKPOINT.fullmatch(keep.checkpoint):
         raise PeerError(f"something to keep was refused: {keep.checkpoint[:40]!r} is no checkpoint's name")
-    if any(not isinstance(run.state.get("residual"), torch.Tensor) for run in runs):
+    if any(not isinstance(segment.state.get("residual"), torch.Tensor) for segment in segments):
         raise PeerError("something to keep was refused: it is not what a filter holds back")
 
 

@@ -67,7 +67,7 @@ class WorkerStatistics:
         self.wasted_s += push.computed
 
     def stale(self, by: int) -> None:
-        """One of its pushes was applied so many updates late."""
+        """One of its pushes was applied `by` updates late."""
         self.staleness_sum += by
         self.staleness_max = max(self.staleness_max, by)
 
@@ -141,25 +141,25 @@ class WorkerStatistics:
         }
 
 
-def sum_up(accounts: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
+def sum_up(statistics: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
     """The job's figures, under the same names as the simulator's."""
-    present = in_order(account.present(now) for account in accounts) or 1.0
+    present = in_order(stats.present(now) for stats in statistics) or 1.0
     seconds = now - started if started is not None else 0.0
-    samples = in_order(account.samples for account in accounts)
-    steps = sum(account.steps for account in accounts)
-    useful = in_order(account.computing_s - account.wasted_s for account in accounts)
+    samples = in_order(stats.samples for stats in statistics)
+    steps = sum(stats.steps for stats in statistics)
+    useful = in_order(stats.computing_s - stats.wasted_s for stats in statistics)
     return {
         "seconds": seconds,
         "steps": steps,
         "samples": samples,
-        "discarded": sum(account.discarded for account in accounts),
-        "nonfinite": sum(account.nonfinite for account in accounts),
+        "discarded": sum(stats.discarded for stats in statistics),
+        "nonfinite": sum(stats.nonfinite for stats in statistics),
         "samples_per_second": samples / seconds if seconds else 0.0,
         "efficiency": useful / present,
-        "computing": in_order(account.computing_s for account in accounts) / present,
-        "waiting": in_order(account.waiting_s for account in accounts) / present,
-        "communicating": in_order(account.communicating_s for account in accounts) / present,
-        "staleness_mean": sum(account.staleness_sum for account in accounts) / max(sum(a.pushes for a in accounts), 1),
-        "staleness_max": max(account.staleness_max for account in accounts),
-        "workers": [account.as_dict(now) for account in accounts],
+        "computing": in_order(stats.computing_s for stats in statistics) / present,
+        "waiting": in_order(stats.waiting_s for stats in statistics) / present,
+        "communicating": in_order(stats.communicating_s for stats in statistics) / present,
+        "staleness_mean": sum(stats.staleness_sum for stats in statistics) / max(sum(a.pushes for a in statistics), 1),
+        "staleness_max": max(stats.staleness_max for stats in statistics),
+        "workers": [stats.as_dict(now) for stats in statistics],
     }

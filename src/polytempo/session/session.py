@@ -120,7 +120,7 @@ class Session:
         """The emulated slow-down of this worker, a new object for each optimizer."""
         return emulation_for(self.rank, self.job.slow, self.job.hiccup, self.job.seed)
 
-    def next_track(self) -> str:
+    def next_optimizer_id(self) -> str:
         """The name of the next optimizer."""
         if self.life and self.client is not None:
             raise UsageError(

@@ -4,7 +4,7 @@
 
 A heap holds what will happen; each entry is (time, order, what, worker, life, step, version). `order` makes equal times
 happen in the order they were planned, so a run is the same every time. `life` counts a rank's lives: what a crashed worker
-had in flight meets a newer life and is dropped; what befalls a rank in any life has ANY_LIFE. `version` is the version of
+had in flight meets a newer life and is dropped; events of a rank in any life have ANY_LIFE. `version` is the version of
 the weights the step is computed on: with it the engine knows every gradient's staleness, and training in virtual time knows
 which weights to take.
 
@@ -150,7 +150,7 @@ class SimulationEngine:
         self._finish()
 
     def _handlers(self) -> tuple[Handler, ...]:
-        """What is done about each kind of entry, in the order of their numbers."""
+        """The handler of each kind of event, in the order of their numbers."""
         return (
             self._computed,
             self._arrived,
@@ -198,7 +198,7 @@ class SimulationEngine:
         for number, crash in enumerate(cluster.crashes):
             self._plan(crash.at, CRASH, workers[crash.worker], step=number, life=ANY_LIFE)
 
-    # What happens to a worker.
+    # Events of a worker.
 
     def _computed(self, now: float, worker: Worker, step: int, version: int) -> None:
         worker.busy = False
@@ -261,7 +261,7 @@ class SimulationEngine:
         heapq.heappush(self._heap, (end, self._order, COMPUTED, worker, worker.life, step, version))
 
     def _stay(self, now: float, worker: Worker) -> None:
-        """A worker that is free starts nothing now; one that has done its steps, and has its last answer, leaves."""
+        """An idle worker starts no step now; one that has completed its steps, and has its last answer, leaves."""
         self._forget_weights(worker)  # it will not compute on them again
         if self._steps_each <= worker.next_step <= worker.allowed and not worker.flying:
             self._plan(now, LEAVE, worker)
@@ -302,7 +302,7 @@ class SimulationEngine:
         self._forget_weights(worker)
         worker.end_life(self.now, self._route is not None)
 
-    # The policy, and what it orders.
+    # The policy, and its actions.
 
     def _feed(self, event: Event, now: float) -> None:
         """Let the policy decide on an event, record it, and carry out the actions."""
@@ -320,7 +320,7 @@ class SimulationEngine:
             self._answers.clear()
 
     def _answer(self, route: Route, now: float) -> None:
-        """Weights and permissions go out, in one message to each."""
+        """Send weights and permissions, in one message to each worker."""
         arrivals = route.answer([worker.rank for worker in self._answers], now, self._together)
         for (worker, step), at in zip(self._answers.items(), arrivals, strict=True):
             self._plan(at, ANSWERED, worker, step, self._read())
@@ -348,7 +348,7 @@ class SimulationEngine:
 
     def _hold(self, hold: Hold, now: float) -> None:
         worker = self.workers[hold.worker]
-        if worker.held_since == NOT_HELD:  # else it is held on, for another reason
+        if worker.held_since == NOT_HELD:  # else it stays held, for another reason
             worker.held_since = now
 
     def _admit(self, admit: Admit, now: float) -> None:
@@ -359,7 +359,7 @@ class SimulationEngine:
         self._plan(wake.at, WAKE, self.workers[0], life=ANY_LIFE)
 
     def _read(self) -> int:
-        """The newest version, with one reader more."""
+        """The newest version, which gets one reader more."""
         if self._trainer:
             self._trainer.keep(self.updates)
         return self.updates

@@ -16,13 +16,13 @@ from polytempo.simulate.collective_cost import all_reduce_seconds
 
 
 class Route(Protocol):
-    """What carries updates between workers and the place where they are applied."""
+    """The way of updates between workers and servers, or among workers."""
 
     def push(self, worker: int, now: float) -> float:
-        """When a push sent now is there."""
+        """When a push sent now arrives."""
 
     def answer(self, workers: list[int], now: float, together: int) -> list[float]:
-        """When new weights, decided on now from the pushes of `together` workers, are at each of `workers`."""
+        """When new weights, decided on now from the pushes of `together` workers, arrive at each of `workers`."""
 
     def applied(self, now: float) -> None:
         """An update was decided on now."""
@@ -71,13 +71,13 @@ class ServerRoute:
         return [self._at_both_ends(passed, worker, start) for worker in workers]
 
     def permit(self, worker: int, now: float) -> float:
-        """When a permission without weights, decided on now, is there."""
+        """When a permission without weights, decided on now, arrives."""
         return max(now, self._updates.free_at) + self._latency[worker]
 
     def fetch(self, worker: int, now: float) -> float:
-        """When the weights of this moment are at a worker that asks for them now."""
+        """When the present weights arrive at a worker that requests them now."""
         passed = self._out.pass_through(now, self._server_seconds)
-        return self._at_both_ends(passed, worker, now) + self._latency[worker]  # the question has its way, too
+        return self._at_both_ends(passed, worker, now) + self._latency[worker]  # the request takes a latency, too
 
     def _at_both_ends(self, passed_server: float, worker: int, start: float) -> float:
         return max(passed_server, start + self._own_seconds[worker]) + self._latency[worker]

@@ -28,8 +28,8 @@ from polytempo.sync.policy import Policy
 FETCHED = OBSERVE + 1
 
 
-class LocalPlace:
-    """Where a worker stands between its pushes. Weights are known by how many updates of others they contain."""
+class LocalProgress:
+    """The state of a worker between its pushes. Weights are identified by the number of updates of others they contain."""
 
     __slots__ = ("applied", "arrived", "due", "fresh", "made", "pending", "read", "seconds", "sent", "started", "weights")
 
@@ -62,7 +62,7 @@ class LocalEngine(SimulationEngine):
     ) -> None:
         super().__init__(cluster, policy, route, budget, trainer=trainer, **options)
         self._local, self._learner, self._servers = local, trainer, route
-        self._places = [LocalPlace() for _ in self.workers]
+        self._progress_of = [LocalProgress() for _ in self.workers]
 
     def _handlers(self) -> tuple[Handler, ...]:
         return (*super()._handlers(), self._fetched)
@@ -70,38 +70,38 @@ class LocalEngine(SimulationEngine):
     # Steps and pushes.
 
     def _go(self, now: float, worker: Worker) -> None:
-        place, step = self._places[worker.rank], worker.next_step
-        done = step * self._local.push + place.pending >= self._steps_each
-        if (step > worker.allowed and not place.pending) or worker.leaving or done:
+        progress, step = self._progress_of[worker.rank], worker.next_step
+        done = step * self._local.push + progress.pending >= self._steps_each
+        if (step > worker.allowed and not progress.pending) or worker.leaving or done:
             self._stay(now, worker)
             return
-        self._cross(now, worker, place)
-        if not place.pending:
-            place.started = place.weights
-        self._compute(now, worker, step, place.started)
+        self._cross(now, worker, progress)
+        if not progress.pending:
+            progress.started = progress.weights
+        self._compute(now, worker, step, progress.started)
 
     def _computed(self, now: float, worker: Worker, step: int, version: int) -> None:
-        place, size = self._places[worker.rank], self._local.push
+        progress, size = self._progress_of[worker.rank], self._local.push
         if self._learner:
-            self._learner.step(worker.rank, step * size + place.pending)
-        place.made += 1
-        place.pending += 1
-        place.seconds += now - worker.since
-        if place.pending < size and not worker.leaving and step * size + place.pending < self._steps_each:
+            self._learner.step(worker.rank, step * size + progress.pending)
+        progress.made += 1
+        progress.pending += 1
+        progress.seconds += now - worker.since
+        if progress.pending < size and not worker.leaving and step * size + progress.pending < self._steps_each:
             worker.busy = False
             worker.since = now
             self._go(now, worker)
             return
-        place.sent[step] = place.pending, place.seconds
-        place.pending, place.seconds = 0, 0.0
+        progress.sent[step] = progress.pending, progress.seconds
+        progress.pending, progress.seconds = 0, 0.0
         worker.next_step = step + 1
         if self._learner:
             self._learner.send(worker.rank)
         super()._computed(now, worker, step, version)
 
     def _pushed(self, now: float, worker: Worker, step: int, version: int, samples: int = 0) -> None:
-        place = self._places[worker.rank]
-        super()._pushed(now, worker, step, version + place.applied, worker.batch * place.sent[step][0])
+        progress = self._progress_of[worker.rank]
+        super()._pushed(now, worker, step, version + progress.applied, worker.batch * progress.sent[step][0])
 
     def _stay(self, now: float, worker: Worker) -> None:
         done = worker.next_step * self._local.push >= self._steps_each
@@ -110,41 +110,41 @@ class LocalEngine(SimulationEngine):
 
     # Fetches.
 
-    def _cross(self, now: float, worker: Worker, place: LocalPlace) -> None:
-        """The boundary between two steps: what has come is installed, what is due is asked for."""
-        if place.arrived:
-            place.weights, place.read, place.arrived = place.read, NO_WEIGHTS, False
+    def _cross(self, now: float, worker: Worker, progress: LocalProgress) -> None:
+        """The boundary between two steps: install a fetch that has arrived, start one that is due."""
+        if progress.arrived:
+            progress.weights, progress.read, progress.arrived = progress.read, NO_WEIGHTS, False
             if self._learner:
                 self._learner.install(worker.rank)
-        place.due = place.due or (place.made > 0 and place.made % self._local.fetch == 0)
-        if not place.due or place.read != NO_WEIGHTS:
+        progress.due = progress.due or (progress.made > 0 and progress.made % self._local.fetch == 0)
+        if not progress.due or progress.read != NO_WEIGHTS:
             return
-        place.due, place.read = False, self.updates - place.applied
+        progress.due, progress.read = False, self.updates - progress.applied
         if self._learner:
             self._learner.fetch(worker.rank)
         if self._servers is None:
-            place.arrived = True
+            progress.arrived = True
         else:
             self._plan(self._servers.fetch(worker.rank, now), FETCHED, worker)
 
     def _fetched(self, now: float, worker: Worker, step: int, version: int) -> None:
-        self._places[worker.rank].arrived = True
+        self._progress_of[worker.rank].arrived = True
 
-    # What is ordered.
+    # Actions.
 
     def _release(self, release: Release, now: float) -> None:
-        place = self._places[release.worker]
-        if place.weights == NO_WEIGHTS and self.workers[release.worker].alive:
-            place.weights, place.fresh = self.updates, True
+        progress = self._progress_of[release.worker]
+        if progress.weights == NO_WEIGHTS and self.workers[release.worker].alive:
+            progress.weights, progress.fresh = self.updates, True
             if self._learner:
                 self._learner.begin(release.worker)
         super()._release(release, now)
 
     def _answer(self, route: Route, now: float) -> None:
-        first = [worker for worker in self._answers if self._places[worker.rank].fresh]
+        first = [worker for worker in self._answers if self._progress_of[worker.rank].fresh]
         arrivals = dict(zip(first, route.answer([worker.rank for worker in first], now, 1), strict=True)) if first else {}
         for worker, step in self._answers.items():
-            self._places[worker.rank].fresh = False
+            self._progress_of[worker.rank].fresh = False
             permitted = self._servers.permit(worker.rank, now) if self._servers else now
             self._plan(arrivals.get(worker, permitted), ANSWERED, worker, step)
 
@@ -154,25 +154,25 @@ class LocalEngine(SimulationEngine):
             self._go(now, worker)
 
     def _apply(self, apply: Apply, now: float) -> None:
-        worker, place = self.workers[apply.pushes[0].worker], self._places[apply.pushes[0].worker]
-        more = place.sent[apply.pushes[0].step][0] - 1
+        worker, progress = self.workers[apply.pushes[0].worker], self._progress_of[apply.pushes[0].worker]
+        more = progress.sent[apply.pushes[0].step][0] - 1
         worker.steps += more
         worker.staleness_sum += more * (self.updates - worker.used)
         self._used.steps += more
         super()._apply(apply, now)
-        place.applied += 1
-        del place.sent[apply.pushes[0].step]
+        progress.applied += 1
+        del progress.sent[apply.pushes[0].step]
 
     def _drop(self, action: Discard | Refuse, now: float) -> None:
         worker = self.workers[action.worker]
         wasted = worker.wasted
         super()._drop(action, now)
-        worker.wasted = wasted + self._places[action.worker].sent.pop(action.step)[1]
+        worker.wasted = wasted + self._progress_of[action.worker].sent.pop(action.step)[1]
         if self._learner:
             self._learner.lose(action.worker)
 
     def _end_life(self, worker: Worker) -> None:
         super()._end_life(worker)
-        self._places[worker.rank] = LocalPlace()
+        self._progress_of[worker.rank] = LocalProgress()
         if self._learner:
             self._learner.end(worker.rank)

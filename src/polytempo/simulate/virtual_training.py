@@ -51,7 +51,7 @@ MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What came of training in virtual time."""
+    """The outcome of training in virtual time."""
 
     outcome: Outcome
     curve: tuple[tuple[float, float], ...]  #: (simulated seconds, accuracy on the test data)
@@ -131,7 +131,7 @@ def train_virtually(
         torch.manual_seed(seed)
         kind = VirtualTrainer if spec.local is None else VirtualLocalTrainer
         trainer = kind(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
-        curve: dict[float, float] = {}  # of several looks in one moment the last counts
+        curve: dict[float, float] = {}  # of several evaluations at one time the last counts
         trainer.observers.append(lambda now: curve.update({now: _evaluate(trainer, test, metric)}))
         outcome = simulate_job(
             cluster,
@@ -148,7 +148,7 @@ def train_virtually(
 
 
 def model_bytes(model: nn.Module) -> float:
-    """What travels of a model: its trainable parameters."""
+    """The bytes of a model that are sent: its trainable parameters."""
     return float(sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
 
 
@@ -173,7 +173,7 @@ class WeightHistory:
         self._readers[version] += 1
 
     def drop(self, version: int) -> None:
-        """One reader less; the last one takes the copy along."""
+        """One reader less; the copy is freed with the last."""
         self._readers[version] -= 1
         if self._readers[version] == 0:
             del self._readers[version]
@@ -193,7 +193,7 @@ class WeightHistory:
 
     @property
     def copies(self) -> int:
-        """How many old versions are kept."""
+        """The number of old versions that are kept."""
         return len(self._copies)
 
 
@@ -238,7 +238,7 @@ class VirtualTrainer:
         self._buffers: dict[int, list[torch.Tensor]] = {}
         self.observers: list[Callable[[float], None]] = []
 
-    # What the engine calls.
+    # Called by the engine.
 
     def keep(self, version: int) -> None:
         """One reader of a version more."""
@@ -258,7 +258,7 @@ class VirtualTrainer:
         self._update(gradient, [self.versions.newest - version for version in versions], rate)
 
     def observe(self, now: float) -> None:
-        """Let the observers look at the master."""
+        """Call the observers, which evaluate the master."""
         for observer in self.observers:
             observer(now)
 
@@ -295,7 +295,7 @@ class VirtualTrainer:
         return mean
 
     def _gradient(self, worker: int, step: int) -> Gradient:
-        """Of a worker's step, on the weights that are loaded."""
+        """The gradient of a worker's step, on the loaded weights."""
         self._load_buffers(worker)
         inputs, targets = self._train
         index = self._shards.batch(worker, step)
@@ -333,7 +333,7 @@ class VirtualTrainer:
         if worker in self._buffers:
             for buffer, value in zip(self._worker.buffers(), self._buffers[worker], strict=True):
                 buffer.copy_(value)
-        elif self._buffers:  # a first step: from the start the model was given with
+        elif self._buffers:  # a first step: from the initial buffers of the model
             for buffer, value in zip(self._worker.buffers(), self.master.buffers(), strict=True):
                 buffer.copy_(value)
 
@@ -415,16 +415,16 @@ class VirtualLocalTrainer(VirtualTrainer):
         self._replicas[worker] = Replica(self._snapshot())
 
     def fetch(self, worker: int) -> None:
-        """A worker asks for the newest weights."""
+        """A worker requests the newest weights."""
         replica = self._replicas[worker]
         replica.fetched = self._snapshot(), replica.settled
 
     def install(self, worker: int) -> None:
-        """What it asked for is there."""
+        """The fetched weights have arrived."""
         replica = self._replicas[worker]
         assert replica.fetched is not None
         replica.weights = replica.fetched[0]
-        for gradient in replica.steps:  # all since the fetch was asked for, and what it could not contain
+        for gradient in replica.steps:  # all since the request of the fetch, which it cannot contain
             self._walk(replica.weights, gradient)
         replica.fetched = None
         replica.forget()
@@ -452,7 +452,7 @@ class VirtualLocalTrainer(VirtualTrainer):
         replica.settle(len(replica.sent.popleft()[0]))
 
     def end(self, worker: int) -> None:
-        """A worker is gone."""
+        """A worker has left."""
         self._replicas.pop(worker, None)
 
     def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
@@ -475,7 +475,7 @@ class VirtualLocalTrainer(VirtualTrainer):
 
 
 def _sum(gradients: list[Gradient]) -> Gradient:
-    """Of the gradients of a push, in order; the parts themselves stay as they are."""
+    """The sum of the gradients of a push, in order; its terms are not changed."""
     total: Gradient = [None if grad is None else grad.clone() for grad in gradients[0]]
     for gradient in gradients[1:]:
         for index, grad in enumerate(gradient):

@@ -65,12 +65,12 @@ class Worker:
         self.step_times = array("d")  # of the steps to come, the next one last
         self.drawn = 0
         self.stalls = sorted((s.at, s.at + s.seconds) for s in cluster.stalls if s.worker == rank)
-        # Its state.
+        # State.
         self.life = 0
         self.alive = False
         self.busy = False
         self.leaving = False
-        self.resuming = False  # its last push was not applied: it goes on wherever it is released
+        self.resuming = False  # its last push was not applied: it continues at the step it is released for
         self.flying = 0  # pushes in flight
         self.next_step = 0
         self.allowed = -1  # the last step that was released
@@ -81,7 +81,7 @@ class Worker:
         self.held_since = NOT_HELD
         self.held_for = 0.0  # of the present idleness, the part the policy held it
         self.joined_at = 0.0
-        # What it has done.
+        # Totals.
         self.steps = 0
         self.discarded = 0
         self.messages = 0
@@ -93,7 +93,7 @@ class Worker:
         self.staleness_max = 0
 
     def draw(self) -> None:
-        """Draw the times of the next steps. Each block has a generator of its own: modes meet the same times."""
+        """Draw the times of the next steps. Each block has a generator of its own: every mode has the same times."""
         cluster, rank = self.cluster, self.rank
         random = Random(f"{self.seed}/{rank}/{self.drawn}")
         factor = cluster.slow.get(rank, 1.0)
@@ -120,7 +120,7 @@ class Worker:
         self.held_for = 0.0
 
     def settle(self, now: float, routed: bool) -> None:
-        """Account for the time up to now, in the middle of whatever it is doing; `routed`: bytes take time."""
+        """Account for the time up to now, in the middle of a step or wait; `routed`: bytes take time."""
         self.present += now - self.joined_at
         if self.busy:
             self.wasted += now - self.since
@@ -143,7 +143,7 @@ class Worker:
 
 
 class Trainer(Protocol):
-    """Trains for real, on the versions of the weights that workers would have held."""
+    """Computes real gradients, on the versions of the weights that workers would have held."""
 
     def keep(self, version: int) -> None:
         """One reader of this version more; it is the newest, or has readers already."""
@@ -165,10 +165,10 @@ class LocalTrainer(Trainer, Protocol):
         """A worker is given the newest weights."""
 
     def fetch(self, worker: int) -> None:
-        """A worker asks for the newest weights, as they are now."""
+        """A worker requests the newest weights, as of now."""
 
     def install(self, worker: int) -> None:
-        """What it asked for is there: from here on it steps from that, with what it lacks of its own."""
+        """The fetched weights have arrived: the worker continues from them, with its own steps that they lack."""
 
     def step(self, worker: int, step: int) -> None:
         """A local step, this one of the worker's data."""
@@ -180,4 +180,4 @@ class LocalTrainer(Trainer, Protocol):
         """The oldest push in flight is not applied."""
 
     def end(self, worker: int) -> None:
-        """A worker is gone, with all it had."""
+        """A worker has left; its state is dropped."""

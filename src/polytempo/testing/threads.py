@@ -23,7 +23,7 @@ from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.errors import PeerError, PolytempoError, RankLost
 from polytempo.launch.job_facts import JobFacts
-from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, StoreValue, decode, encode
+from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
 from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
@@ -194,7 +194,7 @@ class ThreadJob:
             threading.Event().wait(0.001)
             return False
         message = decode(received[0])
-        if isinstance(message, StoreValue):
+        if isinstance(message, Notice):
             self.notices.append(message.text)
         if isinstance(message, Finished):
             self.summary = message.summary

@@ -301,7 +301,7 @@ class KV:
         self._session.check_part()
         if self._client is None and self._session.size > 1:
             raise UsageError("arrays live on servers, and this job has none; start it with polytempo run --servers 1")
-        self._name = self._session.next_track()
+        self._name = self._session.next_optimizer_id()
         self._state = ClientState(self._name, ahead=self._spec.ahead)
         self.step = 0
         tables = list(self._tables.values())

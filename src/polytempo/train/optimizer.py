@@ -128,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._agreed = False  # synchronize() was called since the last step
         self._to_digest = DIGESTED_STEPS + 1
         self._syncing = True
-        self._name = session.next_track()
+        self._name = session.next_optimizer_id()
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
         if session.together:
@@ -267,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest else 0
-        return {"positions": self._session.positions.pushed(samples), "likeness": digest}
+        return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

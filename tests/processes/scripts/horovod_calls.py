@@ -13,8 +13,8 @@ torch.set_num_threads(1)
 hvd.init()
 hvd.init()  # again: nothing
 rank, size = hvd.rank(), hvd.size()
-everybody = range(size)
-total = sum(everybody)
+all_ranks = range(size)
+total = sum(all_ranks)
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor | list[float]) -> None:
@@ -64,9 +64,9 @@ def an_asynchronous_call_does_not_wait() -> None:
 
 
 def moves() -> None:
-    expected = [float(q) for q in everybody for _ in range(q)]
+    expected = [float(q) for q in all_ranks for _ in range(q)]
     equal(hvd.allgather(torch.full((rank, 2), float(rank)))[:, 0], expected)  # rank 0 has nothing
-    equal(hvd.allgather(torch.tensor([rank])), list(everybody))
+    equal(hvd.allgather(torch.tensor([rank])), list(all_ranks))
     equal(hvd.allgather(torch.ones(0, 3)), torch.ones(0, 3))
     long, short = hvd.grouped_allgather([torch.ones(rank + 1), torch.tensor([True])])
     assert (len(long), short.tolist()) == (total + size, [True] * size)
@@ -75,11 +75,11 @@ def moves() -> None:
     assert hvd.broadcast_(square, 1) is square
     equal(square, torch.ones(2, 2))
     rows = torch.arange(2.0 * size) + 100 * rank
-    equal(hvd.alltoall(rows), [100.0 * q + 2 * rank + i for q in everybody for i in range(2)])
-    splits = [rank if q == 0 else 1 for q in everybody]
+    equal(hvd.alltoall(rows), [100.0 * q + 2 * rank + i for q in all_ranks for i in range(2)])
+    splits = [rank if q == 0 else 1 for q in all_ranks]
     output, received = hvd.alltoall(torch.full((sum(splits), 2), rank), splits=torch.tensor(splits))
-    assert received.tolist() == (list(everybody) if rank == 0 else [1] * size)
-    equal(output[:, 0], [q for q in everybody for _ in range(int(received[q]))])
+    assert received.tolist() == (list(all_ranks) if rank == 0 else [1] * size)
+    equal(output[:, 0], [q for q in all_ranks for _ in range(int(received[q]))])
     column = torch.arange(5).view(5, 1)
     mine = hvd.reducescatter(column + rank, op=hvd.Sum)
     equal(hvd.allgather(mine), column * size + total)
@@ -106,7 +106,7 @@ def gradients() -> None:
             equal(leaf.grad, torch.full((2 * size, 2), expected))
     leaf = torch.ones(size, requires_grad=True)
     (hvd.alltoall(leaf) * (rank + 1)).sum().backward()
-    equal(leaf.grad, [q + 1.0 for q in everybody])
+    equal(leaf.grad, [q + 1.0 for q in all_ranks])
 
 
 def plain_data() -> None:

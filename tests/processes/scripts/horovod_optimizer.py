@@ -150,7 +150,7 @@ def clipping() -> None:
 
 
 def unused_parameters_and_calls_between() -> None:
-    """Rank 0 does not use a layer and sends nothing before `step()`; nobody uses the last one."""
+    """Rank 0 does not use a layer and sends nothing before `step()`; no rank uses the last one."""
     model, optimizer, _, _ = pair(sgd)
     hidden = model[0](X[MINE])
     output = hidden if rank == 0 else model[2](torch.tanh(hidden))

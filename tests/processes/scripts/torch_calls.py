@@ -104,7 +104,7 @@ def batch(group: Any) -> Any:
     return got
 
 
-def from_anybody(group: Any) -> Any:
+def from_any_source(group: Any) -> Any:
     if RANK != 0:
         dist.send(torch.full((2,), RANK), 0, group, tag=7)
         return None
@@ -137,5 +137,5 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("transposed", lambda group: reduced(R.SUM, mine(4, 3).t() if group is None else mine(4, 3).t().contiguous())(group)),
     *((call.__name__, call) for call in (broadcast, reduce, all_gather, all_gather_single, gather, scatter, reduce_scatter)),
     *((call.__name__, call) for call in (reduce_scatter_single, all_to_all_single, all_to_all_of_different_sizes)),
-    *((call.__name__, call) for call in (objects, batch, from_anybody, under_inference_mode)),
+    *((call.__name__, call) for call in (objects, batch, from_any_source, under_inference_mode)),
 ]
