@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -270,3 +271,23 @@ def test_every_module_can_be_imported_first() -> None:
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", code, *reversed(light)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_type_name_exists_once() -> None:
+    defined: dict[str, list[str]] = {}
+    for name, _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(name)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                alias = node.targets[0].id
+                if alias[0].isupper() and not alias.isupper():
+                    defined.setdefault(alias, []).append(name)
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}
+
+
+def test_sentences_are_about_things() -> None:
+    """Somebody, nobody and their kin hide the rank, the server or the process that is meant."""
+    vague = re.compile(r"\b(some|no|every|any)body\b|\bwhoever\b|\bso many\b", re.IGNORECASE)
+    found = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if vague.search(path.read_text("utf-8"))]
+    assert found == []

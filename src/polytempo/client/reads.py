@@ -24,13 +24,13 @@ from polytempo.transport.channel import Bytes
 #: Bytes of lists of ids that a shard is assumed to remember.
 REMEMBERED = 32 << 20
 
-Send = Callable[[int, AnyMessage, Sequence[Bytes]], None]
+SendFn = Callable[[int, AnyMessage, Sequence[Bytes]], None]
 
 
 class Reads:
     """The reads of one worker."""
 
-    def __init__(self, send: Send, rank: int, shards: int) -> None:
+    def __init__(self, send: SendFn, rank: int, shards: int) -> None:
         self._send, self._rank, self._shards = send, rank, shards
         self._readings: dict[int, Reading] = {}  # by request
         self._requests = 0
@@ -96,7 +96,7 @@ class PendingPull:
 class Pulls:
     """The pulls of one worker."""
 
-    def __init__(self, send: Send, shards: int) -> None:
+    def __init__(self, send: SendFn, shards: int) -> None:
         self._send_message = send
         self._shards = shards
         self._senders = [KeySender(REMEMBERED) for _ in range(shards)]

@@ -79,7 +79,7 @@ HOST_TIMEOUT = 5.0
 #: A script that never asks `should_stop` is warned when each worker is this many steps beyond the budget, or at the end.
 UNHEEDED_STEPS = 4
 
-Handler = Callable[[Hello, Any, float], list[LoopEffect]]
+MessageHandler = Callable[[Hello, Any, float], list[LoopEffect]]
 
 
 class JobRecord:
@@ -156,7 +156,7 @@ class Coordinator:
         self._progress: TrainingProgress | None = None  # of training without pushes, and since when
         self._progress_since = 0.0
         self._started = time.time()
-        self._handlers: dict[tuple[str, type], Handler] = {
+        self._handlers: dict[tuple[str, type], MessageHandler] = {
             ("worker", Register): self._register,
             ("worker", Repeat): self._repeat,
             ("worker", ReadRequest): self._read,

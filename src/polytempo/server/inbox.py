@@ -96,7 +96,7 @@ class Receipts:
             del self._kept[known]
 
 
-class PartialPushes:
+class ReceivedBuckets:
     """The newest version of each bucket of each worker: at most one model a worker."""
 
     def __init__(self, pool: Pool) -> None:
@@ -222,7 +222,7 @@ class ShardInbox:
     def __init__(self, executor: ShardExecutor) -> None:
         self._executor = executor
         self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
-        self._partial = PartialPushes(executor.pool)
+        self._partial = ReceivedBuckets(executor.pool)
         self._keys = KeyCache(executor.shard)
         self._receipts = Receipts()
         self._hyper: dict[str, tuple[dict[str, Any], ...]] = {}  # of each optimizer, as last checked: they seldom change

@@ -40,7 +40,7 @@ ANY_LIFE = -1
 PROGRESS_EVERY = (8192, 64)
 
 HeapEntry = tuple[float, int, int, Worker, int, int, int]
-Handler = Callable[[float, Worker, int, int], None]
+EventHandler = Callable[[float, Worker, int, int], None]
 
 
 class Decisions:
@@ -149,7 +149,7 @@ class SimulationEngine:
                 progress(self._budget.used(now, sum(w.steps for w in self.workers), self._used.samples, len(self.workers)))
         self._finish()
 
-    def _handlers(self) -> tuple[Handler, ...]:
+    def _handlers(self) -> tuple[EventHandler, ...]:
         """The handler of each kind of event, in the order of their numbers."""
         return (
             self._computed,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.engine import ANSWERED, LEAVE, OBSERVE, Handler, SimulationEngine
+from polytempo.simulate.engine import ANSWERED, LEAVE, OBSERVE, EventHandler, SimulationEngine
 from polytempo.simulate.links import Route, ServerRoute
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, LocalTrainer, Worker
@@ -64,7 +64,7 @@ class LocalEngine(SimulationEngine):
         self._local, self._learner, self._servers = local, trainer, route
         self._progress_of = [LocalProgress() for _ in self.workers]
 
-    def _handlers(self) -> tuple[Handler, ...]:
+    def _handlers(self) -> tuple[EventHandler, ...]:
         return (*super()._handlers(), self._fetched)
 
     # Steps and pushes.

@@ -23,7 +23,7 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.downpour import LocalSteps
-from polytempo.train.update import StepRequest, Update, Wrapped
+from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
@@ -74,7 +74,7 @@ class ParameterFetch:
     moved: int
 
 
-class DownpourUpdate(Update):
+class DownpourUpdate(StepUpdate):
     """Local steps of one optimizer."""
 
     def __init__(self, wrapped: Wrapped, reducer: Reducer, local: LocalSteps) -> None:

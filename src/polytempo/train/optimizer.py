@@ -46,7 +46,7 @@ from polytempo.train.update import (
     StepAlone,
     StepOnMean,
     StepRequest,
-    Update,
+    StepUpdate,
     Wrapped,
     is_observed,
     unscale,
@@ -416,7 +416,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         }
 
 
-def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: str, hyper: HyperParameters) -> Update:
+def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: str, hyper: HyperParameters) -> StepUpdate:
     """Where the update is made, by the mode, `apply` and the reducer."""
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)

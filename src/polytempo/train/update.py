@@ -57,7 +57,7 @@ class StepRequest:
     about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
 
 
-class Update(ABC):
+class StepUpdate(ABC):
     """One way to make the update."""
 
     @property
@@ -73,7 +73,7 @@ class Update(ABC):
         """This worker has run out of data: take part until all others have."""
 
 
-class PushGradient(Update):
+class PushGradient(StepUpdate):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
 
     def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool) -> None:
@@ -95,7 +95,7 @@ class PushGradient(Update):
         reducer.push(buffer, wrapped.hyper(), samples=request.samples, **request.about)
 
 
-class PushChange(Update):
+class PushChange(StepUpdate):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
     same on all workers, since all run on the agreed mean."""
 
@@ -137,7 +137,7 @@ class PushChange(Update):
         return buffer, loss
 
 
-class StepOnMean(Update):
+class StepOnMean(StepUpdate):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
     def __init__(self, wrapped: Wrapped, reducer: Reducer, mean: GradientMean) -> None:
@@ -172,7 +172,7 @@ class StepOnMean(Update):
         self._reducer.copier.watch.record()
 
 
-class StepAlone(Update):
+class StepAlone(StepUpdate):
     """The wrapped optimizer, or the mode's own rule, runs in this process."""
 
     def __init__(self, wrapped: Wrapped, rule: RuleAlone | None) -> None:
