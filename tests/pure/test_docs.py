@@ -109,3 +109,12 @@ def test_the_file_shown_in_the_docs_and_the_example_are_good() -> None:
         experiment = experiment_from(yaml.safe_load(content))
         for sync in experiment.sync:
             parse_spec(sync).policy(experiment.cluster.workers)
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    rows = [row for row in (DOCS / "guarantees.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")][1:]
+    named = [name for row in rows for name in re.findall(r"`(\w+/[\w/]+\.py)`", row.rpartition(" | ")[2])]
+    assert len(rows) > 100
+    assert len(named) > 150
+    assert [name for name in named if not any((base / name).is_file() for base in (ROOT / "tests", ROOT))] == []
+    assert [row for row in rows if row.count(" | ") < 2 or not re.search(r"\.py`|same", row.rpartition(" | ")[2])] == []
