@@ -128,6 +128,7 @@ PURE = (
     "server/optimizer_clock.py",
     "server/effects.py",
     "server/worker_statistics.py",
+    "server/job_figures.py",
     "server/job_plan.py",
     "reducer/ballot.py",
     "reducer/buckets.py",

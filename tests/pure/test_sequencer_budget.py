@@ -67,7 +67,7 @@ def test_without_limits_nothing_stops() -> None:
         bench.now += 1e6
         bench.round(samples=1e9)
     assert not any(stop for _, _, stop in stops(bench))
-    assert bench.sequencer.used(bench.now) == 0.0
+    assert bench.sequencer.budget.used(bench.now) == 0.0
 
 
 def test_the_budget_goes_on_from_a_checkpoint() -> None:
@@ -85,7 +85,7 @@ def test_seconds_are_counted_from_the_first_step() -> None:
     bench.now = 1000.0
     bench.start()
     bench.now = 1005.0
-    assert bench.sequencer.used(bench.now) == 0.5
+    assert bench.sequencer.budget.used(bench.now) == 0.5
     assert not replies_in(bench.push(0))[0].stop
     bench.now = 1010.0
     assert replies_in(bench.push(0))[0].stop
@@ -103,7 +103,7 @@ def test_steps_of_other_optimizers_use_up_nothing() -> None:
     bench = Bench("asp", size=1, limits=Limits(steps=5)).start().start("1")
     for _ in range(9):
         bench.push(0, optimizer_id="1", samples=100.0)
-    assert bench.sequencer.used(0.0) == 0.0
+    assert bench.sequencer.budget.used(0.0) == 0.0
 
 
 # Checkpoints.
@@ -178,32 +178,32 @@ def test_positions_of_an_earlier_epoch_are_not_mixed_with_those_of_a_later_one()
     bench = Bench("asp", size=2).start()
     bench.push(0, positions=(Position(2, 16),))
     bench.push(1, positions=(Position(1, 48),))
-    assert bench.sequencer.manifest(1)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [16, 0]}]
+    assert bench.sequencer.checkpoints.manifest(1)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [16, 0]}]
 
 
 def test_positions_of_the_jobs_before_stay_while_their_epoch_lasts() -> None:
     before = [{"epoch": 0, "size": 4, "taken": [9, 9, 9, 9]}, {"epoch": 1, "size": 3, "taken": [5, 5, 5]}]
     bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
-    assert bench.sequencer.manifest(0)["positions"] == before
+    assert bench.sequencer.checkpoints.manifest(0)["positions"] == before
     bench.push(0, positions=(Position(1, 2),))
-    assert bench.sequencer.manifest(0)["positions"] == [
+    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [
         before[1],
         {"sampler": "", "epoch": 1, "size": 2, "taken": [2, 0]},
     ]
     bench.push(0, positions=(Position(2, 2),))
-    assert bench.sequencer.manifest(0)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [2, 0]}]
+    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [2, 0]}]
 
 
 def test_side_tracks_are_not_saved() -> None:
     bench = Bench("bsp", size=1).start().start("0/mean", apply="mean", optimizer="")
-    assert list(bench.sequencer.manifest(0)["tracks"]) == ["0"]
+    assert list(bench.sequencer.checkpoints.manifest(0)["tracks"]) == ["0"]
 
 
 def test_the_last_checkpoint_is_named_after_the_furthest_step() -> None:
     bench = Bench("asp", size=2).start()
     for worker in (0, 0, 0, 1):
         bench.push(worker)
-    assert bench.sequencer.last_checkpoint().name == "step-00000003"
+    assert bench.sequencer.checkpoints.at_the_end().name == "step-00000003"
 
 
 # Figures.
@@ -214,7 +214,7 @@ def test_discarded_computing_is_not_counted_as_useful() -> None:
     bench.now = 10.0
     for worker in (0, 1, 2):
         bench.push(worker, computed=10.0)
-    summary = bench.sequencer.summary(10.0)
+    summary = bench.sequencer.figures.summary(10.0)
     assert (summary["steps"], summary["discarded"], summary["updates"]) == (2, 1, 1), "a step is one that was applied"
     assert summary["efficiency"] == pytest.approx(2 / 3)
 
@@ -223,7 +223,7 @@ def test_the_status_shows_who_waits_for_whom_and_since_when() -> None:
     bench = Bench("bsp", size=2, limits=Limits(steps=10)).start()
     bench.now = 4.0
     bench.push(0, samples=16.0)
-    status = bench.sequencer.status(6.0)
+    status = bench.sequencer.figures.status(6.0)
     assert (status.seconds, status.used) == (6.0, 0.1)
     first, second = status.workers
     assert (first.state, first.waiting_for, first.waited_s, first.present_s, first.samples) == (
@@ -243,7 +243,7 @@ def test_the_summary_ends_with_the_last_to_leave() -> None:
     bench.leave(0, "finished")
     bench.now = 4.0
     bench.leave(1, "finished")
-    summary = bench.sequencer.summary(99.0)
+    summary = bench.sequencer.figures.summary(99.0)
     assert (summary["seconds"], summary["samples"], summary["samples_per_second"]) == (4.0, 16.0, 4.0)
     assert summary["optimizers"] == {"0": "asp"}
 
@@ -257,7 +257,7 @@ def test_each_sampler_has_positions_of_its_own() -> None:
     bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
     bench.push(0, positions=(Position(1, 2, "a"), Position(2, 4, "b")))
     bench.push(1, positions=(Position(2, 6, "b"),))
-    assert bench.sequencer.manifest(0)["positions"] == [
+    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [
         before[2],
         before[0],
         {"sampler": "a", "epoch": 1, "size": 2, "taken": [2, 0]},
@@ -272,5 +272,5 @@ def test_steps_beyond_the_budget_are_counted_unless_a_worker_asks(asks: bool) ->
     for _ in range(4):
         for worker in (0, 1):
             bench.push(worker, asked=asks and worker == 1)
-            found.append(bench.sequencer.unheeded())
+            found.append(bench.sequencer.budget.unheeded())
     assert found == ([0] * 8 if asks else [0, 0, 0, 0, 1, 2, 3, 4])

@@ -227,7 +227,7 @@ def test_the_exit_status_has_the_last_word_on_who_has_finished() -> None:
     for worker, status in ((0, "finished"), (1, "failed"), (2, "lost")):
         bench.sequencer.left(worker, 0, "finished", 1.0)
         assert bench.sequencer.left(worker, 0, status, 2.0) == []
-    summary = bench.sequencer.summary(3.0)
+    summary = bench.sequencer.figures.summary(3.0)
     assert [worker["state"] for worker in summary["workers"]] == ["finished", "failed", "lost"]
     bench.sequencer.left(1, 0, "finished", 4.0)
     assert bench.sequencer.statistics[1].state == "failed"

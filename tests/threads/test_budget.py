@@ -102,7 +102,7 @@ def test_a_worker_whose_answer_is_given_again_stops_with_the_others() -> None:
         assert client is not None
 
         if session.rank == 1:
-            later = lambda: until(lambda: job.sequencer.stopping, "worker 0 has pushed again")  # noqa: E731
+            later = lambda: until(lambda: job.sequencer.budget.stopping, "worker 0 has pushed again")  # noqa: E731
             disturb(session, lambda shard: first_answers([0], later))
         while not client.stop:
             set_gradients(params, [torch.ones(4)])

@@ -283,7 +283,7 @@ class Coordinator:
         return self.stop(message.cause)
 
     def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[LoopEffect]:
-        status = self.sequencer.status(now)
+        status = self.sequencer.figures.status(now)
         status.checkpoint, status.progress = self._checkpoints.latest, self._progress
         if self._progress is not None:  # time goes on, even if no step does
             status.seconds = max(status.seconds, now - self._progress_since)
@@ -347,7 +347,7 @@ class Coordinator:
 
     def _watch_budget(self, allowed: int) -> list[LoopEffect]:
         """Warn once that the script goes on beyond the budget and does not ask."""
-        if self._budget_warned or self.sequencer.unheeded() <= allowed:
+        if self._budget_warned or self.sequencer.budget.unheeded() <= allowed:
             return []
         self._budget_warned = True
         return self._tell(
@@ -427,7 +427,7 @@ class Coordinator:
         self._checkpoints.failure = ""
         if self._checkpoints.directory is None or not self.sequencer.clocks or (finish.exit_status and not finish.save):
             return []
-        last = self.sequencer.checkpoint_now() if finish.save else self.sequencer.last_checkpoint()
+        last = self.sequencer.checkpoints.now() if finish.save else self.sequencer.checkpoints.at_the_end()
         if last is None or not self._checkpoints.lacks(last):
             return []
         return self._absorb([ToShards(Save(name=last.name)), last])
@@ -453,7 +453,7 @@ class Coordinator:
         if unsaved and not self._go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
         progress = msgspec.structs.asdict(self._progress) if self._progress is not None else None
-        summary = self.sequencer.summary(now) | {"spread": divergence, "progress": progress}
+        summary = self.sequencer.figures.summary(now) | {"spread": divergence, "progress": progress}
         if self._record:
             self._record.close(self._meta(finish, summary))
             effects += self._report_record_loss()

@@ -1,0 +1,112 @@
+"""What a job has done so far, read from its clocks, statistics and budget: for checkpoints, the display and meta.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import structs
+
+from polytempo.protocol.messages import Push, Status
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.records.lines import MAIN, MEAN
+from polytempo.server.effects import Checkpoint
+from polytempo.server.job_plan import JobBudget, JobPlan
+from polytempo.server.optimizer_clock import OptimizerClock
+from polytempo.server.worker_statistics import WorkerStatistics, sum_up
+
+
+class CheckpointContents:
+    """The name and the manifest of a checkpoint of this moment: what it must hold beside the tensors."""
+
+    def __init__(
+        self, plan: JobPlan, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget
+    ) -> None:
+        self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
+
+    def at(self, step: int) -> Checkpoint:
+        """A checkpoint of this moment, named after a step."""
+        return Checkpoint(f"step-{step:08d}", self.manifest(step))
+
+    def at_the_end(self) -> Checkpoint:
+        """What is left to save when all workers have left."""
+        return self.at(self._clocks[MAIN].policy.progress.fastest if MAIN in self._clocks else self._plan.first_step)
+
+    def now(self) -> Checkpoint | None:
+        """A checkpoint of this moment, in the middle of training; None when there is nothing to save yet."""
+        main = self._clocks.get(MAIN)
+        if main is None or not main.seeded or not any(stats.pushes for stats in self._statistics):
+            return None
+        progress = main.policy.progress
+        return self.at(progress.slowest if progress.pushed else progress.fastest)
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What a checkpoint must know beside the tensors."""
+        clocks = self._clocks[MAIN].policy.progress.pushed if MAIN in self._clocks else {}
+        pending = self._pending()
+        return {
+            "step": step,
+            "steps": self._budget.steps - sum(push.count for push in pending),
+            "samples": self._budget.samples - sum(push.samples for push in pending),
+            "size": self._plan.size,
+            "sync": self._plan.sync,
+            "clocks": {str(worker): clock for worker, clock in clocks.items()},
+            "positions": self._positions({push.id.worker for push in pending if push.positions}),
+            "tracks": {
+                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version}
+                for name, clock in self._clocks.items()
+                if not name.endswith(MEAN)
+            },
+        }
+
+    def _pending(self) -> list[Push]:
+        """What is counted but in no update: it is lost to a job that goes on from here, and its samples are not done."""
+        return self._clocks[MAIN].pending() if MAIN in self._clocks else []
+
+    def _positions(self, ahead: set[int]) -> list[dict[str, Any]]:
+        """How far each sampler was: this job's part, after those of the jobs it goes on from.
+
+        The last push of the workers in `ahead` is not applied: their samplers were as far as the push before it says.
+        """
+        earlier = self._plan.resumed.get("positions", [])
+        named = {name: None for stats in self._statistics for name in stats.positions}  # in the order they came
+        result = [part for part in earlier if part.get("sampler", "") not in named]
+        for name in named:
+            positions = [
+                (stats.before if stats.worker in ahead else stats.positions).get(name) for stats in self._statistics
+            ]
+            epoch = max((position.epoch for position in positions if position), default=None)
+            if epoch is None:  # none of it is applied yet
+                result += [part for part in earlier if part.get("sampler", "") == name]
+                continue
+            taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
+            result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
+            result.append({"sampler": name, "epoch": epoch, "size": self._plan.size, "taken": taken})
+        return result
+
+
+class JobFigures:
+    """The job's figures: while it runs, and at its end."""
+
+    def __init__(self, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget) -> None:
+        self._clocks, self._statistics, self._budget = clocks, statistics, budget
+
+    def status(self, now: float) -> Status:
+        """For the display."""
+        budget = self._budget
+        workers = tuple(stats.status(now) for stats in self._statistics)
+        return Status(seconds=budget.seconds(now), used=budget.used(now), workers=workers, trains=bool(self._clocks))
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """For meta.json and the last line."""
+        ends = [stats.left_at for stats in self._statistics if stats.left_at is not None]
+        updates = sum(clock.version for clock in self._clocks.values() if clock.is_main)
+        return sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
+            "updates": updates,
+            "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
+        }
+
+
+def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:
+    tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in optimizer_spec.tensors]
+    tables = [list(structs.astuple(info)) for info in optimizer_spec.tables]
+    return {"apply": optimizer_spec.apply, "optimizer": optimizer_spec.optimizer, "tensors": tensors, "tables": tables}
