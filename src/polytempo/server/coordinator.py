@@ -2,15 +2,15 @@
 
     messages of workers, servers, launcher, agents  ->  `handle`, by a table of (role, type of message)
     a push that has arrived at a shard              ->  the sequencer, which decides
-    what the sequencer decides                      ->  the record is written here; log entries and messages are returned
+    what the sequencer decides                      ->  `CoordinatedJob.absorb` writes the record; the rest is returned
 
-It holds the sequencer, the record, the state of checkpoints, remote hosts and the key-value store. It knows no sockets:
-every method returns effects, which the I/O loop carries out (`server/effects.py`).
+The handlers are in three classes, by the sender: `WorkerMessages`, `ServerMessages`, `LaunchMessages`. What they share is
+the `CoordinatedJob`: sequencer, record, checkpoints, remote hosts. No sockets here: every method returns effects, which
+the I/O loop carries out (`server/effects.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +37,6 @@ from polytempo.protocol.messages import (
     MetricReport,
     Norm,
     NormTotal,
-    Notice,
     NotSaved,
     Push,
     ReadRequest,
@@ -50,23 +49,20 @@ from polytempo.protocol.messages import (
     StoreGet,
     StoreSet,
 )
-from polytempo.protocol.values import OptimizerSpec, PushId, TrainingProgress
-from polytempo.records.files import RecordWriter, record_lost
-from polytempo.records.lines import MAIN, RecordLine
+from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.records.files import RecordWriter
+from polytempo.records.lines import MAIN
 from polytempo.server.checkpoint import JobCheckpoints
+from polytempo.server.coordinated_job import CoordinatedJob, JobRecord, describe, told_late
 from polytempo.server.effects import (
-    Effect,
     EndLoop,
     LoopEffect,
     ShareNorm,
-    StopWorkers,
     ToAgent,
     ToLauncher,
     ToServers,
     ToShards,
     ToWorker,
-    WakeAt,
-    Write,
 )
 from polytempo.server.membership import JobKeyValues, RemoteHosts
 from polytempo.server.sequencer import Sequencer
@@ -80,45 +76,200 @@ HOST_TIMEOUT = 5.0
 UNHEEDED_STEPS = 4
 
 MessageHandler = Callable[[Hello, Any, float], list[LoopEffect]]
+HandlerTable = dict[tuple[str, type], MessageHandler]  #: by the sender's role and the type of the message
 
 
-class JobRecord:
-    """The record of a job. A record that cannot be written is cut short; the job goes on without it."""
+class WorkerMessages:
+    """Messages of workers: optimizers, reads, metrics, their end, and keys by which they find each other."""
 
-    def __init__(self, writer: RecordWriter | None, lost: str = "") -> None:
-        self._writer = writer
-        self.lost = lost  #: why there is no record, though one was asked for
-        self.announced = False
+    def __init__(self, job: CoordinatedJob) -> None:
+        self._job, self._sequencer = job, job.sequencer
+        self._key_values = JobKeyValues()
+        self.handlers: HandlerTable = {
+            ("worker", Register): self._register,
+            ("worker", Repeat): self._repeat,
+            ("worker", ReadRequest): self._read,
+            ("worker", Leave): self._leave,
+            ("worker", MetricReport): self._metric,
+            ("worker", StoreSet): self._store_set,
+            ("worker", StoreGet): self._store_get,
+        }
 
-    def __bool__(self) -> bool:
-        return self._writer is not None
+    def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
+        check_optimizer_spec(message.optimizer_id, message.optimizer_spec)
+        known = set(self._sequencer.clocks)
+        effects = self._job.absorb(
+            self._sequencer.register(sender.rank, sender.incarnation, message.optimizer_id, message.optimizer_spec, now)
+        )
+        for name in self._sequencer.clocks.keys() - known:
+            key = f"manifest/{name}"
+            effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
+        return effects
 
-    def write(self, line: RecordLine) -> None:
-        """Append a line."""
-        self._try(RecordWriter.write, line)
+    def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
+        if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
+            raise PeerError(f"Repeat for a push of worker {message.id.worker} came from {describe(sender)}")
+        return self._job.absorb(self._sequencer.repeat(message.id, message.place))
 
-    def flush(self) -> None:
-        """Let readers of the file see what was written so far."""
-        self._try(RecordWriter.flush)
+    def _read(self, sender: Hello, message: ReadRequest, now: float) -> list[LoopEffect]:
+        _check_rank(sender, message)
+        check_read(message)
+        return self._job.absorb(self._sequencer.read(message))
 
-    def close(self, meta: dict[str, Any]) -> None:
-        """Finish the record with its meta.json."""
-        self._try(RecordWriter.close, meta)
+    def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
+        check_end(message, self._sequencer.plan.size)
+        return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
 
-    def abandon(self) -> None:
-        """Leave the record as it is."""
-        if self._writer is not None:
-            self._writer.abandon()
+    def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[LoopEffect]:
+        _check_rank(sender, message)
+        if message.progress is not None:
+            self._job.report_progress(message.progress, now)
+        return self._job.absorb(self._sequencer.metric(message, now))
 
-    def _try(self, act: Callable[..., None], *arguments: Any) -> None:
-        if self._writer is None:
-            return
-        try:
-            act(self._writer, *arguments)
-        except OSError as error:
-            self._writer.abandon()
-            self._writer = None
-            self.lost = record_lost(error)
+    def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
+        return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))
+
+    def _store_get(self, sender: Hello, message: StoreGet, now: float) -> list[LoopEffect]:
+        found = self._key_values.get(message.key, sender.rank) is not None
+        return self._answer_store(message.key, [sender.rank] if found else [])
+
+    def _answer_store(self, key: str, workers: Sequence[int]) -> list[LoopEffect]:
+        return [ToWorker(w, StoreSet(key=key, value=self._key_values.get(key, w) or "")) for w in workers]
+
+
+class ServerMessages:
+    """Messages of the shards: pushes that have arrived, norms to add up, parts of checkpoints, failures."""
+
+    def __init__(self, job: CoordinatedJob) -> None:
+        self._job, self._sequencer = job, job.sequencer
+        self._norms: dict[tuple[str, int], list[float]] = {}
+        self.handlers: HandlerTable = {
+            ("server", Arrived): self._arrived,
+            ("server", Norm): self._norm,
+            ("server", Saved): self._saved,
+            ("server", NotSaved): self._saved,
+            ("server", Failed): self._failed,
+        }
+
+    def _arrived(self, sender: Hello, message: Arrived, now: float) -> list[LoopEffect]:
+        _check_shard(sender, message)
+        return self._job.absorb(self._sequencer.arrived(message.shard, message.id, None, now))
+
+    def _norm(self, sender: Hello, message: Norm, now: float) -> list[LoopEffect]:
+        _check_shard(sender, message)
+        squares = self._norms.setdefault((message.optimizer_id, message.version), [])
+        squares.append(message.square)
+        if len(squares) < self._sequencer.plan.shards:
+            return []
+        del self._norms[message.optimizer_id, message.version]
+        return [ShareNorm(NormTotal(optimizer_id=message.optimizer_id, version=message.version, square=in_order(squares)))]
+
+    def _saved(self, sender: Hello, message: Saved | NotSaved, now: float) -> list[LoopEffect]:
+        """A shard has written its part of a checkpoint, or could not, or not what a worker's filters hold back."""
+        _check_shard(sender, message)
+        if isinstance(message, NotSaved) and message.worker >= 0:
+            return self._not_saved(message.name, f"what worker {message.worker} holds back: {message.reason}")
+        reason = self._job.checkpoints.add_part(message)
+        return self._not_saved(message.name, reason) if reason else []
+
+    def _not_saved(self, name: str, reason: str) -> list[LoopEffect]:
+        """A checkpoint could not be written: go on without it, or end the job, as was asked for."""
+        cause = f"the checkpoint {name} could not be written to {self._job.checkpoints.directory}: {reason}"
+        self._job.checkpoints.failure = cause
+        if self._job.go_on_unsaved:
+            return self._job.tell(f"warning: {cause}; going on without it")
+        if self._job.finish is None:
+            return self._job.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
+        return []
+
+    def _failed(self, sender: Hello, message: Failed, now: float) -> list[LoopEffect]:
+        return self._job.stop(message.cause)
+
+
+class LaunchMessages:
+    """Messages of the launcher, and of the agents that start workers on other hosts."""
+
+    def __init__(self, job: CoordinatedJob, credentials: Credentials | None) -> None:
+        self._job, self._sequencer = job, job.sequencer
+        self._credentials = credentials
+        self._remote_facts: dict[str, Any] = {}  # what a worker on another host is started with
+        self.handlers: HandlerTable = {
+            ("launcher", StatusRequest): self._status,
+            ("launcher", Gone): self._worker_gone,
+            ("launcher", Expecting): self._expect,
+            ("launcher", Stop): self._stop,
+            ("launcher", Finish): self._finish,
+            ("agent", Heartbeat): self._heartbeat,
+            ("agent", Gone): self._gone_elsewhere,
+        }
+
+    def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[LoopEffect]:
+        status = self._sequencer.figures.status(now)
+        status.checkpoint, status.progress = self._job.checkpoints.latest, self._job.progress
+        if self._job.progress is not None:  # time goes on, even if no step does
+            status.seconds = max(status.seconds, now - self._job.progress_since)
+        return [ToLauncher(status)]
+
+    def _worker_gone(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
+        check_end(message, self._sequencer.plan.size)
+        if message.reason != "finished":
+            self._job.given_up[message.worker] = message.incarnation, message.cause
+            self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
+        return self._job.absorb(self._sequencer.left(message.worker, message.incarnation, message.reason, now))
+
+    def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
+        check_expecting(message, self._sequencer.plan.size)
+        self._remote_facts = message.job
+        self._job.hosts.expect(message.ranks)
+        return []
+
+    def _stop(self, sender: Hello, message: Stop, now: float) -> list[LoopEffect]:
+        return self._job.stop(message.cause, over=False)
+
+    def _finish(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:
+        self._job.finish = message
+        return self._last_checkpoint(message)
+
+    def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
+        """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
+        self._job.checkpoints.failure = ""
+        if self._job.checkpoints.directory is None or not self._sequencer.clocks or (finish.exit_status and not finish.save):
+            return []
+        last = self._sequencer.checkpoints.now() if finish.save else self._sequencer.checkpoints.at_the_end()
+        if last is None or not self._job.checkpoints.lacks(last):
+            return []
+        return self._job.absorb([ToShards(Save(name=last.name)), last])
+
+    def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
+        """An agent brings workers from another host; `PeerError` where the job expects fewer."""
+        host = self._job.hosts.add(agent, count, now)
+        sign = self._credentials
+        tokens = tuple(sign.token("worker", rank, 0) for rank in host.ranks) if sign is not None else ()
+        text = f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, host.ranks))}"
+        return [ToAgent(agent, Assigned(job=self._remote_facts, ranks=host.ranks, tokens=tokens)), *self._job.tell(text)]
+
+    def _heartbeat(self, sender: Hello, message: Heartbeat, now: float) -> list[LoopEffect]:
+        host = self._job.hosts.of_agent(sender.rank)
+        if host is None or host.cause:
+            return self._refuse_agent(sender.rank)
+        self._job.hosts.heartbeat(host, now)
+        return [ToAgent(sender.rank, message)]  # so that the agent knows when this host is gone
+
+    def _gone_elsewhere(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
+        host = self._job.hosts.of_agent(sender.rank)
+        if host is None or host.cause:
+            return self._refuse_agent(sender.rank)
+        self._job.hosts.heartbeat(host, now)
+        if message.worker not in host.ranks or not self._job.has_launcher:
+            return []
+        check_end(message, self._sequencer.plan.size)
+        return [ToLauncher(message)]
+
+    def _refuse_agent(self, agent: int) -> list[LoopEffect]:
+        host = self._job.hosts.of_agent(agent)
+        if host is None:
+            raise PeerError("unexpected message from an agent that has brought no workers")
+        return [ToAgent(agent, Stopped(cause=told_late(host.cause)))]
 
 
 class Coordinator:
@@ -137,85 +288,57 @@ class Coordinator:
     ) -> None:
         """`facts`: what meta.json holds beside the figures. `go_on_unsaved`: the job outlives a checkpoint that cannot be
         written. `record_lost`: why the record that was asked for could not be opened."""
-        self.sequencer = sequencer
-        self._go_on_unsaved = go_on_unsaved
-        self._record = JobRecord(record, record_lost)
-        self._checkpoints = JobCheckpoints(checkpoints, sequencer.plan.shards)
+        self._sequencer = sequencer
+        self._job = CoordinatedJob(
+            sequencer,
+            JobRecord(record, record_lost),
+            JobCheckpoints(checkpoints, sequencer.plan.shards),
+            RemoteHosts(host_timeout),
+            go_on_unsaved,
+        )
+        self._launch = LaunchMessages(self._job, credentials)
+        self._handlers: HandlerTable = {
+            **WorkerMessages(self._job).handlers,
+            **ServerMessages(self._job).handlers,
+            **self._launch.handlers,
+        }
         self._facts = facts or {}
-        self._credentials = credentials
-        self._remote_facts: dict[str, Any] = {}  # what a worker on another host is started with
-        self._has_launcher = False
-        self._hosts = RemoteHosts(host_timeout)
-        self._given_up: dict[int, tuple[int, str]] = {}  # workers that the job goes on without: incarnation and cause
-        self._wakes: list[float] = []  # a heap
-        self._norms: dict[tuple[str, int], list[float]] = {}
-        self._finish: Finish | None = None
-        self._key_values = JobKeyValues()
         self._duplicates = DuplicateBatches()
         self._budget_warned = False
-        self._progress: TrainingProgress | None = None  # of training without pushes, and since when
-        self._progress_since = 0.0
         self._started = time.time()
-        self._handlers: dict[tuple[str, type], MessageHandler] = {
-            ("worker", Register): self._register,
-            ("worker", Repeat): self._repeat,
-            ("worker", ReadRequest): self._read,
-            ("worker", Leave): self._leave,
-            ("worker", MetricReport): self._metric,
-            ("worker", StoreSet): self._store_set,
-            ("worker", StoreGet): self._store_get,
-            ("server", Arrived): self._arrived_elsewhere,
-            ("server", Norm): self._norm,
-            ("server", Saved): self._saved,
-            ("server", NotSaved): self._saved,
-            ("server", Failed): self._failed,
-            ("launcher", StatusRequest): self._status,
-            ("launcher", Gone): self._worker_gone,
-            ("launcher", Expecting): self._expect,
-            ("launcher", Stop): self._stop_asked,
-            ("launcher", Finish): self._finish_asked,
-            ("agent", Heartbeat): self._heartbeat,
-            ("agent", Gone): self._gone_elsewhere,
-        }
-
-    @property
-    def _shards(self) -> int:
-        return self.sequencer.plan.shards
 
     # Connections, as far as the job's decisions depend on them.
 
     def launcher_connected(self) -> list[LoopEffect]:
         """The launcher is there."""
-        self._has_launcher = True
-        return self._report_record_loss()
+        self._job.has_launcher = True
+        return self._job.report_record_loss()
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
         """An agent brings workers from another host; `PeerError` where the job expects fewer."""
-        host = self._hosts.add(agent, count, now)
-        sign = self._credentials
-        tokens = tuple(sign.token("worker", rank, 0) for rank in host.ranks) if sign is not None else ()
-        text = f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, host.ranks))}"
-        return [ToAgent(agent, Assigned(job=self._remote_facts, ranks=host.ranks, tokens=tokens)), *self._tell(text)]
+        return self._launch.agent_connected(agent, count, now)
 
     def disconnected(self, sender: Hello | None, reason: str) -> list[LoopEffect]:
         """A connection is closed; `reason` is empty when the other side closed it."""
         role = sender.role if sender is not None else ""
         if role == "launcher":
-            self._has_launcher = False
-            return self.stop(f"the launcher is gone{': ' + reason if reason else ''}")
-        if role == "server" and self._finish is None:
+            self._job.has_launcher = False
+            return self._job.stop(f"the launcher is gone{': ' + reason if reason else ''}")
+        if role == "server" and self._job.finish is None:
             if reason:
-                return self.stop(f"{describe(sender)} was turned away: {reason}")
-            return [] if self._has_launcher else self.stop(f"{describe(sender)} is gone")  # the launcher reports its exit
-        return self._tell(f"the connection of {describe(sender)} was closed: {reason}") if reason else []
+                return self._job.stop(f"{describe(sender)} was turned away: {reason}")
+            if self._job.has_launcher:
+                return []  # the launcher reports its exit
+            return self._job.stop(f"{describe(sender)} is gone")
+        return self._job.tell(f"the connection of {describe(sender)} was closed: {reason}") if reason else []
 
     def given_up(self, worker: Hello, now: float) -> str:
         """A worker has sent a message: why the job goes on without it; empty when it does not."""
-        self._hosts.heard_worker(worker.rank, now)
-        incarnation, cause = self._given_up.get(worker.rank, (-1, ""))
+        self._job.hosts.heard_worker(worker.rank, now)
+        incarnation, cause = self._job.given_up.get(worker.rank, (-1, ""))
         return told_late(cause) if worker.incarnation <= incarnation else ""
 
-    # Messages.
+    # Messages and pushes.
 
     def handle(self, sender: Hello, message: AnyMessage, now: float) -> list[LoopEffect]:
         """A message for the coordinator, from a worker, a server, the launcher or an agent."""
@@ -224,242 +347,71 @@ class Coordinator:
             raise PeerError(f"unexpected {type(message).__name__} from {describe(sender)}")
         return handler(sender, message, now)
 
-    def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
-        check_optimizer_spec(message.optimizer_id, message.optimizer_spec)
-        known = set(self.sequencer.clocks)
-        effects = self._absorb(
-            self.sequencer.register(sender.rank, sender.incarnation, message.optimizer_id, message.optimizer_spec, now)
-        )
-        for name in self.sequencer.clocks.keys() - known:
-            key = f"manifest/{name}"
-            effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
-        return effects
-
-    def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
-        if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
-            raise PeerError(f"Repeat for a push of worker {message.id.worker} came from {describe(sender)}")
-        return self._absorb(self.sequencer.repeat(message.id, message.place))
-
-    def _read(self, sender: Hello, message: ReadRequest, now: float) -> list[LoopEffect]:
-        _check_rank(sender, message)
-        check_read(message)
-        return self._absorb(self.sequencer.read(message))
-
-    def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
-        check_end(message, self.sequencer.plan.size)
-        return self._absorb(self.sequencer.left(sender.rank, sender.incarnation, message.reason, now))
-
-    def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[LoopEffect]:
-        _check_rank(sender, message)
-        if message.progress is not None:
-            self._progress_since = now if self._progress is None else self._progress_since
-            self._progress = message.progress
-        return self._absorb(self.sequencer.metric(message, now))
-
-    def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
-        return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))
-
-    def _store_get(self, sender: Hello, message: StoreGet, now: float) -> list[LoopEffect]:
-        found = self._key_values.get(message.key, sender.rank) is not None
-        return self._answer_store(message.key, [sender.rank] if found else [])
-
-    def _answer_store(self, key: str, workers: Sequence[int]) -> list[LoopEffect]:
-        return [ToWorker(w, StoreSet(key=key, value=self._key_values.get(key, w) or "")) for w in workers]
-
-    def _arrived_elsewhere(self, sender: Hello, message: Arrived, now: float) -> list[LoopEffect]:
-        _check_shard(sender, message)
-        return self._absorb(self.sequencer.arrived(message.shard, message.id, None, now))
-
-    def _norm(self, sender: Hello, message: Norm, now: float) -> list[LoopEffect]:
-        _check_shard(sender, message)
-        squares = self._norms.setdefault((message.optimizer_id, message.version), [])
-        squares.append(message.square)
-        if len(squares) < self._shards:
-            return []
-        del self._norms[message.optimizer_id, message.version]
-        return [ShareNorm(NormTotal(optimizer_id=message.optimizer_id, version=message.version, square=in_order(squares)))]
-
-    def _failed(self, sender: Hello, message: Failed, now: float) -> list[LoopEffect]:
-        return self.stop(message.cause)
-
-    def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[LoopEffect]:
-        status = self.sequencer.figures.status(now)
-        status.checkpoint, status.progress = self._checkpoints.latest, self._progress
-        if self._progress is not None:  # time goes on, even if no step does
-            status.seconds = max(status.seconds, now - self._progress_since)
-        return [ToLauncher(status)]
-
-    def _worker_gone(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
-        check_end(message, self.sequencer.plan.size)
-        if message.reason != "finished":
-            self._given_up[message.worker] = message.incarnation, message.cause
-            self._record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
-        return self._absorb(self.sequencer.left(message.worker, message.incarnation, message.reason, now))
-
-    def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
-        check_expecting(message, self.sequencer.plan.size)
-        self._remote_facts = message.job
-        self._hosts.expect(message.ranks)
-        return []
-
-    def _stop_asked(self, sender: Hello, message: Stop, now: float) -> list[LoopEffect]:
-        return self.stop(message.cause, over=False)
-
-    def _finish_asked(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:
-        self._finish = message
-        return self._last_checkpoint(message)
-
-    def _heartbeat(self, sender: Hello, message: Heartbeat, now: float) -> list[LoopEffect]:
-        host = self._hosts.of_agent(sender.rank)
-        if host is None or host.cause:
-            return self._refuse_agent(sender.rank)
-        self._hosts.heartbeat(host, now)
-        return [ToAgent(sender.rank, message)]  # so that the agent knows when this host is gone
-
-    def _gone_elsewhere(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
-        host = self._hosts.of_agent(sender.rank)
-        if host is None or host.cause:
-            return self._refuse_agent(sender.rank)
-        self._hosts.heartbeat(host, now)
-        if message.worker not in host.ranks or not self._has_launcher:
-            return []
-        check_end(message, self.sequencer.plan.size)
-        return [ToLauncher(message)]
-
-    def _refuse_agent(self, agent: int) -> list[LoopEffect]:
-        host = self._hosts.of_agent(agent)
-        if host is None:
-            raise PeerError("unexpected message from an agent that has brought no workers")
-        return [ToAgent(agent, Stopped(cause=told_late(host.cause)))]
-
-    # Pushes.
-
     def push_arrived(self, push: Push, now: float) -> list[LoopEffect]:
         """A push has arrived in full at this server's own shard."""
-        effects = self._absorb(self.sequencer.arrived(0, push.id, push, now))
+        effects = self._job.absorb(self._sequencer.arrived(0, push.id, push, now))
         if push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
-            effects += self._tell(warning)
-        return effects + self._watch_budget(UNHEEDED_STEPS * self.sequencer.plan.size)
+            effects += self._job.tell(warning)
+        return effects + self._watch_budget(UNHEEDED_STEPS * self._sequencer.plan.size)
 
     def report_hold(self, identity: PushId) -> list[LoopEffect]:
         """A worker asks about a push that has arrived: if the policy holds it, for which ranks."""
-        return self._absorb(self.sequencer.ask(identity))
+        return self._job.absorb(self._sequencer.ask(identity))
 
     def _watch_budget(self, allowed: int) -> list[LoopEffect]:
         """Warn once that the script goes on beyond the budget and does not ask."""
-        if self._budget_warned or self.sequencer.budget.unheeded() <= allowed:
+        if self._budget_warned or self._sequencer.budget.unheeded() <= allowed:
             return []
         self._budget_warned = True
-        return self._tell(
+        return self._job.tell(
             "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
             "end its loop with `if pt.should_stop(): break`"
         )
-
-    def _absorb(self, effects: list[Effect]) -> list[LoopEffect]:
-        """Carry out what concerns the record, timers and checkpoints; the rest is the I/O loop's."""
-        passed: list[LoopEffect] = []
-        for effect in effects:
-            if isinstance(effect, ToShards | ToWorker):
-                passed.append(effect)
-            elif isinstance(effect, Write):
-                self._record.write(effect.line)
-            elif isinstance(effect, WakeAt):
-                heapq.heappush(self._wakes, effect.at)
-            else:
-                self._checkpoints.begin(effect)
-        return passed
-
-    def _tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
-        """A notice for the launcher's output."""
-        return [ToLauncher(Notice(text=text, fatal=fatal, about=about))] if self._has_launcher else []
-
-    def _report_record_loss(self) -> list[LoopEffect]:
-        if not self._record.lost or self._record.announced or not self._has_launcher:
-            return []
-        self._record.announced = True
-        return self._tell(self._record.lost, about="record")
 
     # Time.
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        due = [self._wakes[0]] if self._wakes else []
-        host = self._hosts.next_deadline()
-        return min([*due, host] if host is not None else due, default=None)
+        wake, host = self._job.next_wake(), self._job.hosts.next_deadline()
+        if wake is None or host is None:
+            return host if wake is None else wake
+        return min(wake, host)
 
     def tick(self, now: float) -> list[LoopEffect]:
         """All messages that have come were handled: timers that are due, hosts that are overdue."""
-        effects: list[LoopEffect] = []
-        due = False
-        while self._wakes and self._wakes[0] <= now:
-            heapq.heappop(self._wakes)
-            due = True
-        if due:
-            effects += self._absorb(self.sequencer.tick(now))
-        for host in self._hosts.overdue(now):
-            for rank in host.ranks if self._has_launcher else ():
+        effects = self._job.wake(now)
+        for host in self._job.hosts.overdue(now):
+            for rank in host.ranks if self._job.has_launcher else ():
                 effects.append(ToLauncher(Gone(worker=rank, incarnation=0, reason="lost", cause=host.cause)))
-        self._record.flush()
-        return effects + self._report_record_loss()
+        self._job.record.flush()
+        return effects + self._job.report_record_loss()
 
-    # Checkpoints and the end.
+    # The end.
 
-    def _saved(self, sender: Hello, message: Saved | NotSaved, now: float) -> list[LoopEffect]:
-        """A shard has written its part of a checkpoint, or could not, or not what a worker's filters hold back."""
-        _check_shard(sender, message)
-        if isinstance(message, NotSaved) and message.worker >= 0:
-            return self._not_saved(message.name, f"what worker {message.worker} holds back: {message.reason}")
-        reason = self._checkpoints.add_part(message)
-        return self._not_saved(message.name, reason) if reason else []
-
-    def _not_saved(self, name: str, reason: str) -> list[LoopEffect]:
-        """A checkpoint could not be written: go on without it, or end the job, as was asked for."""
-        cause = f"the checkpoint {name} could not be written to {self._checkpoints.directory}: {reason}"
-        self._checkpoints.failure = cause
-        if self._go_on_unsaved:
-            return self._tell(f"warning: {cause}; going on without it")
-        if self._finish is None:
-            return self.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
-        return []
-
-    def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
-        """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
-        self._checkpoints.failure = ""
-        if self._checkpoints.directory is None or not self.sequencer.clocks or (finish.exit_status and not finish.save):
-            return []
-        last = self.sequencer.checkpoints.now() if finish.save else self.sequencer.checkpoints.at_the_end()
-        if last is None or not self._checkpoints.lacks(last):
-            return []
-        return self._absorb([ToShards(Save(name=last.name)), last])
-
-    def stop(self, cause: str, over: bool = True) -> list[LoopEffect]:
-        """The job ends early. `over=False`: the launcher, where there is one, will send Finish after the last checkpoint."""
-        over = over or not self._has_launcher
-        effects = self._tell(cause, fatal=True)
-        effects += [ToServers(Stopped(cause=cause))] if over else []  # else they may still have to save
-        effects += [ToAgent(agent, Stopped(cause=cause)) for agent in self._hosts.agents()]
-        return [*effects, StopWorkers(cause), *([EndLoop()] if over else [])]
+    def stop(self, cause: str) -> list[LoopEffect]:
+        """The job ends early."""
+        return self._job.stop(cause)
 
     @property
     def is_done(self) -> bool:
         """Has the launcher ended the job, and is the last checkpoint written?"""
-        return self._finish is not None and not self._checkpoints.pending
+        return self._job.finish is not None and not self._job.checkpoints.pending
 
     def end(self, now: float, divergence: float) -> list[LoopEffect]:
         """The job is over: finish the record. `divergence`: of the workers' gradients, over the job."""
-        finish, unsaved = self._finish, self._checkpoints.failure
+        finish, unsaved = self._job.finish, self._job.checkpoints.failure
         assert finish is not None
         effects = self._watch_budget(0)
-        if unsaved and not self._go_on_unsaved:
+        if unsaved and not self._job.go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
-        progress = msgspec.structs.asdict(self._progress) if self._progress is not None else None
-        summary = self.sequencer.figures.summary(now) | {"spread": divergence, "progress": progress}
-        if self._record:
-            self._record.close(self._meta(finish, summary))
-            effects += self._report_record_loss()
+        progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None
+        summary = self._sequencer.figures.summary(now) | {"spread": divergence, "progress": progress}
+        if self._job.record:
+            self._job.record.close(self._meta(finish, summary))
+            effects += self._job.report_record_loss()
         effects.append(ToServers(Stopped(cause="the job has ended")))
-        if self._has_launcher:
-            effects.append(ToLauncher(Finished(summary=summary, checkpoint=self._checkpoints.latest, cause=unsaved)))
+        if self._job.has_launcher:
+            effects.append(ToLauncher(Finished(summary=summary, checkpoint=self._job.checkpoints.latest, cause=unsaved)))
         return [*effects, EndLoop()]
 
     def _meta(self, finish: Finish, summary: dict[str, Any]) -> dict[str, Any]:
@@ -475,25 +427,13 @@ class Coordinator:
             "workers": summary.pop("workers"),
             "job": summary,
         }
-        if any(clock.optimizer_spec.apply != "peers" for clock in self.sequencer.clocks.values()) and "options" in meta:
+        if any(clock.optimizer_spec.apply != "peers" for clock in self._sequencer.clocks.values()) and "options" in meta:
             meta["options"] = meta["options"] | {"via": "ps"}  # a script may have asked for servers
         return meta
 
     def close(self) -> None:
         """Leave the record as it is."""
-        self._record.abandon()
-
-
-def describe(sender: Hello | None) -> str:
-    """The other side of a connection, for error messages."""
-    if sender is None:
-        return "a peer that has sent no Hello"
-    return f"{sender.role} {sender.rank}" if sender.role in ("worker", "server") else f"the {sender.role}"
-
-
-def told_late(cause: str) -> str:
-    """The answer to workers and agents that send something after they were given up."""
-    return f"the job goes on without it: {cause}"
+        self._job.record.abandon()
 
 
 def manifest_of(spec: OptimizerSpec) -> str:

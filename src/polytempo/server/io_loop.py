@@ -38,7 +38,8 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.records.lines import MAIN
-from polytempo.server.coordinator import Coordinator, describe
+from polytempo.server.coordinated_job import describe
+from polytempo.server.coordinator import Coordinator
 from polytempo.server.effects import (
     EndLoop,
     LoopEffect,
