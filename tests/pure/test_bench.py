@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -109,3 +110,11 @@ def test_the_data_keep_every_repeat() -> None:
     assert data["cells"][0]["seconds"]["peer"] == [0.002] * 3
     assert data["cells"][1]["ratios"] == {"peer / ours": pytest.approx(8.0)}
     assert [bar["met"] for bar in data["bars"]] == [True, True, True]
+
+
+def test_servers_of_benchmarks_are_configured_as_those_of_the_launcher() -> None:
+    root = Path(__file__).parents[2]
+    program = (root / "src/polytempo/launch/server_process.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'config\["(\w+)"\]', program)) | {"checkpoint", "resume"}
+    given = (root / "benchmarks/jobs.py").read_text(encoding="utf-8").partition("def _server_config")[2]
+    assert {name for name in read if f'"{name}"' not in given.partition("def _start_server")[0]} == set()

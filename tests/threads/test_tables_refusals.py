@@ -109,7 +109,10 @@ BAD_TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "bad rate": ({"lr": -1.0}, r"expected lr to be a finite number from 0 on, got -1.0"),
     "no rows": ({"rows": 0}, r"expected rows to be a number from 1 on, or None for any id, got 0"),
     "no columns": ({"dim": 0}, r"expected dim to be a number from 1 on, got 0"),
-    "unknown start": ({"start": "uniforn"}, r"unknown start 'uniforn'; nearest: uniform; known: zeros, uniform:0.1, normal:0.01"),
+    "unknown start": (
+        {"start": "uniforn"},
+        r"unknown start 'uniforn'; nearest: uniform; known: zeros, uniform:0.1, normal:0.01",
+    ),
     "unknown mode": ({"mode": "max"}, r"expected mode to be None, 'sum' or 'mean', got 'max'"),
     "dtype": ({"dtype": torch.int64}, r"expected dtype to be one of .*, got torch.int64"),
 }
