@@ -63,6 +63,6 @@ def _start_server(config: dict[str, Any], directory: Path) -> subprocess.Popen[b
     with open(directory / f"server-{config['index']}.log", "wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **KEEP_MEMORY})
     assert server.stdin is not None
-    server.stdin.write(json.dumps(config).encode())
-    server.stdin.close()
+    server.stdin.write(json.dumps(config).encode() + b"\n")
+    server.stdin.flush()  # it stays open: its end means that the launcher is gone
     return server
