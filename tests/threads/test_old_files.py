@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ OLD = Path(__file__).parents[1] / "golden" / "old"
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_checkpoint_of_servers(servers: int) -> None:
     """Two optimizers of two workers on two servers; other counts of servers read it, too."""
+    read = threading.Barrier(2)
     files = [load_file(OLD / "server_checkpoint" / f"shard-{shard}.safetensors") for shard in range(2)]
 
     def work(session: Session) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -34,6 +36,7 @@ def test_a_checkpoint_of_servers(servers: int) -> None:
         values = [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in (layer, table)]
         moments = [torch.cat([adam.state_dict()["state"][p][name].flatten() for p in (0, 1)]) for name in ("exp_avg",)]
         sums = adagrad.state_dict()["state"][0]["sum"].flatten()
+        read.wait(20)  # before a step of either worker changes what the other reads
         layer(table(torch.arange(4)).mean(0)).sum().backward()
         adam.step()
         adagrad.step()
