@@ -145,7 +145,7 @@ def as_tensor(buffer: Bytes, dtype: str) -> torch.Tensor:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are all numbers the same? What is no number counts as the same as what is none either."""
+    """Are all elements equal? NaN counts as equal to NaN."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

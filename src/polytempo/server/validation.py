@@ -66,7 +66,7 @@ def check_hyper(push: Push, spec: OptimizerSpec) -> None:
     for own, first in zip(push.hyper, spec.groups, strict=True):
         wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
         if wrong or "lr" not in own:
-            raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is no number in it")
+            raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is not a number in it")
 
 
 def check_state(segments: Sequence[SegmentState], spec: OptimizerSpec) -> None:
