@@ -38,7 +38,7 @@ def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
-    if name == "bsp":
+    if name == "bsp" or spec.averaging is not None:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
