@@ -45,7 +45,11 @@ def worker(folder: str) -> None:
     task = digits(0)
     train, test = task.data
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 10)
+        torch.nn.Linear(64, WIDTH),
+        torch.nn.ReLU(),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.ReLU(),
+        torch.nn.Linear(WIDTH, 10),
     )
     loss_of = torch.nn.CrossEntropyLoss()
     optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
