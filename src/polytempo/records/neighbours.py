@@ -19,8 +19,8 @@ from typing import Any
 from polytempo.records.lines import RecordLine
 from polytempo.sync.gossip import GossipSpec
 
-Row = dict[str, Any]
-NO_ROW: Row = {"keep": 1.0, "send": [], "receive": []}
+RecordedRow = dict[str, Any]
+NO_ROW: RecordedRow = {"keep": 1.0, "send": [], "receive": []}
 ROUNDING = 1e-12
 
 
@@ -30,7 +30,7 @@ class NeighbourRules:
     def __init__(self, gossip: GossipSpec) -> None:
         self.asynchronous = gossip.asynchronous
         self.next_step: int | None = None  #: a joiner's first, once a worker was released
-        self._rows: dict[int, dict[int, Row]] = defaultdict(dict)  # step: worker: its part of the mixing matrix
+        self._rows: dict[int, dict[int, RecordedRow]] = defaultdict(dict)  # step: worker: its part of the mixing matrix
         self._pushes: dict[int, dict[int, bool]] = defaultdict(dict)  # step: worker: had it a model?
         self._next: dict[int, int] = {}  # of the members
         self._first: set[int] = set()  # members that were not released yet
@@ -85,7 +85,7 @@ class NeighbourRules:
         before = self._rows[step - 1][worker]
         return not any(self._pushes[step - 1].get(other, False) for other, _ in before["receive"])
 
-    def _wrong_row(self, line: RecordLine, row: Row) -> str:
+    def _wrong_row(self, line: RecordLine, row: RecordedRow) -> str:
         worker, step = line["worker"], line["step"]
         lost: list[int] = []
         if worker not in self._first:
@@ -99,7 +99,7 @@ class NeighbourRules:
             return f"the neighbours that are gone without pushing step {step - 1} are {lost}"
         return _unbalanced(row) or self._one_sided(worker, self._rows[step], row)
 
-    def _one_sided(self, worker: int, others: dict[int, Row], row: Row) -> str:
+    def _one_sided(self, worker: int, others: dict[int, RecordedRow], row: RecordedRow) -> str:
         sends, receives = dict(row["send"]), dict(row["receive"])
         for other, there in others.items():
             if dict(there["receive"]).get(worker) != sends.get(other) or dict(there["send"]).get(worker) != receives.get(
@@ -108,7 +108,7 @@ class NeighbourRules:
                 return f"workers {worker} and {other} do not agree on what they send each other"
         return ""
 
-    def _wrong_pair(self, line: RecordLine, row: Row) -> str:
+    def _wrong_pair(self, line: RecordLine, row: RecordedRow) -> str:
         worker, places = line["worker"], {member: place for place, member in enumerate(sorted(self._next))}
         if row is NO_ROW:
             return ""
@@ -122,7 +122,7 @@ class NeighbourRules:
         return "" if (places[worker] % 2, places[partner] % 2) == (0, 1) else "the one that asks is not the active one"
 
 
-def _unbalanced(row: Row) -> str:
+def _unbalanced(row: RecordedRow) -> str:
     for side in ("send", "receive"):
         total = math.fsum([row["keep"], *(share for _, share in row[side])])
         if abs(total - 1) > ROUNDING or min([row["keep"], *(share for _, share in row[side])]) < -ROUNDING:
