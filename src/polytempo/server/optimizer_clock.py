@@ -85,7 +85,7 @@ class OptimizerClock:
         if number >= slot.loads:
             return True
         slot.loads = number
-        if push.kind == "values" and self.spec.mode.name == "bsp":
+        if push.kind == "values" and self.spec.in_rounds:
             return False
         nth = slot.given[push.kind] = slot.given.get(push.kind, 0) + 1
         if (push.kind, nth) in self._loaded:

@@ -79,7 +79,7 @@ class Spec:
     @property
     def corrections(self) -> Corrections:
         """The corrections of stale gradients."""
-        momentum = self.options.get("momentum")
+        momentum = self.options.get("momentum") if self.mode.averaging is None else None  # there it is block momentum
         adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
         return corrections_from(self.options, adapts)
 
@@ -107,6 +107,12 @@ class Spec:
     def gossip(self) -> GossipSpec | None:
         """How workers mix their models with those of their neighbours, in modes that have them."""
         return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
+        averaging = self.averaging
+        return self.mode is BSP or (averaging is not None and not averaging.decoupled)
 
     @property
     def ahead(self) -> int:
