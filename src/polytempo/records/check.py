@@ -5,7 +5,7 @@ passes shows: time never goes back; no worker starts before all initial workers 
 and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
-stale; during a warm start one worker pushes and all others wait for it.
+stale; during a warm start one worker pushes and all others wait for it; a quorum is merged in time (`check_merges.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import BrokenInvariant
+from polytempo.records.check_merges import MergeChecker
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.sync.spec import Spec
@@ -38,7 +39,10 @@ def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
-    if name == "bsp" or spec.averaging is not None:  # rounds, or blocks that end as rounds do
+    averaging = spec.averaging
+    if averaging is not None and averaging.decoupled:  # merges, checked apart
+        return Rules(lambda c, low: True, lambda c, low: averaging.waits and c > low)
+    if name == "bsp" or averaging is not None:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -80,6 +84,7 @@ class RecordChecker:
         self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
+        self._merges = MergeChecker(spec, self._require) if spec.averaging and spec.averaging.decoupled else None
         self._group: list[RecordLine] = []
 
     def feed(self, line: RecordLine) -> None:
@@ -93,7 +98,7 @@ class RecordChecker:
         """The record has ended; the number of lines checked."""
         self._take_group()
         for server, applied in self._applied.items():
-            open_round = self.spec.mode.barrier and self._pushed
+            open_round = (self.spec.mode.barrier or self._merges) and self._pushed
             del applied[-1]
             if applied != self._accepted and not open_round:
                 missing = dict(self._accepted - applied)
@@ -118,6 +123,8 @@ class RecordChecker:
             elif handler is not None:
                 handler(line)
         self._none_forgotten(group[-1])
+        if self._merges is not None and group[0]["kind"] in EVENTS:
+            self._merges.take(group)
 
     def _join(self, line: RecordLine) -> None:
         worker = line["worker"]
