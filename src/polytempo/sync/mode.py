@@ -29,6 +29,7 @@ class Mode:
     rule: str = ""  #: the update rule that servers use instead of the given optimizer's
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
+    gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 
 def _read_span(text: str) -> tuple[int, int]:
