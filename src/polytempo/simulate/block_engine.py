@@ -7,9 +7,9 @@ A worker without `overlap` waits for it. With overlap S it goes on and takes the
 which it waits if it must. In decoupled modes it never waits: it takes them at the first boundary between two steps after
 they have come, and leaves out a turn whose push before is not answered yet.
 
-Fragments. The model may have P parts, each with a policy (and so a clock) of its own and 1/P of the bytes. A turn comes every
-period / P local steps; turn t is that of fragment t mod P, so all workers send fragments in the same order. A worker that
-joins begins at the turn of the fragment that has made the fewest rounds.
+Fragments. The model may have P parts, each with a policy (and so a clock) of its own and 1/P of the bytes. A turn comes
+every period / P local steps; turn t is that of fragment t mod P, so all workers send fragments in the same order. A worker
+that joins begins at the turn of the fragment that has made the fewest rounds.
 
 Useful are local steps whose push was merged: for each fragment 1/P of their seconds. What is pending when a worker dies or
 the run ends is wasted. A push that has arrived counts, though its worker may be dead when it is merged.

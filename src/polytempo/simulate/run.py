@@ -81,7 +81,8 @@ def simulate_job(
         corrections=spec.corrections if spec.averaging is None else NOTHING,
     )
     engine.run()
-    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes)
+    parts = spec.averaging.fragments if spec.averaging else 1
+    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes / parts)
 
 
 def _engine(
