@@ -221,6 +221,7 @@ class Answer(WireMessage):
     period: int = 0  #: local steps in the block that starts, in modes with blocks
     mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
+    enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
 
 
 class ReadAnswer(WireMessage):

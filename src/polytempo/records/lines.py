@@ -70,7 +70,9 @@ def _release_details(release: Release) -> RecordLine:
         mixing = release.mixing
         pairs = {"send": [list(pair) for pair in mixing.send], "receive": [list(pair) for pair in mixing.receive]}
         details["mixing"] = {"keep": mixing.keep, **pairs}
-    return details | {"lost": list(release.lost)} if release.lost else details
+    if release.lost:
+        details["lost"] = list(release.lost)
+    return details | {"enters": True} if release.enters else details
 
 
 def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:

@@ -169,6 +169,7 @@ class OptimizerClock:
             period=release.period,
             mixing=None if mixing is None else MixingRow(mixing.keep, mixing.send, mixing.receive),
             lost=release.lost,
+            enters=release.enters,
         )
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:

@@ -260,6 +260,7 @@ class ShardExecutor:
             period=entry.period,
             mixing=entry.mixing,
             lost=entry.lost,
+            enters=entry.enters,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)

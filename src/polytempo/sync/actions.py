@@ -51,6 +51,7 @@ class Release:
     period: int = 0  #: local steps in the block that starts; 0 in modes without blocks
     mixing: Mixing | None = None  #: with which workers `step` is to be mixed, in modes with neighbours
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
+    enters: bool = False  #: in modes with neighbours: it joined and has no model yet, its push-sum weight is 0
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class Mode:
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
     variants: Mapping[str, Mode] = field(default_factory=dict)  #: what the mode is when one of these options is given
+    gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 
 def _read_span(text: str) -> tuple[int, int]:
