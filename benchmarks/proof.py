@@ -6,6 +6,7 @@ records   random clusters on which everything happens, every mode: each record k
 tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
 scripts   random training scripts against plain PyTorch, in threads, and some with processes
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
+network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict
 from scripts_proof import scripts
+from slow_network import slow_network
 from tables_proof import tables
 
 OUT = Path("out/proof")
@@ -121,7 +123,7 @@ def prediction(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts"))
+    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network"))
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
     if arguments.only in (None, "prediction"):
@@ -132,6 +134,8 @@ def main() -> None:
         asup(arguments.seeds or 5)
     if arguments.only in (None, "scripts"):
         scripts(arguments.seeds or 400)
+    if arguments.only in (None, "network"):
+        slow_network()
     if arguments.only in (None, "records"):
         records(arguments.seeds or 300)
     if arguments.only in (None, "modes"):

@@ -11,6 +11,7 @@ exchange   push and pull through a parameter server, beside torch.distributed.rp
 rows       rows of a table by id, beside a dict of NumPy rows and torch.distributed.rpc
 bsp        a training step of two processes, beside DistributedDataParallel
 backend    DDP over our back end and over gloo
+averaging  local steps and an average, beside torch's PeriodicModelAverager
 alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import allreduce
+import averaging
 import bubble
 import exchange
 import idle
@@ -52,7 +54,7 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
-        *(steps.BSP, steps.BACKEND, steps.JOB_OF_ONE, idle.CASE),
+        *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, idle.CASE),
         *(pipelines.CASE, bubble.CASE),
     )
 }

@@ -41,7 +41,7 @@ def _cnn(batch: int) -> tuple[Any, Any, Any]:
 TASKS = {MLP: partial(_mlp, 2240, 64), CNN: partial(_cnn, 32), SMALL: partial(_mlp, 1120, 256)}
 
 
-def _task(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
+def task_of(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
     """Model, optimizer, inputs and targets; every worker has data of its own."""
     import torch
 
@@ -50,7 +50,8 @@ def _task(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets
 
 
-def _step(model: Any, optimizer: Any, inputs: Any, targets: Any) -> Round:
+def step_of(model: Any, optimizer: Any, inputs: Any, targets: Any) -> Round:
+    """One training step."""
     from torch.nn.functional import cross_entropy
 
     def step() -> None:
@@ -62,7 +63,7 @@ def _step(model: Any, optimizer: Any, inputs: Any, targets: Any) -> Round:
 
 
 def plain_worker(pipe: Connection, rank: int) -> None:
-    answer(pipe, lambda work, _: _step(*_task(work, rank)))
+    answer(pipe, lambda work, _: step_of(*task_of(work, rank)))
 
 
 def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | None) -> None:
@@ -70,8 +71,8 @@ def our_worker(pipe: Connection, rank: int, job_file: str | None, via: str | Non
     import polytempo as pt
 
     def make(work: str, variant: str) -> Round:
-        model, optimizer, inputs, targets = _task(work, rank)
-        return _step(model, pt.DistributedOptimizer(optimizer, model, via=via), inputs, targets)
+        model, optimizer, inputs, targets = task_of(work, rank)
+        return step_of(model, pt.DistributedOptimizer(optimizer, model, via=via), inputs, targets)
 
     pt.init(job_file, rank if job_file else None)
     answer(pipe, make)
@@ -98,9 +99,9 @@ def ddp_worker(pipe: Connection, rank: int, directory: str, size: int, backend: 
     import polytempo  # noqa: F401  the name of its back end
 
     def make(work: str, variant: str) -> Round:
-        model, optimizer, inputs, targets = _task(work, rank)
+        model, optimizer, inputs, targets = task_of(work, rank)
         together = DistributedDataParallel(model, gradient_as_bucket_view=variant == VIEWS)
-        return _step(together, optimizer, inputs, targets)
+        return step_of(together, optimizer, inputs, targets)
 
     dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=size)
     answer(pipe, make)

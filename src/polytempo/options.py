@@ -176,6 +176,17 @@ def fraction(name: str, example: str = "0.9") -> ArgumentReader:
     return number(f"a number {name} of at least 0 and below 1", lambda value: 0 <= value < 1, example)
 
 
+def choice(name: str, known: tuple[str, ...]) -> ArgumentReader:
+    """One of these words."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(text)
+        return text
+
+    return ArgumentReader(f"{name} to be {' or '.join(known)}", read, known[0])
+
+
 def switch(example: str = "1") -> ArgumentReader:
     """0 or 1, for off and on."""
 

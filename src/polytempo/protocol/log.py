@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.protocol.values import OptimizerSpec, PushId, UpdatePart, WireMessage
+from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart, WireMessage
 
 
 class Setup(WireMessage):
@@ -51,6 +51,10 @@ class Reply(WireMessage):
     staleness: int = 0  #: of the push that is answered
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     checkpoint: str = ""  #: one is being made of this moment
+    period: int = 0  #: local steps in the block that starts, in modes with blocks
+    mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
+    lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
+    enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
 
 
 class ReadHere(WireMessage):

@@ -25,6 +25,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol.log import LogEntry
 from polytempo.protocol.values import (
     BufferRange,
+    MixingRow,
     OptimizerSpec,
     Position,
     Pull,
@@ -97,6 +98,8 @@ class Push(WireMessage):
     touched: str = ""  #: a parameter that the script has written to since the last step
     asked: bool = False  #: has this worker asked whether to stop?
     gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
+    loss: float | None = None  #: the mean loss of the local steps in it, where the mode asks for it
+    lr: float | None = None  #: the learning rate of the last of them
 
 
 class PartialPush(WireMessage):
@@ -215,6 +218,10 @@ class Answer(WireMessage):
     filtered: bool = False  #: the dense buffers are what the pull filter has left
     touched: str = ""  #: a parameter that a script has written to: are values that stay with the workers still alike?
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
+    period: int = 0  #: local steps in the block that starts, in modes with blocks
+    mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
+    lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
+    enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
 
 
 class ReadAnswer(WireMessage):

@@ -80,6 +80,14 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
     weight: float
 
 
+class MixingRow(msgspec.Struct, array_like=True, frozen=True):
+    """With which workers a worker mixes its values, and at which weights (`sync/actions.py` `Mixing`)."""
+
+    keep: float
+    send: tuple[tuple[int, float], ...]
+    receive: tuple[tuple[int, float], ...]
+
+
 class BufferRange(msgspec.Struct, array_like=True, frozen=True):
     """Bytes `start` to `stop` of one of a shard's buffers."""
 

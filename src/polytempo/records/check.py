@@ -5,7 +5,7 @@ passes shows: time never goes back; no worker starts before all initial workers 
 and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
-stale; during a warm start one worker pushes and all others wait for it.
+stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
+from polytempo.records.neighbours import NeighbourRules
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")
@@ -38,7 +39,9 @@ def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
-    if name == "bsp":
+    if name == "gossip":  # neighbours, checked apart
+        return Rules(lambda c, low: True, lambda c, low: c > low)
+    if name == "bsp" or spec.averaging is not None:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -80,6 +83,7 @@ class RecordChecker:
         self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
+        self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
         self._group: list[RecordLine] = []
 
     def feed(self, line: RecordLine) -> None:
@@ -127,8 +131,13 @@ class RecordChecker:
         if not self._begun:
             self._begun = True
             self._warm -= line["step"]  # above 0 in a job that goes on from a checkpoint
-        if lowest is not None and self.spec.mode.name != "bsp+backup":
+        if self.spec.mode.name == "gossip" and self._neighbours and self._neighbours.next_step is not None:
+            first = self._neighbours.next_step
+            self._require(line, line["step"] == first, f"a joiner starts at the first step that none has started, {first}")
+        elif lowest is not None and self.spec.mode.name != "bsp+backup":
             self._require(line, line["step"] == lowest, f"a joiner starts at the slowest one's step, {lowest}")
+        if self._neighbours:
+            self._neighbours.joined(worker, line["step"])
         self._pushed[worker] = line["step"]
         self._released.pop(worker, None)
 
@@ -136,6 +145,8 @@ class RecordChecker:
         for state in (self._pushed, self._held, self._released):
             state.pop(line["worker"], None)
         self._missing.discard(line["worker"])
+        if self._neighbours:
+            self._neighbours.left(line["worker"])
         self._alone = None if line["worker"] == self._alone else self._alone
 
     def _push(self, line: RecordLine, dropped: bool, stale: bool) -> None:
@@ -151,6 +162,8 @@ class RecordChecker:
             self._arrivals[step] += 1
             self._accepted[worker] += not stale
             self._warm -= 1
+            if self._neighbours:
+                self._neighbours.pushed(worker, step, line.get("samples", 1))
 
     def _discard(self, line: RecordLine) -> None:
         if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
@@ -174,6 +187,10 @@ class RecordChecker:
             self._require(line, self.rules.may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
             behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
             self._require(line, behind and line["waiting_count"] > 0, "waits for a worker that is not behind")
+            if self._neighbours:
+                awaited = self._neighbours.awaited(worker, step)
+                known = set(line["waiting_for"]) <= set(awaited) and line["waiting_count"] == len(awaited)
+                self._require(line, known, f"the neighbours it waits for are {awaited}")
         self._held[worker] = step
 
     def _release(self, line: RecordLine) -> None:
@@ -190,6 +207,9 @@ class RecordChecker:
         self._released[worker] = step
         self._held.pop(worker, None)
         self._check_bound(line, lowest)
+        if self._neighbours:
+            problem = self._neighbours.released(line)
+            self._require(line, not problem, problem)
         if self._warm > 0:
             self._require(line, self._alone in (None, worker), f"a release while worker {self._alone} trains alone")
             self._alone = worker
@@ -230,6 +250,9 @@ class RecordChecker:
             return
         for step in set(self._held.values()):
             self._require(line, self.rules.may_wait(step, lowest), f"a worker is still held for step {step} without need")
+        for worker, step in self._held.items() if self._neighbours else ():
+            assert self._neighbours is not None
+            self._require(line, bool(self._neighbours.awaited(worker, step)), f"worker {worker} is held without need")
 
     def _slowest(self) -> int | None:
         return min(self._pushed.values(), default=None)

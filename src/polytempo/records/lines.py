@@ -30,6 +30,8 @@ def event_line(event: Event, now: float) -> RecordLine | None:
     """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with."""
     if isinstance(event, Pushed):
         line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
+        more = {"count": event.count if event.count != 1 else None, "loss": event.loss, "lr": event.lr}
+        line |= {name: value for name, value in more.items() if value is not None}
         return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
     if isinstance(event, Left):
         return {"t": now, "kind": "leave", "worker": event.worker, "reason": event.reason}
@@ -41,7 +43,8 @@ def event_line(event: Event, now: float) -> RecordLine | None:
 def action_line(action: Action, now: float) -> RecordLine | None:
     """The line of an action; None for those that leave none: `Wake`, and `Apply`, which servers write (`apply_line`)."""
     if isinstance(action, Release):
-        return {"t": now, "kind": "release", "worker": action.worker, "step": action.step, "slowest": action.slowest}
+        line = {"t": now, "kind": "release", "worker": action.worker, "step": action.step, "slowest": action.slowest}
+        return line | _release_details(action)
     if isinstance(action, Hold):
         return {
             "t": now,
@@ -58,6 +61,18 @@ def action_line(action: Action, now: float) -> RecordLine | None:
         kind = "discard" if isinstance(action, Discard) else "refuse"
         return {"t": now, "kind": kind, "worker": action.worker, "step": action.step, "reason": action.reason}
     return None
+
+
+def _release_details(release: Release) -> RecordLine:
+    """What a release says in modes with blocks or neighbours."""
+    details: RecordLine = {"period": release.period} if release.period else {}
+    if release.mixing is not None:
+        mixing = release.mixing
+        pairs = {"send": [list(pair) for pair in mixing.send], "receive": [list(pair) for pair in mixing.receive]}
+        details["mixing"] = {"keep": mixing.keep, **pairs}
+    if release.lost:
+        details["lost"] = list(release.lost)
+    return details | {"enters": True} if release.enters else details
 
 
 def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:
@@ -79,7 +94,8 @@ def event_of(line: RecordLine) -> Event | None:
         kind = line["kind"]
         if kind == "push":
             hyper = tuple(line.get("hyper", {}).items())
-            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper)
+            more = {name: line[name] for name in ("count", "loss", "lr") if name in line}
+            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, **more)
         if kind == "join":
             return Joined(line["worker"])
         if kind == "leave":

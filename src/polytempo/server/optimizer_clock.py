@@ -13,7 +13,7 @@ from typing import Any
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import OptimizerSpec, PushId, UpdatePart
+from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.sync.actions import Apply, Release
 from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
@@ -33,7 +33,7 @@ class WorkerSlot:
     exchange: int = -1  # its last counted push
     answered: int = -2  # its last answered push
     places: dict[int, int] = field(default_factory=dict)  # of the last answer to each push that may be asked about
-    released: int = -1  # the last step it may start
+    release: Release | None = None  # its last
     held_at: float | None = None
     waited: float = 0.0  # for its last push
     staleness: int = 0  # of its last push
@@ -108,9 +108,9 @@ class OptimizerClock:
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness = [], []
-        for push in action.pushes:
+        for index, push in enumerate(action.pushes):
             head = self._counted.pop(id(push))[1]
-            parts.append(UpdatePart(head.id, head.samples))
+            parts.append(UpdatePart(head.id, action.weights[index] if action.weights else head.samples))
             staleness.append(max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
@@ -134,7 +134,7 @@ class OptimizerClock:
         """The log's entry for a release: the answer to the worker's last push."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
-        slot.answered, slot.released, slot.stop = slot.exchange, release.step, stop
+        slot.answered, slot.release, slot.stop = slot.exchange, release, stop
         reply = self.answer(release.worker, slot.exchange)
         slot.checkpoint = ""
         return reply
@@ -151,19 +151,25 @@ class OptimizerClock:
     def answer(self, worker: int, exchange: int) -> Reply:
         """An answer to one of a worker's pushes; given again it says the same of the budget."""
         slot = self.slots[worker]
+        release = slot.release or Release(worker, -1, -1)
+        mixing = release.mixing
         return Reply(
             optimizer_id=self.name,
             worker=worker,
             incarnation=slot.incarnation,
             exchange=exchange,
             place=self.next_place(worker, exchange),
-            step=slot.released,
+            step=release.step,
             version=self.version,
             stop=slot.stop,
             waited=slot.waited,
             staleness=slot.staleness,
             members=tuple(sorted(self.slots)) if self.optimizer_spec.apply == "peers" else (),
             checkpoint=slot.checkpoint,
+            period=release.period,
+            mixing=None if mixing is None else MixingRow(mixing.keep, mixing.send, mixing.receive),
+            lost=release.lost,
+            enters=release.enters,
         )
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:

@@ -299,7 +299,9 @@ class Sequencer:
         """A new push, in its turn: the policy decides."""
         worker = push.id.worker
         hyper = clock.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
-        event = Pushed(worker, push.id.step, push.samples, hyper)
+        event = Pushed(worker, push.id.step, push.samples, hyper, loss=push.loss, lr=push.lr)
+        if clock.spec.mode.averaging is not None:
+            event.count = push.count
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         self._runner.tally(clock, push)

@@ -30,12 +30,28 @@ class Hold:
 
 
 @dataclass(slots=True)
+class Mixing:
+    """The part of a mixing matrix P that concerns one worker i: values x and push-sum weights w are mixed alike.
+
+    x_i becomes P_ii x_i + the sum of P_ij x_j over its in-neighbours j.
+    """
+
+    keep: float  #: P_ii
+    send: tuple[tuple[int, float], ...]  #: out-neighbours j, and P_ji
+    receive: tuple[tuple[int, float], ...]  #: in-neighbours j, and P_ij
+
+
+@dataclass(slots=True)
 class Release:
     """The worker may start `step`; the slowest active worker is about to push step `slowest`."""
 
     worker: int
     step: int
     slowest: int
+    period: int = 0  #: local steps in the block that starts; 0 in modes without blocks
+    mixing: Mixing | None = None  #: with which workers `step` is to be mixed, in modes with neighbours
+    lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
+    enters: bool = False  #: in modes with neighbours: it joined and has no model yet, its push-sum weight is 0
 
 
 @dataclass(slots=True)
@@ -44,6 +60,7 @@ class Apply:
 
     pushes: tuple[Pushed, ...]
     rate: float
+    weights: tuple[float, ...] = ()  #: of the pushes, where they are not the samples
 
 
 @dataclass(slots=True)

@@ -27,15 +27,32 @@ from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 
 
-class Barrier(Policy):
-    """Rounds that close with all pushes, or with all but `backups`."""
+class Period:
+    """How many local steps a worker makes before each push: none to count in plain rounds. Modes with blocks have their own
+    (`local_sgd.py`, `adacomm.py`)."""
 
-    def __init__(self, workers: int, backups: int = 0) -> None:
+    now = 0  #: local steps in the next block
+
+    def begin_at(self, step: int) -> None:
+        """The job goes on from a checkpoint, with this round."""
+
+    def start(self, now: float) -> None:
+        """A worker takes its first step."""
+
+    def close(self, pushes: tuple[Pushed, ...], now: float) -> None:
+        """A round has closed with these pushes: the next block may be shorter or longer."""
+
+
+class Barrier(Policy):
+    """Rounds that close with all pushes, or with all but `backups`; `period` sets the local steps of each."""
+
+    def __init__(self, workers: int, backups: int = 0, period: Period | None = None) -> None:
         super().__init__(workers)
         if backups >= workers:
             fix = f"at most bsp+backup:{workers - 1}" if workers > 1 else "bsp"
             raise SpecError(f"bsp+backup:{backups} needs more than {backups} workers, got {workers}; use {fix}")
         self.backups = backups
+        self.period = period or Period()
         self.round = 0
         self._arrived: list[Pushed] = []
         self._waiting: set[int] = set()  # members whose push is among them
@@ -43,9 +60,14 @@ class Barrier(Policy):
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
         self.round = step
+        self.period.begin_at(step)
 
     def _entry_step(self) -> int:
         return self.round
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        self.period.start(now)
+        return [Release(worker, step, self.progress.slowest, self.period.now)]
 
     def _pushed(self, push: Pushed, now: float) -> list[Action]:
         if push.step < self.round:
@@ -58,14 +80,14 @@ class Barrier(Policy):
         self.progress.move(push.worker, self.round + 1)
         self.room.enter(push.worker, self.round + 1)
         if self._complete():
-            return self._close()
+            return self._close(now)
         if not self.explains:
             return [Hold(push.worker, self.round + 1, (), 0, "")]
         return [self._hold(push.worker, self.round + 1)]
 
     def _freed(self, worker: int, now: float) -> list[Action]:
         self._waiting.discard(worker)
-        return self._close() if self._arrived and self._complete() else []
+        return self._close(now) if self._arrived and self._complete() else []
 
     def _quorum(self) -> int:
         gone = len(self._arrived) - len(self._waiting)  # after their push: they count for this round
@@ -75,21 +97,22 @@ class Barrier(Policy):
     def _complete(self) -> bool:
         return len(self._arrived) >= self._quorum()
 
-    def _close(self) -> list[Action]:
+    def _close(self, now: float) -> list[Action]:
         pushes = tuple(sorted(self._arrived, key=lambda push: push.worker))
         self._arrived = []
         self._waiting = set()
         self.round += 1
         slowest = self.progress.slowest
-        released = self.room.admit(lambda step: True)
-        return [Apply(pushes, 1.0), *(Release(worker, step, slowest) for worker, step in released)]
+        self.period.close(pushes, now)
+        period, released = self.period.now, self.room.admit(lambda step: True)
+        return [Apply(pushes, 1.0), *(Release(worker, step, slowest, period) for worker, step in released)]
 
     def _late(self, push: Pushed) -> list[Action]:
         self.progress.move(push.worker, self.round)
         reason = f"late: round {push.step} closed without it, the job is at round {self.round}"
         return [
             Discard(push.worker, push.step, reason),
-            Release(push.worker, self.round, self.progress.slowest),
+            Release(push.worker, self.round, self.progress.slowest, self.period.now),
         ]
 
     def _hold(self, worker: int, step: int) -> Hold:

@@ -23,13 +23,17 @@ class Joined:
 class Pushed:
     """The update of a worker's step has reached the job.
 
-    `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs.
+    `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs. Of a block of local steps
+    `count` is their number, `loss` their mean loss and `lr` the learning rate of the last, where the mode asks for them.
     """
 
     worker: int
     step: int
     samples: float = 1
     hyper: HyperItems = ()
+    count: int = 1
+    loss: float | None = None
+    lr: float | None = None
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import ArgumentReader, positive_number, whole_number
@@ -27,6 +28,8 @@ class Mode:
     all_reduce: bool = True  #: a barrier mode that needs no server
     rule: str = ""  #: the update rule that servers use instead of the given optimizer's
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
+    averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
+    gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 
 def _read_span(text: str) -> tuple[int, int]:

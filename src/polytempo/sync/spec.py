@@ -10,15 +10,20 @@ from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import Syntax, parse
+from polytempo.sync.adacomm import ADACOMM
+from polytempo.sync.adpsgd import ADPSGD
 from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.asynchronous import ASP
 from polytempo.sync.barrier import BACKUP, BSP
 from polytempo.sync.corrections import OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
+from polytempo.sync.diloco import DILOCO
 from polytempo.sync.downpour import DOWNPOUR, LocalSteps
 from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
+from polytempo.sync.gossip import GOSSIP, GossipSpec
+from polytempo.sync.local_sgd import LOCAL, Averaging
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
@@ -36,18 +41,25 @@ MODES: dict[str, Mode] = {
         DELAY,
         DOWNPOUR,
         ASUP,
+        LOCAL,
+        ADACOMM,
+        DILOCO,
+        GOSSIP,
+        ADPSGD,
     )
 }
 
 _SYNTAX = {
     name: Syntax(
-        mode.example, mode.argument, options={**mode.options, **({} if mode.barrier else OPTIONS), **mode.rule_options}
+        mode.example,
+        mode.argument,
+        options={**mode.options, **({} if mode.barrier or mode.gossip else OPTIONS), **mode.rule_options},
     )
     for name, mode in MODES.items()
 }
 
 #: Modes that are planned; they are refused as not available yet.
-PLANNED = ("bsp+balance", "anytime", "local", "adacomm", "diloco", "gossip", "adpsgd")
+PLANNED = ("bsp+balance", "anytime")
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,16 @@ class Spec:
         return LocalSteps(**options) if self.mode is DOWNPOUR else None
 
     @property
+    def averaging(self) -> Averaging | None:
+        """What workers do with their models at the end of a block of local steps, in modes that have them."""
+        return None if self.mode.averaging is None else self.mode.averaging(*self.arguments, **self.options)
+
+    @property
+    def gossip(self) -> GossipSpec | None:
+        """How workers mix their models with those of their neighbours, in modes that have them."""
+        return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
+
+    @property
     def ahead(self) -> int:
         """The number of pushes of a worker that may be in flight while it computes the next."""
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
@@ -107,5 +129,5 @@ def parse_spec(text: str) -> Spec:
     choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError, planned=PLANNED)
     arguments = () if choice.argument is None else (choice.argument,)
     spec = Spec(text.strip(), MODES[choice.name], arguments, choice.options)
-    _ = spec.corrections  # refuses options that exclude each other
+    _ = spec.corrections, spec.averaging, spec.gossip  # these refuse options that exclude each other
     return spec

@@ -1,0 +1,55 @@
+"""`diloco:k`: DiLoCo (Douillard et al. 2023). k local steps, then one outer Nesterov step of the common model.
+
+    anchor      theta, the same on all workers
+    block       k steps of the worker's own optimizer, whose state stays with it and is neither averaged nor reset
+    outer step  delta = theta - mean of all theta_i; m = mu m + delta; theta = theta - eta (delta + mu m)
+
+The rounds are those of `local:k`: one step of the policy is one block, with a barrier at its end.
+
+    outer_lr=0.7, outer_momentum=0.9    eta and mu
+    fragments=P     the model in P parts, each averaged every k steps, one after another at equal distances (streaming
+                    DiLoCo, Douillard et al. 2025); k must be a multiple of P. Each fragment has rounds of its own.
+    overlap=S       a worker goes on for S local steps after it has sent a fragment, S < k / P, and takes the average then:
+                    the new anchor and what its own steps have changed since the sending
+
+Where this departs from the papers: with overlap a worker keeps its steps since the sending whole, where streaming DiLoCo
+blends the local values with the global ones. The mean is weighted by samples.
+"""
+
+from __future__ import annotations
+
+from polytempo.errors import SpecError
+from polytempo.options import fraction, positive_number, whole_number
+from polytempo.sync.barrier import Barrier
+from polytempo.sync.local_sgd import Averaging, FixedPeriod
+from polytempo.sync.mode import Mode
+
+
+def _averaging(
+    period: int, outer_lr: float = 0.7, outer_momentum: float = 0.9, fragments: int = 1, overlap: int = 0
+) -> Averaging:
+    if period % fragments:
+        near = max(fragments, period // fragments * fragments)
+        raise SpecError(f"diloco:{period} cannot be cut into {fragments} fragments evenly; use for example diloco:{near}")
+    if overlap >= period // fragments:
+        raise SpecError(
+            f"overlap={overlap} must be below the {period // fragments} steps between two fragments; use a smaller one"
+        )
+    return Averaging(period, outer_lr, outer_momentum, nesterov=outer_momentum > 0, fragments=fragments, overlap=overlap)
+
+
+DILOCO = Mode(
+    "diloco",
+    "diloco:100",
+    "K local steps, then an outer Nesterov step of the common model; fragments=P, overlap=S: streaming",
+    lambda workers, period, **options: Barrier(workers, period=FixedPeriod(period)),
+    argument=whole_number("K", at_least=1),
+    options={
+        "outer_lr": positive_number("outer_lr", "0.7"),
+        "outer_momentum": fraction("outer_momentum", "0.9"),
+        "fragments": whole_number("fragments", at_least=1, example="4"),
+        "overlap": whole_number("overlap", at_least=0, example="5"),
+    },
+    barrier=True,
+    averaging=_averaging,
+)

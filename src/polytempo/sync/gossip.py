@@ -1,0 +1,214 @@
+"""`gossip:ring|torus|exp|full`: every worker trains its own model and mixes it with those of its neighbours in each step.
+
+D-PSGD (Lian et al. 2017) on undirected graphs, SGP (Assran et al. 2019) on directed ones; the graphs are in `topology.py`.
+
+    step c of worker i    compute; send (x_i, w_i) to the out-neighbours; push c, which carries no data
+    release of c + 1      when every in-neighbour of step c has pushed c or has left; then x_i = P_ii x_i + sum of P_ij x_j,
+                          and w_i alike
+
+This is a local barrier: workers far apart in the graph may be several steps apart. The push-sum weight w is 1 at the start
+and stays 1 while members neither leave nor join; the model is z = x / w. A local step moves z by what the optimizer says, so
+x by w times that: at weight 1 it is the published rule, and a worker of small weight is not thrown about.
+
+`overlap=1` is D-PSGD as printed: x_i = sum of P_ij x_j(c) - eta g(x_i(c)). The values of the step's beginning are sent while
+the gradient is computed; by default those after the local step are sent, which brings the models closer together.
+
+Members and mass. The graph of a step is fixed, over the members of that moment, when the first worker is released into it.
+
+    leaves before its push c     neighbours take back the shares meant for it and get none from it (`lost` in their release
+                                 of c + 1): the columns of the others still sum to 1. It takes along its own (x, w), and in
+                                 a directed graph the share of an in-neighbour that had been released into c + 1 already
+    leaves after its push c      it has its part in step c, and takes along what its row of that step gives it
+    joins                        it enters at the first step whose graph is not fixed, with x = 0 and w = 0 (`enters` in its
+                                 release): it computes nothing, pushes at once, and has after that step what its neighbours
+                                 sent it, about half of a neighbour's (x, w) in `exp`. The sums of x and of w do not change
+
+While a member enters with no model, steps go on entering until an in-neighbour that has one has pushed. Should no member
+have a model any more, the next to be released starts from the values it has, with weight 1.
+
+Where this departs from the papers: they have a fixed set of workers; P is made anew when it changes. SGP's overlap by
+several steps is not built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polytempo.errors import SpecError
+from polytempo.options import choice, switch
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Mixing, Release
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import Mode
+from polytempo.sync.policy import Policy
+from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
+
+
+@dataclass(frozen=True)
+class GossipSpec:
+    """How workers mix their models with those of their neighbours."""
+
+    topology: str
+    static: bool = False  #: all peers of the exponential graph in each step
+    overlap: bool = False  #: the values of the step's beginning are exchanged while it is computed
+    asynchronous: bool = False  #: pairs are averaged without a barrier (`adpsgd`)
+
+
+class MixingStep:
+    """One step's graph, over the members of the moment at which it was fixed."""
+
+    __slots__ = ("empty", "lost", "missing", "pushed", "rows")
+
+    def __init__(self, rows: dict[int, Mixing]) -> None:
+        self.rows = rows
+        self.missing = {worker: len(row.receive) for worker, row in rows.items()}  # in-neighbours not heard of
+        self.pushed: set[int] = set()
+        self.empty: set[int] = set()  # of these, the ones without a model
+        self.lost: set[int] = set()  # left before they pushed
+
+    def heard_of(self, worker: int) -> list[int]:
+        """A member has pushed, or is lost: the out-neighbours that waited for it alone."""
+        complete = []
+        for other, _ in self.rows[worker].send:
+            self.missing[other] -= 1
+            if not self.missing[other]:
+                complete.append(other)
+        return complete
+
+    def awaited(self, worker: int) -> list[int]:
+        """The in-neighbours that have neither pushed nor left."""
+        return [other for other, _ in self.rows[worker].receive if other not in self.pushed and other not in self.lost]
+
+    def lost_to(self, worker: int) -> tuple[int, ...]:
+        """The neighbours of a worker that left before they pushed, sorted."""
+        row = self.rows[worker]
+        return tuple(sorted({other for other, _ in (*row.send, *row.receive)} & self.lost)) if self.lost else ()
+
+    def brought_a_model_to(self, worker: int) -> bool:
+        """Has an in-neighbour with a model pushed?"""
+        return any(other in self.pushed and other not in self.empty for other, _ in self.rows[worker].receive)
+
+
+class GossipPolicy(Policy):
+    """A local barrier: a worker goes on when its in-neighbours have pushed the step it has pushed."""
+
+    def __init__(self, workers: int, topology: str, static: bool = False) -> None:
+        super().__init__(workers)
+        check_size(topology, workers)
+        self.topology = topology
+        self.static = static
+        self._steps: dict[int, MixingStep] = {}
+        self._oldest = self._next = 0  # the steps whose graphs are kept: from the one to before the other
+        self._begun = False
+        self._entering: set[int] = set()  # members without a model
+        self._rows: dict[int, dict[int, Mixing]] = {}  # by phase, for the present members
+
+    def begin_at(self, step: int) -> None:
+        super().begin_at(step)
+        self._oldest = self._next = step
+
+    def _entry_step(self) -> int:
+        return self._next
+
+    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+        worker, step = push.worker, push.step
+        graph = self._steps[step]
+        graph.pushed.add(worker)
+        if worker in self._entering:
+            graph.empty.add(worker)
+        self.progress.move(worker, step + 1)
+        actions: list[Action] = [Apply((push,), 1.0), *self._released(graph.heard_of(worker), step + 1)]
+        if not graph.missing[worker]:
+            actions.append(self._release(worker, step + 1, graph))
+        else:
+            self.room.enter(worker, step + 1)
+            actions.append(self._hold(worker, step + 1) if self.explains else Hold(worker, step + 1, (), 0, ""))
+        self._forget_old()
+        return actions
+
+    def _released(self, complete: list[int], step: int) -> list[Action]:
+        """Release those of these workers that are held for `step`."""
+        actions: list[Action] = []
+        for worker in complete:
+            if self.room.has(worker, step):
+                self.room.remove(worker, step)
+                actions.append(self._release(worker, step, self._steps[step - 1]))
+        return actions
+
+    def _start(self, now: float) -> list[Action]:
+        actions = super()._start(now)
+        self._begun = True
+        return actions
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        if self._begun:  # its model is what others send it
+            self._rows.clear()
+            self._entering.add(worker)
+        return [self._release(worker, step, None)]
+
+    def _release(self, worker: int, step: int, before: MixingStep | None) -> Release:
+        """Release a worker into a step; `before` is the graph in which it made the one before."""
+        if worker in self._entering:
+            alone = len(self._entering) == len(self.progress.pushed)
+            if alone or (before is not None and before.brought_a_model_to(worker)):
+                self._entering.discard(worker)
+        row = self._graph(step).rows[worker]
+        return Release(
+            worker,
+            step,
+            self.progress.slowest,
+            mixing=row if row.send or row.receive else None,
+            lost=before.lost_to(worker) if before is not None else (),
+            enters=worker in self._entering,
+        )
+
+    def _graph(self, step: int) -> MixingStep:
+        """The graph of a step; the first to be released into it fixes it."""
+        graph = self._steps.get(step)
+        if graph is None:
+            members = tuple(sorted(self.progress.pushed))
+            phase = step % phases(self.topology, len(members), self.static)
+            if phase not in self._rows:
+                self._rows[phase] = mixing_rows(self.topology, members, step, self.static)
+            graph = self._steps[step] = MixingStep(self._rows[phase])
+            self._next = step + 1
+        return graph
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        self._rows.clear()
+        self._entering.discard(worker)
+        actions: list[Action] = []
+        for step, graph in list(self._steps.items()):
+            if worker in graph.rows and worker not in graph.pushed and worker not in graph.lost:
+                graph.lost.add(worker)
+                actions += self._released(graph.heard_of(worker), step + 1)
+        self._forget_old()
+        return actions
+
+    def _forget_old(self) -> None:
+        """Graphs of steps that all members have left behind."""
+        while self._oldest < self.progress.slowest - 1 and self._oldest in self._steps:
+            del self._steps[self._oldest]
+            self._oldest += 1
+
+    def _hold(self, worker: int, step: int) -> Hold:
+        awaited = self._steps[step - 1].awaited(worker)
+        awaited.sort(key=lambda other: (self.progress.pushed[other], other))
+        named = tuple(awaited[:NAMED_AT_MOST])
+        return Hold(worker, step, named, len(awaited), f"worker {named[0]}, a neighbour, has not pushed step {step - 1}")
+
+
+def _spec(topology: str, overlap: bool = False, static: bool = False) -> GossipSpec:
+    if static and topology != "exp":
+        raise SpecError(f"static=1 is an option of gossip:exp, got gossip:{topology}; leave it out")
+    return GossipSpec(topology, static, overlap)
+
+
+GOSSIP = Mode(
+    "gossip",
+    "gossip:ring",
+    "local models, mixed with those of neighbours in each step; overlap=1: while it is computed",
+    lambda workers, topology, overlap=False, static=False: GossipPolicy(workers, topology, static),
+    argument=choice("topology", TOPOLOGIES),
+    options={"overlap": switch(), "static": switch()},
+    gossip=_spec,
+)

@@ -1,0 +1,107 @@
+"""`local:k`: local SGD (periodic averaging). Every worker makes k steps of its own optimizer, then all models are averaged.
+
+    block       k local steps, on each worker's own values and data
+    average     x = mean of all x_i, weighted by the samples of their blocks; all workers go on from it
+
+One step of the policy is one block: its push is held until all active workers have pushed theirs (`barrier.py`), and the
+release carries the number of local steps of the next block. A worker that dies inside a block is left out of its average;
+one that joins starts at the open block, from the last average.
+
+    after=N         post-local SGD (Lin et al. 2018): an average after each of the first N steps, then after each k
+    after=decay     the same until the learning rate first falls
+    momentum=B      block momentum (BMUF, Chen and Huo 2016; Wang and Joshi 2018): the average moves on with momentum,
+                    u = B u - (mean - anchor) / lr; anchor = anchor - lr u; and local momentum starts from zero again
+    state=keep      what an average does to the optimizer state of each worker: it stays ("keep"), is averaged as the values
+                    are ("mean"), or is dropped ("reset"); by default it stays, and under block momentum it is dropped
+
+Where this departs from the papers: the mean is weighted by samples, so workers with smaller batches or shorter blocks count
+less. Block momentum is stated by its authors for a constant rate inside a block; here lr is that of the block's last step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polytempo.options import ArgumentReader, choice, fraction, whole_number
+from polytempo.sync.barrier import Barrier, Period
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import Mode
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What workers do with their models at the end of a block."""
+
+    period: int  #: local steps in the first block
+    outer_lr: float = 1.0  #: of the outer step from the anchor towards the mean
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    in_lr: bool = False  #: the outer momentum is kept in units of the learning rate (block momentum)
+    state: str = "keep"  #: what an average does to optimizer state: "keep", "mean" or "reset"
+    loss: bool = False  #: pushes bring the mean loss and the learning rate of their block
+    holds_lr: bool = False  #: a fall of the learning rate waits until the period is 1
+    fragments: int = 1  #: parts of the model, averaged one after another
+    overlap: int = 0  #: local steps from the sending of a fragment to the moment at which its average is taken
+    decoupled: bool = False  #: a quorum of pushes is merged, over servers
+    waits: bool = True  #: does a worker wait for the average?
+
+    @property
+    def plain(self) -> bool:
+        """Is the average itself the new model, without an outer step?"""
+        return self.outer_lr == 1.0 and self.outer_momentum == 0.0
+
+
+class FixedPeriod(Period):
+    """The same number of local steps in every block, after a start with one."""
+
+    def __init__(self, period: int, after: int | str = 0) -> None:
+        self.now = 1 if after else period
+        self._period, self._after = period, after
+        self._round = 0
+        self._rate: float | None = None  # the learning rate at the start
+
+    def begin_at(self, step: int) -> None:
+        self._round = step
+        self._look()
+
+    def close(self, pushes: tuple[Pushed, ...], now: float) -> None:
+        self._round += 1
+        rate = pushes[0].lr
+        self._rate = rate if self._rate is None else self._rate
+        if self._after == "decay" and rate is not None and self._rate is not None and rate < self._rate:
+            self.now = self._period
+        self._look()
+
+    def _look(self) -> None:
+        if isinstance(self._after, int) and self._round >= self._after:
+            self.now = self._period
+
+
+def _read_after(text: str) -> int | str:
+    return text if text == "decay" else int(whole_number("after", at_least=1).read(text))
+
+
+#: What an average does to the optimizer state of each worker.
+STATE = {"state": choice("state", ("keep", "mean", "reset"))}
+#: Options of modes that average by a mean.
+MEAN_OPTIONS: dict[str, ArgumentReader] = {"momentum": fraction("momentum", "0.3"), **STATE}
+
+
+def mean_of_models(period: int, momentum: float = 0.0, state: str | None = None, **more: bool) -> Averaging:
+    """Averaging by a mean, with block momentum where one is given."""
+    kept = state or ("reset" if momentum else "keep")
+    return Averaging(period, outer_momentum=momentum, in_lr=bool(momentum), state=kept, **more)
+
+
+LOCAL = Mode(
+    "local",
+    "local:8",
+    "K local steps, then the mean of all models; after=N|decay: each step at first; momentum=B: block momentum",
+    lambda workers, period, after=0, momentum=0.0, state=None: Barrier(workers, period=FixedPeriod(period, after)),
+    argument=whole_number("K", at_least=1),
+    options={"after": ArgumentReader("a whole number of at least 1, or decay,", _read_after, "1000"), **MEAN_OPTIONS},
+    barrier=True,
+    averaging=lambda period, after=0, momentum=0.0, state=None: mean_of_models(
+        period, momentum, state, loss=after == "decay"
+    ),
+)
