@@ -28,7 +28,7 @@ Samples = Annotated[int | None, Option(help="Budget: samples, as given to step(s
 Seconds = Annotated[float | None, Option(help="Budget: seconds from the first step.")]
 Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
 HiccupOption = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
-Link = Annotated[
+LinkOption = Annotated[
     str | None, Option(help="BANDWIDTH[,LATENCY] such as 100Mb/s,5ms: what each worker may send and receive (emulation).")
 ]
 SeedOption = Annotated[int, Option(help="Seed of samplers and emulation.")]
