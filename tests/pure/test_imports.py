@@ -162,7 +162,12 @@ PURE = (
     "launch/terminal_output.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
-VIRTUAL = ("simulate/datasets.py", "simulate/virtual_training.py")
+VIRTUAL = (
+    "simulate/datasets.py",
+    "simulate/virtual_training.py",
+    "simulate/gradient_trainer.py",
+    "simulate/local_trainer.py",
+)
 IMPURE = {
     "time",
     "datetime",
