@@ -115,7 +115,7 @@ class JobProcesses:
             hiccup=request.hiccup,
             positions=tuple(self._plan.resumed.get("positions", ())),
             keys=keys,
-            via="auto" if request.via == "auto" and request.way == "allreduce" else request.way,
+            via="auto" if request.via == "auto" and request.way != "ps" else request.way,
             meeting="" if request.expect else str(self.folder.path),
             route=request.listen or "",
             insecure=request.insecure,

@@ -63,19 +63,26 @@ class RunRequest:
 
     @property
     def way(self) -> str:
-        """How gradients travel: "ps" or "allreduce"."""
+        """How gradients travel: "ps" or "allreduce"; or "peers": models, to neighbours."""
+        if self._has_neighbours():
+            return "peers"
         if self.via == "auto":  # between hosts, servers outlive more
             return "ps" if self._needs_servers() or self.listen else "allreduce"
         return self.via
 
+    def _has_neighbours(self) -> bool:
+        """Do workers keep models of their own, and mix them with those of neighbours?"""
+        return parse_spec(self.sync).gossip is not None
+
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if parse_spec(self.sync).mode.name != "bsp":
+        if parse_spec(self.sync).mode.name != "bsp" and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
             "--checkpoint": self.checkpoint,
             "--resume": self.resume,
+            "--via ps": True if self.via == "ps" else None,
         }
         return next((name for name, value in options.items() if value is not None), "")
 
@@ -114,6 +121,11 @@ class RunRequest:
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
+        if self._has_neighbours() and self._needs_servers():
+            raise UsageError(
+                f"--sync {self.sync} keeps each worker's model at the worker, and servers hold none; leave "
+                f"{self._needs_servers()} out"
+            )
         if self.via == "allreduce" and self._needs_servers():
             raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
 

@@ -134,9 +134,14 @@ class Session:
         """The connections to the other workers of this host, made on first use."""
         if self._local_peers is None:
             self._local_peers = LocalPeers(self.job.meeting, self.rank)
-            if self.client is not None:
-                self.client.on_departed = self._local_peers.forget
+            self.when_departed(self._local_peers.forget)
         return self._local_peers
+
+    def when_departed(self, handle: Callable[[int], object]) -> None:
+        """Call `handle` with the rank of each worker that the sequencer says is gone."""
+        if self.client is not None:
+            before = self.client.on_departed
+            self.client.on_departed = lambda worker: (before(worker), handle(worker))[0]
 
     def world(self) -> World:
         """The links to all other workers, made on first use."""
