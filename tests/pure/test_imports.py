@@ -160,6 +160,7 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
