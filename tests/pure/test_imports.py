@@ -168,6 +168,7 @@ VIRTUAL = (
     "simulate/virtual_training.py",
     "simulate/gradient_trainer.py",
     "simulate/local_trainer.py",
+    "simulate/block_trainer.py",
 )
 IMPURE = {
     "time",

@@ -33,7 +33,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: Trainer | None = None,
+    trainer: Trainer | BlockTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
@@ -86,7 +86,7 @@ def simulate_job(
 
 
 def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | None, **options: Any
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | BlockTrainer | None, **options: Any
 ) -> SimulationEngine:
     policy, local, averaging = spec.policy(cluster.workers), spec.local, spec.averaging
     if averaging is not None:
@@ -94,7 +94,8 @@ def _engine(
         route = make_route(replace(cluster, model_bytes=cluster.model_bytes / len(policies)), way)
         return BlockEngine(cluster, policies, route, budget, averaging, cast(BlockTrainer | None, trainer), **options)
     if local is None:
-        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=trainer, **options)
+        gradients = cast(Trainer | None, trainer)
+        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=gradients, **options)
     return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainer), **options)
 
 

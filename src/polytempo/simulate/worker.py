@@ -191,8 +191,14 @@ class SentBlock(Protocol):
     lr: float | None  #: the learning rate of the last
 
 
-class BlockTrainer(Trainer, Protocol):
+class BlockTrainer(Protocol):
     """Models of workers that average them: each has values and an optimizer of its own."""
+
+    def drop(self, version: int) -> None:
+        """An answer to a worker that is gone: nothing to do."""
+
+    def observe(self, now: float) -> None:
+        """Evaluate."""
 
     def begin(self, worker: int) -> None:
         """A worker is given the newest values."""
