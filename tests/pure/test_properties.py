@@ -71,9 +71,10 @@ every_mode = under_each(MODES)
 
 
 def workers_for(sync: str, game: Game) -> int:
-    """The game's workers; `bsp+backup:b` needs more than b."""
+    """The game's workers; `bsp+backup:b` needs more than b, a quorum as many as it is."""
     backups = int(sync.removeprefix("bsp+backup:")) if "backup" in sync else 0
-    return max(game.workers, backups + 1)
+    quorum = int(sync.partition("quorum=")[2].partition(",")[0] or 1)
+    return max(game.workers, backups + 1, quorum)
 
 
 def play(sync: str, game: Game) -> Iterator[Job]:
