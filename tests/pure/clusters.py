@@ -25,6 +25,10 @@ MODES = (
     "asup",
     "asup,bound=1,drop=2",
     "asp,drop=3,lr=staleness",
+    "local:3",
+    "local:4,after=4",
+    "adacomm:2",
+    "diloco:3",
 )
 
 #: One worker is always slower.

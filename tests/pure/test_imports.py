@@ -160,9 +160,16 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
-VIRTUAL = ("simulate/datasets.py", "simulate/virtual_training.py")
+VIRTUAL = (
+    "simulate/datasets.py",
+    "simulate/virtual_training.py",
+    "simulate/gradient_trainer.py",
+    "simulate/local_trainer.py",
+    "simulate/block_trainer.py",
+)
 IMPURE = {
     "time",
     "datetime",

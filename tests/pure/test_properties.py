@@ -72,11 +72,12 @@ every_mode = under_each(MODES)
 
 
 def workers_for(sync: str, game: Game) -> int:
-    """The game's workers; `bsp+backup:b` needs more than b, a torus rows and columns."""
+    """The game's workers; `bsp+backup:b` needs more than b, a quorum as many as it is, a torus rows and columns."""
     if "torus" in sync:
         return {1: 1, 5: 6, 7: 8}.get(game.workers, max(game.workers, 4))
     backups = int(sync.removeprefix("bsp+backup:")) if "backup" in sync else 0
-    return max(game.workers, backups + 1)
+    quorum = int(sync.partition("quorum=")[2].partition(",")[0] or 1)
+    return max(game.workers, backups + 1, quorum)
 
 
 def play(sync: str, game: Game) -> Iterator[Job]:

@@ -16,7 +16,8 @@ from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
 from polytempo.simulate.datasets import FASHION_MNIST, Shards, as_tensors, digits, fashion_mnist, find_task
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.virtual_training import VirtualTrainer, WeightHistory, model_bytes, train_virtually
+from polytempo.simulate.gradient_trainer import VirtualTrainer, WeightHistory
+from polytempo.simulate.virtual_training import model_bytes, train_virtually
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

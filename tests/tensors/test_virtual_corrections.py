@@ -16,7 +16,8 @@ from polytempo.optim.asup import AsuP
 from polytempo.optim.gradient_divergence import COORDINATES, GradientDivergence
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import digits
-from polytempo.simulate.virtual_training import VirtualTrainer, train_virtually
+from polytempo.simulate.gradient_trainer import VirtualTrainer
+from polytempo.simulate.virtual_training import train_virtually
 
 RATE = 0.2
 EACH = RATE / len(SPEEDS)

@@ -14,7 +14,8 @@ from torch import nn
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
 from polytempo.simulate.datasets import Shards, digits
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.virtual_training import Replica, VirtualLocalTrainer, train_virtually
+from polytempo.simulate.local_trainer import Replica, VirtualLocalTrainer
+from polytempo.simulate.virtual_training import train_virtually
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -119,12 +119,15 @@ def open_by_store(
     join_timeout: float = JOIN_TIMEOUT,
     timeout: float | None = None,
     gone: Callable[[], Mapping[int, str]] = dict,
+    proxy: str = "",
 ) -> World:
-    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why."""
+    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `proxy`: the way to
+    others where the network is emulated."""
     _check(rank, size)
     engine = ProgressEngine(rank)
     meet = partial(
-        rendezvous_by_store, store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route
+        rendezvous_by_store,
+        *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, proxy),
     )
     return _opened(engine, size, meet, timeout)
 

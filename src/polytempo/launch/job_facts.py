@@ -35,6 +35,7 @@ class JobFacts:
     incarnation: int = 0
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
+    link: tuple[float, float] | None = None  #: bytes a second and seconds one way, where the network is emulated
     positions: tuple[dict[str, Any], ...] = ()  #: how far the resumed jobs had read the data
     keys: dict[str, str] | None = None
     via: str = (
@@ -44,6 +45,7 @@ class JobFacts:
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
     tokens: dict[int, str] = field(default_factory=dict)  #: by rank: the token that authenticates a worker to the servers
+    proxies: dict[int, str] = field(default_factory=dict)  #: by rank: its way to all others, where the network is emulated
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:
@@ -73,9 +75,17 @@ def job_from(data: dict[str, Any]) -> JobFacts:
     slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
     addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
     probability, seconds = data.pop("hiccup", (0.0, 0.0))
-    tokens = {int(rank): str(token) for rank, token in data.pop("tokens", {}).items()}
+    tokens, proxies = ({int(rank): str(text) for rank, text in data.pop(name, {}).items()} for name in ("tokens", "proxies"))
+    link = data.pop("link", None)
     return JobFacts(
-        **data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds), tokens=tokens
+        **data,
+        addresses=addresses,
+        positions=positions,
+        slow=slow,
+        hiccup=(probability, seconds),
+        tokens=tokens,
+        proxies=proxies,
+        link=tuple(link) if link else None,
     )
 
 
@@ -137,6 +147,7 @@ class Way:
     keys: WorkerKeys | None = None
     insecure: bool = False
     agent: bool = False  #: the launcher keeps the store
+    proxy: str = ""  #: the way to others where the network is emulated
 
 
 def way_of(address: str | None, key_file: str | None) -> Way:

@@ -29,6 +29,7 @@ class RunRequest:
     limits: Limits = field(default_factory=Limits)
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
+    link: tuple[float, float] | None = None  #: bytes a second and seconds one way of the emulated network
     listen: str | None = None
     expect: int = 0
     checkpoint: Path | None = None
@@ -62,19 +63,26 @@ class RunRequest:
 
     @property
     def way(self) -> str:
-        """How gradients travel: "ps" or "allreduce"."""
+        """How gradients travel: "ps" or "allreduce"; or "peers": models, to neighbours."""
+        if self._has_neighbours():
+            return "peers"
         if self.via == "auto":  # between hosts, servers outlive more
             return "ps" if self._needs_servers() or self.listen else "allreduce"
         return self.via
 
+    def _has_neighbours(self) -> bool:
+        """Do workers keep models of their own, and mix them with those of neighbours?"""
+        return parse_spec(self.sync).gossip is not None
+
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if parse_spec(self.sync).mode.name != "bsp":
+        if parse_spec(self.sync).mode.name != "bsp" and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
             "--checkpoint": self.checkpoint,
             "--resume": self.resume,
+            "--via ps": True if self.via == "ps" else None,
         }
         return next((name for name, value in options.items() if value is not None), "")
 
@@ -84,6 +92,14 @@ class RunRequest:
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         return f"starting {workers}{servers}: {self.script}{by}"
+
+    def link_in_words(self) -> str:
+        """The line that says that the network is emulated; empty where it is not."""
+        if self.link is None:
+            return ""
+        latency = f", {self.link[1] * 1e3:g} ms one way" if self.link[1] else ""
+        speed = f"{self.link[0] * 8 / 1e6:g} Mb/s each way{latency}"
+        return f"the network is emulated: every worker is a host of its own, with {speed} (--link)"
 
     def push_options(self) -> list[str]:
         """Options about pushes to servers, which a script that trains without pushes ignores."""
@@ -105,6 +121,11 @@ class RunRequest:
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
+        if self._has_neighbours() and self._needs_servers():
+            raise UsageError(
+                f"--sync {self.sync} keeps each worker's model at the worker, and servers hold none; leave "
+                f"{self._needs_servers()} out"
+            )
         if self.via == "allreduce" and self._needs_servers():
             raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
 
@@ -158,6 +179,10 @@ class RunRequest:
             raise UsageError(f"expected --checkpoint-every 1 or more, got {self.checkpoint_every}")
         if bool(self.listen) != bool(self.expect):
             raise UsageError("--listen HOST:PORT and --expect N belong together; give both or neither")
+        if self.link is not None and self.listen:
+            raise UsageError(
+                "--link emulates a network on one host, and between hosts it is real; leave out --link or --listen"
+            )
         if self.insecure and not self.listen:
             raise UsageError("--insecure is about --listen, which was not given; leave it out")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.size:
@@ -191,6 +216,7 @@ class CheckedRequest:
             "via": request.way,
             "slow": {str(rank): factor for rank, factor in request.slow.items()},
             "hiccup": list(request.hiccup),
+            "link": list(request.link) if request.link else None,
             "min_workers": request.least,
             "resumed_from": self.resume.name if self.resume else None,
         }

@@ -9,11 +9,13 @@ import torch
 from polytempo.client.row_traffic import WorkerTable
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.collective_reducer import CollectiveReducer
+from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import Session
+from polytempo.sync.spec import parse_spec
 
 
 def make_reducer(
@@ -36,8 +38,8 @@ def make_reducer(
         spec_of: The optimizer's spec: "" for values on servers, "peers" for values on the workers, "mean" to average only.
         initial_state: The state of the wrapped optimizer, which the servers start from.
         tables: Tables whose rows travel with the pushes.
-        on_servers: Do servers hold the values? Otherwise workers reduce among themselves: through shared memory on one
-            host under `polytempo run`, else by collectives.
+        on_servers: Do servers hold the values? Otherwise workers reduce among themselves: with neighbours where the mode has
+            them, through shared memory on one host under `polytempo run`, else by collectives.
     """
     if on_servers:
         spec = spec_of("")
@@ -51,6 +53,8 @@ def make_reducer(
             tables=tables,
             mean=(spec_of("mean"), params),
         )
+    if parse_spec(spec_of("peers").sync).gossip is not None:
+        return NeighbourReducer(session, name, spec_of("peers"), params)
     if session.client is not None and session.job.meeting:
         return SharedMemoryReducer(session, name, spec_of("peers"), params)
     return CollectiveReducer(session, name, spec_of("peers"), params)

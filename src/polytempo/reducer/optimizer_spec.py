@@ -96,6 +96,13 @@ class SpecBuilder:
                 f"{self._spec.text}: dc and dca need the weights a gradient was taken on, which local steps make here; leave"
                 " them out"
             )
+        if self._spec.gossip is not None:
+            if self._compression.push.selects:
+                raise UsageError(
+                    f"{self._spec.text} sends whole models, which it can cast; use compression='bf16' or 'fp16', not "
+                    f"{self._compression.push.text}"
+                )
+            return
         if together and here and not self._compression.is_lossless:
             raise UsageError(
                 "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
@@ -124,7 +131,7 @@ class SpecBuilder:
             name = type(self._inner).__name__ + self._start()
         elif on_server and tensors:
             name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.mode.barrier)
-        filtered = on_server and not self._compression.is_lossless
+        filtered = (on_server or self._spec.gossip is not None) and not self._compression.is_lossless
         return OptimizerSpec(
             sync=self._spec.text,
             apply=special or self._apply,
@@ -134,7 +141,7 @@ class SpecBuilder:
             clip_norm=self._clip_norm if on_server or special == "peers" else None,
             tables=tables,
             push_filter=self._compression.push.text if filtered else "",
-            pull_filter=self._compression.pull.text if filtered else "",
+            pull_filter=self._compression.pull.text if filtered and on_server else "",
         )
 
 

@@ -427,7 +427,10 @@ class Coordinator:
             "workers": summary.pop("workers"),
             "job": summary,
         }
-        if any(clock.optimizer_spec.apply != "peers" for clock in self._sequencer.clocks.values()) and "options" in meta:
+        if (
+            any(clock.optimizer_spec.apply not in ("peers", "mean") for clock in self._sequencer.clocks.values())
+            and "options" in meta
+        ):
             meta["options"] = meta["options"] | {"via": "ps"}  # a script may have asked for servers
         return meta
 

@@ -134,9 +134,14 @@ class Session:
         """The connections to the other workers of this host, made on first use."""
         if self._local_peers is None:
             self._local_peers = LocalPeers(self.job.meeting, self.rank)
-            if self.client is not None:
-                self.client.on_departed = self._local_peers.forget
+            self.when_departed(self._local_peers.forget)
         return self._local_peers
+
+    def when_departed(self, handle: Callable[[int], object]) -> None:
+        """Call `handle` with the rank of each worker that the sequencer says is gone."""
+        if self.client is not None:
+            before = self.client.on_departed
+            self.client.on_departed = lambda worker: (before(worker), handle(worker))[0]
 
     def world(self) -> World:
         """The links to all other workers, made on first use."""
@@ -148,6 +153,8 @@ class Session:
 
     def native(self, group: RankGroup) -> Native:
         """torch's own collectives for a group."""
+        if self.job.link is not None:
+            raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
         if group.context not in self._natives:
             self._natives[group.context] = Native(group, self.way.insecure)
         return self._natives[group.context]
@@ -167,7 +174,8 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
+        way = self.way
+        return open_by_store(store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, proxy=way.proxy)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -236,10 +244,11 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
-    channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
+    proxy = job.proxies.get(rank, "")
+    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
     session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure)
+    session.way = Way(job.route, keys, job.insecure, proxy=proxy)
     return session
 
 

@@ -9,8 +9,8 @@ the weights the step is computed on: with it the engine knows every gradient's s
 which weights to take.
 
 Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
-`Corrections` may slow or drop an update before it is applied. Modes with local steps have an engine of their own
-(`local_engine.py`).
+`Corrections` may slow or drop an update before it is applied. Modes with local steps have engines of their own: downpour
+(`local_engine.py`), and those whose workers average their models (`block_engine.py`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,15 @@ class Decisions:
     """What a policy decides, corrected for staleness, and the lines of the record that say so."""
 
     def __init__(
-        self, policy: Policy, corrections: Corrections, workers: list[Worker], shards: int, version: Callable[[], int]
+        self,
+        policy: Policy,
+        corrections: Corrections,
+        shards: int,
+        version: Callable[[], int],
+        used: Callable[[Pushed], int],
     ) -> None:
-        self._policy, self._corrections, self._workers = policy, corrections, workers
-        self._shards, self._version = shards, version
+        self._policy, self._corrections = policy, corrections
+        self._shards, self._version, self._used = shards, version, used
 
     def corrected(self, event: Event, now: float) -> list[Action]:
         """The actions of the policy, corrected for staleness: updates are slower, or become discards."""
@@ -59,10 +64,10 @@ class Decisions:
 
     def _judged(self, apply: Apply) -> Apply | Discard:
         push = apply.pushes[0]  # modes with corrections apply single pushes
-        verdict = self._corrections.verdict(self._version() - self._workers[push.worker].used)
+        verdict = self._corrections.verdict(self._version() - self._used(push))
         if verdict.drop:
             return Discard(push.worker, push.step, verdict.drop)
-        return Apply(apply.pushes, apply.rate * verdict.rate)
+        return Apply(apply.pushes, apply.rate * verdict.rate, apply.weights)
 
     def record_lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
         """The lines of an event and its actions."""
@@ -71,7 +76,7 @@ class Decisions:
             yield line
         for action in actions:
             if isinstance(action, Apply):
-                staleness = [version - self._workers[push.worker].used for push in action.pushes]
+                staleness = [version - self._used(push) for push in action.pushes]
                 version += 1
                 for server in range(self._shards):
                     yield apply_line(action, now, server, version, staleness)
@@ -103,7 +108,9 @@ class SimulationEngine:
         self._record, self._trainer, self._progress = record, trainer, progress
         self._observe_every = observe_every
         self._corrections = corrections
-        self._decisions = Decisions(policy, corrections, self.workers, cluster.servers.shards, lambda: self.updates)
+        self._decisions = Decisions(
+            policy, corrections, cluster.servers.shards, lambda: self.updates, lambda push: self.workers[push.worker].used
+        )
         self._decide = self._decisions.corrected if corrections.any else policy.handle
         self._steps_each = budget.steps_each
         self._heap: list[HeapEntry] = []
@@ -216,9 +223,9 @@ class SimulationEngine:
         worker.flying -= 1
         self._pushed(now, worker, step, version)
 
-    def _pushed(self, now: float, worker: Worker, step: int, version: int, samples: int = 0) -> None:
+    def _pushed(self, now: float, worker: Worker, step: int, version: int, push: Pushed | None = None) -> None:
         worker.used = version
-        push = Pushed(worker.rank, step, samples or worker.batch)
+        push = push or Pushed(worker.rank, step, worker.batch)
         if self._record is None:
             self._carry_out(self._decide(push, now), now)
         else:

@@ -1,4 +1,4 @@
-"""The engine for modes with local steps: several of them to a push, and fetches beside the pushes.
+"""The engine for downpour: several local steps to a push, and fetches beside the pushes.
 
     step, step, ... -> (push in flight) -> arrived -> policy -> apply -> (permission in flight) -> answered
       `- each F steps, at a step's boundary: fetch -> (weights in flight) -> installed at the next boundary
@@ -23,6 +23,7 @@ from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, LocalTrainer, Worker
 from polytempo.sync.actions import Apply, Discard, Refuse, Release
 from polytempo.sync.downpour import LocalSteps
+from polytempo.sync.events import Pushed
 from polytempo.sync.policy import Policy
 
 FETCHED = OBSERVE + 1
@@ -99,9 +100,10 @@ class LocalEngine(SimulationEngine):
             self._learner.send(worker.rank)
         super()._computed(now, worker, step, version)
 
-    def _pushed(self, now: float, worker: Worker, step: int, version: int, samples: int = 0) -> None:
+    def _pushed(self, now: float, worker: Worker, step: int, version: int, push: Pushed | None = None) -> None:
         progress = self._progress_of[worker.rank]
-        super()._pushed(now, worker, step, version + progress.applied, worker.batch * progress.sent[step][0])
+        push = Pushed(worker.rank, step, worker.batch * progress.sent[step][0])
+        super()._pushed(now, worker, step, version + progress.applied, push)
 
     def _stay(self, now: float, worker: Worker) -> None:
         done = worker.next_step * self._local.push >= self._steps_each

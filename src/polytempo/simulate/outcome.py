@@ -15,6 +15,7 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.worker import Worker
 from polytempo.summation import in_order
 from polytempo.sync.actions import Apply
+from polytempo.sync.spec import parse_spec
 from polytempo.version import VERSION
 
 
@@ -117,7 +118,7 @@ class Outcome:
 def sum_up(
     workers: list[Worker], sync: str, via: str, seconds: float, updates: int, max_lead: int, model_bytes: float
 ) -> Outcome:
-    """Sum up a run that ended at `seconds`."""
+    """Sum up a run that ended at `seconds`; each message had `model_bytes`."""
     parts = tuple(_part(worker, model_bytes) for worker in workers)
     present = in_order(part.present_s for part in parts) or 1.0
     steps = sum(part.steps for part in parts)
@@ -162,6 +163,9 @@ def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
     """What the contract asks of meta.json, for a run in virtual time."""
     result = outcome.as_dict()
     workers = result.pop("workers")
+    averaging = parse_spec(outcome.sync).averaging
+    if averaging is not None and averaging.fragments > 1:  # each has lines of its own, as in a live job
+        result["optimizers"] = {str(fragment): outcome.sync for fragment in range(averaging.fragments)}
     return {
         "spec": outcome.sync,
         "size": cluster.workers,

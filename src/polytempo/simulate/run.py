@@ -11,13 +11,15 @@ from typing import Any, cast
 
 from polytempo.errors import UsageError, nearest
 from polytempo.records.lines import RecordLine
+from polytempo.simulate.block_engine import BlockEngine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
 from polytempo.simulate.engine import SimulationEngine
 from polytempo.simulate.links import make_route, make_server_route
 from polytempo.simulate.local_engine import LocalEngine
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.worker import LocalTrainer, Trainer
+from polytempo.simulate.worker import BlockTrainer, LocalTrainer, Trainer
+from polytempo.sync.corrections import NOTHING
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
@@ -31,7 +33,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: Trainer | LocalTrainer | None = None,
+    trainer: Trainer | BlockTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
@@ -41,7 +43,8 @@ def simulate_job(
     Args:
         cluster: The machines and links.
         sync: The mode, such as `"ssp:3"`.
-        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`.
+        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`, and
+            `"allreduce"` where models are averaged.
         seed: Of everything random.
         record: Called with every line of the record.
         trainer: Computes real gradients along the run; `train_virtually` makes one.
@@ -75,18 +78,24 @@ def simulate_job(
         record=record,
         observe_every=observe_every,
         progress=progress,
-        corrections=spec.corrections,
+        corrections=spec.corrections if spec.averaging is None else NOTHING,
     )
     engine.run()
-    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes)
+    parts = spec.averaging.fragments if spec.averaging else 1
+    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes / parts)
 
 
 def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | LocalTrainer | None, **options: Any
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | BlockTrainer | None, **options: Any
 ) -> SimulationEngine:
-    policy, local = spec.policy(cluster.workers), spec.local
+    policy, local, averaging = spec.policy(cluster.workers), spec.local, spec.averaging
+    if averaging is not None:
+        policies = [policy, *(spec.policy(cluster.workers) for _ in range(averaging.fragments - 1))]
+        route = make_route(replace(cluster, model_bytes=cluster.model_bytes / len(policies)), way)
+        return BlockEngine(cluster, policies, route, budget, averaging, cast(BlockTrainer | None, trainer), **options)
     if local is None:
-        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=trainer, **options)
+        gradients = cast(Trainer | None, trainer)
+        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=gradients, **options)
     return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainer), **options)
 
 
@@ -94,7 +103,9 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     """The way gradients travel: "ps" or the name of an all-reduce; what the mode cannot use is refused."""
     if via not in VIAS:
         raise UsageError(f"unknown way {via!r}; known: {', '.join(VIAS)}{nearest(via, VIAS)}")
-    if via in ("auto", "ps"):
+    if via == "auto":
+        via = "ps" if spec.averaging is None or not spec.mode.all_reduce else "allreduce"
+    if via == "ps":
         return "ps"
     if not (spec.mode.barrier and spec.mode.all_reduce):
         raise UsageError(f"{spec.text} needs a parameter server, got {via!r}; use ps, or bsp with {via}")

@@ -7,6 +7,7 @@ of the weights are numbered 0, 1, 2, ... by update.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
@@ -178,6 +179,44 @@ class LocalTrainer(Trainer, Protocol):
 
     def lose(self, worker: int) -> None:
         """The oldest push in flight is not applied."""
+
+    def end(self, worker: int) -> None:
+        """A worker has left; its state is dropped."""
+
+
+class SentBlock(Protocol):
+    """The values of a block of local steps that a worker has sent."""
+
+    loss: float | None  #: the mean of its steps
+    lr: float | None  #: the learning rate of the last
+
+
+class BlockTrainer(Protocol):
+    """Models of workers that average them: each has values and an optimizer of its own."""
+
+    def drop(self, version: int) -> None:
+        """An answer to a worker that is gone: nothing to do."""
+
+    def observe(self, now: float) -> None:
+        """Evaluate."""
+
+    def begin(self, worker: int) -> None:
+        """A worker is given the newest values."""
+
+    def step(self, worker: int, step: int) -> None:
+        """A local step, this one of the worker's data."""
+
+    def send(self, worker: int, fragment: int) -> SentBlock:
+        """A fragment of a worker's model is sent, as it is now."""
+
+    def merge(self, fragment: int, blocks: Sequence[SentBlock], weights: tuple[float, ...]) -> None:
+        """Make the next values of a fragment from these."""
+
+    def fetch(self, worker: int, fragment: int) -> None:
+        """The newest values of a fragment are sent to a worker."""
+
+    def install(self, worker: int, fragment: int) -> None:
+        """They have arrived: the worker goes on from them, with what it has changed since it sent its own."""
 
     def end(self, worker: int) -> None:
         """A worker has left; its state is dropped."""

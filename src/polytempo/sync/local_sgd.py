@@ -42,7 +42,8 @@ class Averaging:
     holds_lr: bool = False  #: a fall of the learning rate waits until the period is 1
     fragments: int = 1  #: parts of the model, averaged one after another
     overlap: int = 0  #: local steps from the sending of a fragment to the moment at which its average is taken
-    decoupled: bool = False  #: no worker waits for a merge
+    decoupled: bool = False  #: a quorum of pushes is merged, over servers
+    waits: bool = True  #: does a worker wait for the average?
 
     @property
     def plain(self) -> bool:

@@ -80,7 +80,7 @@ class Spec:
     def corrections(self) -> Corrections:
         """The corrections of stale gradients."""
         momentum = self.options.get("momentum")
-        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
+        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum == "async"  # a number: block momentum
         return corrections_from(self.options, adapts)
 
     @property
@@ -128,6 +128,8 @@ def parse_spec(text: str) -> Spec:
     """
     choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError, planned=PLANNED)
     arguments = () if choice.argument is None else (choice.argument,)
-    spec = Spec(text.strip(), MODES[choice.name], arguments, choice.options)
+    mode = MODES[choice.name]
+    mode = next((variant for option, variant in mode.variants.items() if option in choice.options), mode)
+    spec = Spec(text.strip(), mode, arguments, choice.options)
     _ = spec.corrections, spec.averaging, spec.gossip  # these refuse options that exclude each other
     return spec

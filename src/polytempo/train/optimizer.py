@@ -33,12 +33,14 @@ from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
+from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
 from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.downpour import DownpourUpdate
+from polytempo.train.gossip import GossipUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.update import (
     PushChange,
@@ -109,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._spec = spec = parse_spec(sync or session.job.sync)
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         compressed = parse_compression(compression)
-        way = chosen_way(via, compressed, session)
+        way = chosen_way(via, compressed, session, spec)
         tables = ModelTables(model)
         among_workers = session.together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
         here = apply == "delta" or among_workers  # the wrapped optimizer runs on the worker
@@ -420,6 +422,8 @@ def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: s
     """Where the update is made, by the mode, `apply` and the reducer."""
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
+    if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
+        return GossipUpdate(wrapped, reducer, spec.gossip.overlap)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:

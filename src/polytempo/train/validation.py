@@ -108,6 +108,8 @@ def weight_of(samples: Any, zero: bool = True) -> float:
 def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
     """Do gradients travel among workers, without servers? A way that the mode or the job does not have is refused."""
     wanted = via or "auto"
+    if spec.gossip is not None:
+        return _reduces_with_neighbours(spec, wanted, session, server_tables)
     possible, servers = spec.mode.name == "bsp" and not server_tables, session.client is not None
     if server_tables and (wanted == "allreduce" or not servers):
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
@@ -118,7 +120,18 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
     return possible and (not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce"))
 
 
-def chosen_way(via: str | None, compressed: PushPullCompression, session: Session) -> str | None:
+def _reduces_with_neighbours(spec: Spec, wanted: str, session: Session, server_tables: bool) -> bool:
+    """Workers with neighbours need no server for their values, but a sequencer."""
+    if session.client is None:
+        raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
+    if wanted == "ps":
+        raise UsageError(f"{spec.text} keeps each worker's model at the worker; leave via='ps' out")
+    if server_tables:
+        raise UsageError(f"{spec.text} has no servers to hold a ServerEmbedding; use another mode, such as sync='asp'")
+    return True
+
+
+def chosen_way(via: str | None, compressed: PushPullCompression, session: Session, spec: Spec) -> str | None:
     """Compression is for pushes to servers: where the command leaves the way open, a script that compresses gets "ps"."""
-    is_open = via in (None, "auto") and session.client is not None and session.job.via == "auto"
+    is_open = via in (None, "auto") and session.client is not None and session.job.via == "auto" and spec.gossip is None
     return "ps" if is_open and not compressed.is_lossless else via

@@ -1,0 +1,100 @@
+"""Messages between neighbours: tensors sent and received in the background, by rank and tag, over the links of the world.
+
+A rank that is gone ends every wait for it: its link has closed, or the sequencer has said that it left (a link between hosts
+may stay open for a while after its process has died). What it had sent before its link closed is still received. A rank
+that is there and does not take or bring what is due is reported by name after a while, and is an error after `LONGEST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from polytempo.collectives.point_to_point import receive, send
+from polytempo.collectives.tasks import Task
+from polytempo.errors import PeerError, RankLost
+from polytempo.session.session import Session
+from polytempo.transport.deadline import Deadline
+
+#: Seconds in which a message must come through, once it is on its way.
+LONGEST = 600.0
+
+
+class NeighbourLinks:
+    """One optimizer's messages. All workers make their optimizers in the same order, so each has tags of its own."""
+
+    def __init__(self, session: Session) -> None:
+        group = session.world().new_group(range(session.size))
+        assert group is not None
+        group.timeout = LONGEST
+        self._session, self._group = session, group
+        self._departed: set[int] = set()
+        self._sending: list[tuple[int, Task]] = []
+        session.when_departed(self._departed.add)
+
+    @property
+    def rank(self) -> int:
+        """This worker's."""
+        return self._session.rank
+
+    def is_gone(self, rank: int) -> bool:
+        """Has a rank left the job, or died?"""
+        return rank in self._departed or rank in self._group.engine.messages.left
+
+    # Sending.
+
+    def send(self, data: torch.Tensor, to: Iterable[int], tag: int) -> None:
+        """Send to these ranks in the background; `data` must not change before `settle` has returned."""
+        self._sending += [(rank, send(self._group, data, rank, tag, background=True)) for rank in to]
+
+    def settle(self) -> None:
+        """Wait until all that was sent may be changed again."""
+        for rank, task in self._sending:
+            self.finish(task, rank)
+        self._sending.clear()
+
+    # Receiving.
+
+    def receive(self, data: torch.Tensor, source: int, tag: int, patience: float = LONGEST) -> bool:
+        """Receive from a rank. False: it is gone, or brings nothing for `patience` seconds; `data` may change later then."""
+        return self.finish(self.start_receive(data, source, tag), source, patience)
+
+    def start_receive(self, data: torch.Tensor, source: int | None, tag: int) -> Task:
+        """Receive in the background, from one rank or any."""
+        return receive(self._group, data, source, tag, background=True)
+
+    # Waiting.
+
+    def finish(self, task: Task, rank: int, patience: float = LONGEST) -> bool:
+        """Wait for a message from or to a rank; whether it came through.
+
+        Raises:
+            PeerError: The links of this worker are closed, or the rank neither ended nor moved for `LONGEST` seconds.
+        """
+        deadline = Deadline(self.rank, patience)
+        while not task.done and not deadline.over:
+            task.wait_quietly(deadline.until_next_look)
+            if not task.done:
+                self._listen()
+                if rank in self._departed:
+                    return False
+        if not task.done and patience == LONGEST:
+            raise PeerError(deadline.line(f"in {task.name}, for rank {rank}"))
+        if task.error is not None and not isinstance(task.error, RankLost):
+            raise PeerError(str(task.error))
+        return task.done and task.error is None
+
+    def _listen(self) -> None:
+        """Hear which workers have left."""
+        session = self._session
+        if session.client is not None and session.lock.acquire(blocking=False):
+            try:
+                session.client.poll()
+            finally:
+                session.lock.release()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent to and received from other workers so far."""
+        messages = self._group.engine.messages
+        return sum(link.payload_sent for link in messages.links.values()), messages.payload_received

@@ -1,0 +1,123 @@
+"""Workers that keep models of their own and mix them with those of neighbours: what `gossip` and `adpsgd` share.
+
+Values go from worker to worker (`neighbour_links.py`). The sequencer gets pushes without data, and its releases say with
+which workers the next step is to be mixed. All start from one worker's values, with push-sum weight 1.
+
+`consolidate()` is the one place where values pass through the server: it makes the mean of all models, weighted by their
+push-sum weights, over the workers that are there, and every worker goes on from it. A worker keeps its weight w, so the sum
+of all w x is what it was before: the mean that training is about does not move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.compression.chain import parse_chain
+from polytempo.errors import PeerError, UsageError
+from polytempo.protocol.layout import lay_out
+from polytempo.protocol.messages import Answer
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.model_message import ModelMessage
+from polytempo.reducer.neighbour_links import NeighbourLinks
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.session.session import Session
+from polytempo.transport.buffer_pool import Pool
+
+#: Tags of messages: steps are counted from 0, what comes before the first from here downwards.
+FIRST_VALUES = -1
+
+
+class NeighbourReducer(Reducer):
+    """One optimizer of a worker with neighbours."""
+
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        if session.job.incarnation:
+            raise UsageError(
+                f"worker {session.rank} comes back to a job of {spec.sync}, whose workers have made their links to each "
+                "other once; start the job again"
+            )
+        self.links = NeighbourLinks(session)
+        self.cast = parse_chain(spec.push_filter).cast
+        self._mean: ServerReducer | None = None  # of all models, once it was asked for
+        self.before_read: Callable[[], None] = lambda: None  #: called before `read_values` changes the parameters
+        self.after_read: Callable[[], None] = lambda: None  #: and afterwards
+        self._clock = SequencerClient(session, spec, self.client_state)
+        self.step = self._clock.step
+        self.copier = Copier(params, self.layout, Pool())
+        self.weight = 1.0  #: the push-sum weight of this worker's values
+        self._start_from(self.answer.shares[0].worker)
+
+    @property
+    def answer(self) -> Answer:
+        """What came with the last release."""
+        return self.client_state.answer
+
+    def new_message(self) -> ModelMessage:
+        """Memory for a message between neighbours."""
+        return ModelMessage(self.layout, self.cast)
+
+    def _start_from(self, root: int) -> None:
+        """All workers take the values of one."""
+        rank, first = self.session.rank, ModelMessage(self.layout)
+        if rank == root:
+            buffer = self.copier.next_buffer()
+            self.copier.gather(buffer, lambda param: param.detach())
+            first.fill(buffer.tensors, 1.0)
+            self.links.send(first.data, [member for member in self.answer.members if member != rank], FIRST_VALUES)
+            self.links.settle()
+        elif self.links.receive(first.data, root, FIRST_VALUES):
+            self.load(first)
+        else:
+            raise PeerError(f"worker {root} ended before worker {rank} had its initial parameters")
+
+    def load(self, message: ModelMessage) -> None:
+        """Make the parameters these values."""
+        buffer = self.copier.next_buffer()
+        for dtype, flat in buffer.tensors.items():
+            flat.copy_(message.flats[dtype])
+        self.copier.scatter({0: buffer.parts[0]})
+
+    # A step.
+
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        """Report a step, and wait for the release of the next one."""
+        began = time.perf_counter()
+        self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
+        with self.session.lock:
+            self._clock.push(hyper, self.traffic(), **about)
+            self._clock.wait_for(self._clock.step + 1)
+        self._clock.step = self.step = self.client_state.released
+        self.waited = self._clock.waited = time.perf_counter() - began
+
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        raise UsageError(f"{self.spec.sync} has no agreed gradient; clip before step() instead")
+
+    # The mean of all models.
+
+    def read_values(self) -> None:
+        """Load the mean of all models, weighted by their push-sum weights; all workers must call this."""
+        if self.session.size == 1:
+            return
+        self.before_read()
+        if self._mean is None:
+            spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=self.spec.tensors, groups=({},))
+            self._mean = ServerReducer(self.session, f"{self.name}/mean", spec, self.copier.params)
+            self._mean.client_state.take = self._mean.copier.scatter  # values, not gradients
+        buffer, _ = self._mean.buffer_of(lambda param: param.detach())
+        self._mean.push(buffer, (), samples=self.weight)
+        self.copier.watch.record()
+        self.after_read()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes to and from neighbours, and to and from the sequencer."""
+        sent, received = self.links.traffic()
+        client = self._clock.client
+        return sent + client.bytes_sent, received + client.bytes_received
