@@ -200,6 +200,7 @@ class Session:
             for standby in self._standbys:
                 standby.end()
         finally:
+            self.flushing.clear()
             self._close_world(politely=reason == "finished")
 
     def _close_world(self, politely: bool) -> None:
