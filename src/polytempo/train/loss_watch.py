@@ -1,16 +1,15 @@
 """The loss of local steps, without a change of the script: it is what `.backward()` is called on.
 
-While an optimizer lives whose mode needs the loss, `torch.autograd.backward` is wrapped: the value of a root that is one
+While a session has an optimizer whose mode needs the loss, `torch.autograd.backward` is wrapped: the value of a root that is one
 number, and that backward starts from without a given gradient, is noted for the optimizers of the calling session. Between
-two steps these values are summed: losses of several micro-batches are, as their gradients are. The last such optimizer takes
-the wrapper away. `step(loss=...)` and the value of a closure come before what was noted.
+two steps these values are summed: losses of several micro-batches are, as their gradients are. The last such session takes
+the wrapper away when it ends. `step(loss=...)` and the value of a closure come before what was noted.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,12 @@ class LossWatch:
         self._session = session
         self._seen: torch.Tensor | None = None
         _install(self)
+        session.ending.append(self.close)
+
+    def close(self) -> None:
+        """The session ends: nothing is noted any more."""
+        _watches.discard(self)
+        _remove()
 
     def note(self, session: Session, loss: torch.Tensor) -> None:
         """Backward was called on this, by a thread of that session."""
@@ -85,7 +90,7 @@ class BlockLoss:
         return float(total) / samples
 
 
-_watches: weakref.WeakSet[LossWatch] = weakref.WeakSet()
+_watches: set[LossWatch] = set()
 _lock = threading.RLock()
 _original: Callable[..., None] | None = None
 _ours: Callable[..., None] | None = None
@@ -95,7 +100,6 @@ def _install(watch: LossWatch) -> None:
     global _original, _ours
     with _lock:
         _watches.add(watch)
-        weakref.finalize(watch, _remove)
         if _original is None:
             _original = torch.autograd.backward
             _ours = _wrapper(_original)
@@ -103,10 +107,10 @@ def _install(watch: LossWatch) -> None:
 
 
 def _remove() -> None:
-    """An optimizer is gone; the last takes the wrapper away, unless another library has wrapped it in turn."""
+    """A session has ended; the last takes the wrapper away, unless another library has wrapped it in turn."""
     global _original, _ours
     with _lock:
-        if _original is not None and not list(_watches) and torch.autograd.backward is _ours:
+        if _original is not None and not _watches and torch.autograd.backward is _ours:
             torch.autograd.backward = _original
             _original = _ours = None
 
