@@ -1,9 +1,9 @@
 """The loss of local steps, without a change of the script: it is what `.backward()` is called on.
 
-While a session has an optimizer whose mode needs the loss, `torch.autograd.backward` is wrapped: the value of a root that is one
-number, and that backward starts from without a given gradient, is noted for the optimizers of the calling session. Between
-two steps these values are summed: losses of several micro-batches are, as their gradients are. The last such session takes
-the wrapper away when it ends. `step(loss=...)` and the value of a closure come before what was noted.
+While a session has an optimizer whose mode needs the loss, `torch.autograd.backward` is wrapped: the value of a root that is
+one number, and that backward starts from without a given gradient, is noted for the optimizers of the calling session.
+Between two steps these values are summed: losses of several micro-batches are, as their gradients are. The last such session
+takes the wrapper away when it ends. `step(loss=...)` and the value of a closure come before what was noted.
 """
 
 from __future__ import annotations
