@@ -161,13 +161,11 @@ class LocalStepUpdate(StepUpdate):
         fragment.send(self._steps, hyper, rates, self._wrapped.finite, **about)
 
     def _take(self, fragment: Fragment) -> None:
-        assert fragment.sent_at is not None
-        sent_at = fragment.sent_at
         fragment.take()
-        self._took(fragment, sent_at)
+        self._took(fragment)
 
-    def _took(self, fragment: Fragment, sent_at: int) -> None:
-        fragment.due = sent_at + max(fragment.reducer.period, 1)
+    def _took(self, fragment: Fragment) -> None:
+        fragment.due += max(fragment.reducer.period, 1)  # from when it was due: fragments keep their order
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
@@ -207,7 +205,7 @@ class LocalStepUpdate(StepUpdate):
             while not (fragment := self._in_turn()[0]).reducer.join():
                 fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
                 fragment.install()
-                self._took(fragment, fragment.due)
+                self._took(fragment)
         self._start_turns()
 
     # Optimizer state beside the wrapped optimizer's.
