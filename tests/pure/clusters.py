@@ -29,6 +29,10 @@ MODES = (
     "local:4,after=4",
     "adacomm:2",
     "diloco:3",
+    "gossip:ring",
+    "gossip:exp",
+    "gossip:full,overlap=1",
+    "adpsgd:ring",
 )
 
 #: One worker is always slower.
