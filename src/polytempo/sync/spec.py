@@ -109,6 +109,12 @@ class Spec:
         return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
 
     @property
+    def in_rounds(self) -> bool:
+        """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
+        averaging = self.averaging
+        return self.mode is BSP or (averaging is not None and not averaging.decoupled)
+
+    @property
     def ahead(self) -> int:
         """The number of pushes of a worker that may be in flight while it computes the next."""
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
