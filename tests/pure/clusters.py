@@ -31,7 +31,7 @@ MODES = (
     "diloco:3",
     "gossip:ring",
     "gossip:exp",
-    "gossip:full,overlap=1",
+    "gossip:ring,overlap=1",
     "adpsgd:ring",
 )
 

@@ -51,10 +51,11 @@ class RunRequest:
 
     @property
     def least(self) -> int:
-        """The job ends with fewer workers: --min-workers; by default all under plain `bsp`, else one."""
+        """The job ends with fewer workers: --min-workers; by default all where none may be missing
+        (`bsp`, `local` and the like), else one."""
         if self.min_workers is not None:
             return self.min_workers
-        return self.size if parse_spec(self.sync).mode.name == "bsp" else 1
+        return self.size if parse_spec(self.sync).in_rounds else 1
 
     @property
     def shards(self) -> int:
@@ -76,7 +77,7 @@ class RunRequest:
 
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if parse_spec(self.sync).mode.name != "bsp" and not self._has_neighbours():
+        if not parse_spec(self.sync).in_rounds and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,

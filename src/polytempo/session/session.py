@@ -352,7 +352,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
         return Session(None, JobFacts(1, (), sync), 0)
-    if parse_spec(sync).mode.name != "bsp":
+    if not parse_spec(sync).in_rounds:
         raise UsageError(f"sync={sync!r} needs servers, which {placement.launcher} does not start; use polytempo run")
     here = placement.local_size == placement.size
     way = way if way.address or here else replace(way, address=placement.address)
