@@ -29,6 +29,9 @@ MODES = (
     "local:4,after=4",
     "adacomm:2",
     "diloco:3",
+    "gossip:ring",
+    "gossip:exp",
+    "adpsgd:ring",
 )
 
 #: One worker is always slower.

@@ -111,7 +111,8 @@ class OptimizerClock:
         for index, push in enumerate(action.pushes):
             head = self._counted.pop(id(push))[1]
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else head.samples))
-            staleness.append(max(self.version - head.version - head.own, 0))
+            own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
+            staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
         self.version += 1
