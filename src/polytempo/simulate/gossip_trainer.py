@@ -16,12 +16,10 @@ from torch import nn
 
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.simulate.datasets import Shards, TensorPair
-from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, with_merged_buffers
+from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, Weights, with_merged_buffers
 from polytempo.sync.actions import Mixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.spec import Spec
-
-Values = list[torch.Tensor]
 
 
 class MixingModel:
@@ -31,9 +29,9 @@ class MixingModel:
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters)
-        self.values: Values = [p.detach().clone() for p in self.parameters]
+        self.values: Weights = [p.detach().clone() for p in self.parameters]
         self.weight = weight
-        self.snapshot: Values = []  # the values of a step that is computed
+        self.snapshot: Weights = []  # the values of a step that is computed
         self.changed = False  # since the snapshot
 
     def set(self, values: Iterable[torch.Tensor]) -> None:
@@ -55,7 +53,7 @@ class VirtualGossipTrainer:
         self._parameters = [p for p in self.master.parameters() if p.requires_grad]
         self._models: dict[int, MixingModel] = {}
         self._finished: dict[int, MixingModel] = {}
-        self._sent: dict[int, dict[int, tuple[Values, float]]] = {}  # step: worker: its values and weight
+        self._sent: dict[int, dict[int, tuple[Weights, float]]] = {}  # step: worker: its values and weight
         self.spread = GradientDivergence(self._parameters)
 
     # Called by the engine.
@@ -165,5 +163,5 @@ class VirtualGossipTrainer:
         return with_merged_buffers(self.master, buffers) if any(buffers) else self.master.eval()
 
 
-def _plus_change(values: Values, new: Values, old: Values) -> Values:
+def _plus_change(values: Weights, new: Weights, old: Weights) -> Weights:
     return [value + (after - before) for value, after, before in zip(values, new, old, strict=True)]
