@@ -31,6 +31,7 @@ MODES = (
     "diloco:3",
     "gossip:ring",
     "gossip:exp",
+    "gossip:ring,overlap=1",
     "adpsgd:ring",
 )
 
