@@ -4,7 +4,7 @@
     block end    after the local steps that the policy has said: values travel, their average is taken (`fragment.py`), and
                  the policy says how many local steps the next block has
     fragments    of P, number p is sent after step p k / P of each k (number 0 after k), and taken `overlap` steps later
-    consolidate  ends the block now, on all workers, so that all have one model
+    consolidate  ends this worker's block now, if it has local steps; the average comes when the other workers' blocks end
     the end      a worker that leaves sends the block that it has not finished, and takes the average with the workers that
                  are there; no worker waits for one that has left
 
@@ -185,10 +185,12 @@ class LocalStepUpdate(StepUpdate):
         for fragment in self._in_turn():
             if fragment.sent_at is not None:
                 self._take(fragment)
-        order = self._in_turn()
-        for fragment in order:
+        changed = [
+            fragment for fragment in self._in_turn() if fragment.made.count
+        ]  # others are as the last average left them
+        for fragment in changed:
             self._send(fragment)
-        for fragment in order:
+        for fragment in changed:
             self._take(fragment)
         self._start_turns()
 
