@@ -14,6 +14,8 @@ Module buffers are each worker's own, or with `buffers="mean"` averaged with the
 
 What the script writes to parameters inside a block is this worker's progress, like a local step. What it writes between an
 average and the first step after it replaces the anchor of an outer step, and must then be the same on all workers.
+
+In decoupled DiLoCo the turns of the fragments are others (`decoupled_turns.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from polytempo.errors import UsageError
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.session.session import Session
 from polytempo.sync.local_sgd import Averaging
+from polytempo.train.decoupled_turns import DecoupledTurns
 from polytempo.train.fragment import Fragment
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
 
@@ -43,6 +46,8 @@ class LocalStepUpdate(StepUpdate):
         self._hyper: GroupValues = ()  # of the last local step
         self._about: dict[str, Any] = {}  # more fields of the next push
         self._start_turns()
+        waits = self._averaging.waits
+        self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
         session.flushing.append(self.flush)
 
     @property
@@ -106,6 +111,9 @@ class LocalStepUpdate(StepUpdate):
         return sorted(self.fragments, key=lambda fragment: fragment.due)
 
     def _take_turns(self) -> None:
+        if self._decoupled is not None:
+            self._decoupled.after_step(self._steps)
+            return
         overlap = self._averaging.overlap
         for fragment in self.fragments:
             if fragment.sent_at is not None and fragment.sent_at + overlap == self._steps:
@@ -133,6 +141,10 @@ class LocalStepUpdate(StepUpdate):
 
     def _took(self, fragment: Fragment, sent_at: int) -> None:
         fragment.due = sent_at + max(fragment.reducer.period, 1)
+        self._count(fragment)
+
+    def _count(self, fragment: Fragment) -> None:
+        """The average of a fragment was taken."""
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
@@ -141,6 +153,9 @@ class LocalStepUpdate(StepUpdate):
     def flush(self) -> None:
         """Send what was not sent yet, and take all that is under way."""
         with torch.no_grad():
+            if self._decoupled is not None:
+                self._decoupled.flush()
+                return
             under_way = [fragment for fragment in self._in_turn() if fragment.sent_at is not None]
             unsent = [fragment for fragment in self._in_turn() if fragment.sent_at is None and fragment.made.count]
             for fragment in unsent:
@@ -149,6 +164,9 @@ class LocalStepUpdate(StepUpdate):
                 self._take(fragment)
 
     def consolidate(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            self._decoupled.consolidate()
+            return
         for fragment in self._in_turn():
             if fragment.sent_at is not None:
                 self._take(fragment)
@@ -162,6 +180,11 @@ class LocalStepUpdate(StepUpdate):
         self._start_turns()
 
     def push_values(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            raise UsageError(
+                "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times; change "
+                "them before DistributedOptimizer()"
+            )
         for fragment in self.fragments:
             fragment.look()
             fragment.carry()
