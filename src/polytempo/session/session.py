@@ -81,6 +81,7 @@ class Session:
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
         self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
+        self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
@@ -202,7 +203,15 @@ class Session:
             for standby in self._standbys:
                 standby.end()
         finally:
+            self._end()
             self._close_world(politely=reason == "finished")
+
+    def _end(self) -> None:
+        """Undo what optimizers have changed in this process."""
+        for undo in self.ending:
+            undo()
+        self.ending.clear()
+        self.flushing.clear()
 
     def _close_world(self, politely: bool) -> None:
         for native in self._natives.values():
@@ -222,6 +231,7 @@ class Session:
         """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:
             standby.end()
+        self._end()
         self._close_world(politely=False)
         if self.client is not None:
             self.client.close()
