@@ -26,6 +26,7 @@ from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.factory import make_value_reducer
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
+from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.server_reducer import ServerReducer
@@ -95,19 +96,21 @@ class Fragment:
 
     # A round.
 
-    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], **about: Any) -> None:
+    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], finite: FiniteWatch, **about: Any) -> None:
         """Begin a round after this local step.
 
         Args:
             step: The number of the local step.
             hyper: The hyper-parameters of the local steps.
             rates: The learning rate of each group.
+            finite: Counts or refuses values that are not finite.
             **about: More fields of the `Push` message.
         """
         made, self.made = self.made, Made()
         self.sent_at, self._rates = step, list(rates)
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
+        about["nonfinite"] = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
         if self._overlaps:
             self._sent = [buffer.views[index].clone() for index in range(len(self._tensors))]
         if self._on_servers:
