@@ -30,7 +30,7 @@ bench: $(INSTALLED)
 
 proof: $(INSTALLED)
 	$(BIN)/python benchmarks/proof.py $(ARGS)
-	$(BIN)/python -m pytest -q --proof tests/pure/test_exhaustive.py
+	$(BIN)/python -m pytest -q --proof tests/pure/test_exhaustive.py tests/pure/test_adpsgd_model.py
 
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/bounds.py

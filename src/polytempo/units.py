@@ -1,6 +1,7 @@
 """The one parser of sizes, rates and durations: 100MB, 1Gb/s, 0.5ms. Plain numbers are bytes, bytes a second, seconds.
 
-An unknown unit is refused with the nearest known one. `parse_factors` and `parse_hiccup` read what is built of them.
+An unknown unit is refused with the nearest known one. `parse_factors`, `parse_hiccup` and `parse_link` read what is built of
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ _RATES = {f"{unit}/s": value for unit, value in _SIZES.items()} | {
     f"{prefix}bit/s": value / 8 for prefix, value in _PREFIXES.items()
 }
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+
+#: The slowest link, in bytes a second, and the longest latency, in seconds, that `--link` takes.
+SLOWEST_LINK, LONGEST_LATENCY = 1e3, 2.0
 
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
@@ -76,3 +80,17 @@ def parse_hiccup(text: str) -> tuple[float, float]:
     if not 0 <= share <= 1:
         raise ClusterError(f"expected PROBABILITY:SECONDS such as 0.05:300ms for --hiccup, got {text!r}")
     return share, length
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """BANDWIDTH[,LATENCY] such as 100Mb/s or 100Mb/s,5ms: bytes a second, and seconds one way."""
+    bandwidth, comma, latency = text.partition(",")
+    what = "BANDWIDTH[,LATENCY] such as 100Mb/s or 100Mb/s,5ms for --link"
+    try:
+        rate, seconds = parse_rate(bandwidth), parse_seconds(latency) if comma else 0.0
+    except ClusterError as error:
+        raise ClusterError(f"expected {what}, got {text!r}: {error}") from None
+    if rate < SLOWEST_LINK or seconds > LONGEST_LATENCY:
+        limits = f"at least {SLOWEST_LINK / 1e3:g}kB/s and at most {LONGEST_LATENCY:g}s"
+        raise ClusterError(f"expected {what}, {limits}, got {text!r}")
+    return rate, seconds

@@ -1,5 +1,5 @@
 """Every order in which a small job can happen: up to 3 workers and 4 steps, where one may leave and one join at any moment.
-(`dssp:0..2` with 3 workers: 3 steps here, and 4 in `make proof`.)
+(`dssp:0..2`, gossip and adpsgd with 3 workers: 3 steps here, and 4 in `make proof`.)
 
 The walk goes through all states that can be reached, each once. A state is everything that can influence what comes next:
 the policy's whole memory (moments left out: here nothing depends on them) and what each worker is doing. A worker that has
@@ -26,6 +26,7 @@ from polytempo.sync.actions import Action, Apply, Discard, Release
 from polytempo.sync.asynchronous import AsynchronousPolicy
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.events import Pushed
+from polytempo.sync.gossip import GossipPolicy
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
 
@@ -225,7 +226,11 @@ def look_at_state(world: World, findings: Findings) -> None:
     job, computing = world.job, set(world.job.computing())
     assert computing.isdisjoint(job.held), world.path
     assert computing | job.held.keys() == job.steps.keys(), world.path
-    assert {hold.worker: hold.step for hold in job.policy.holds()} == job.held, world.path
+    holds = job.policy.holds()
+    assert {hold.worker: hold.step for hold in holds} == job.held, world.path
+    for hold in holds if not job.awaited and isinstance(job.policy, GossipPolicy) else ():
+        assert hold.waiting_for, f"held for nobody after {world.path}"
+        assert all(job.steps[other] < hold.step for other in hold.waiting_for), f"{hold} after {world.path}"
     if job.awaited:
         assert not computing, f"somebody started before all were there: {world.path}"
     elif job.steps:
@@ -294,6 +299,11 @@ def dssp(lower: int, upper: int, states: int) -> Case:
 #: Three workers with a leave and a join in four steps are a minute of their own: `make proof` walks them.
 SHORTER = (Size(1), Size(2), Size(3, join=False), Size(3, steps=3))
 CASES += [replace(dssp(0, 2, 40_000), sizes=SHORTER), dssp(1, 2, 20_000)]
+CASES += [
+    Case("gossip:ring", 6000, 1, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
+    Case("gossip:exp", 6000, 3, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
+    Case("adpsgd:ring", 6000, 4, lambda c, low: True, sizes=SHORTER),
+]
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:

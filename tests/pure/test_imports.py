@@ -160,6 +160,7 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
@@ -167,6 +168,8 @@ VIRTUAL = (
     "simulate/virtual_training.py",
     "simulate/gradient_trainer.py",
     "simulate/local_trainer.py",
+    "simulate/block_trainer.py",
+    "simulate/gossip_trainer.py",
 )
 IMPURE = {
     "time",

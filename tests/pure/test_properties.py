@@ -28,7 +28,8 @@ BARRIERS = ("bsp", "bsp+backup:1", "bsp+backup:2")
 EAGER = ("asp", "asp,scale=1", "ssp:0", "ssp:1", "ssp:3,scale=0.5", "every:1", "every:3", "delay:0", "delay:2", "asup")
 WARM = ("downpour", "downpour:push=2,warm=5", "downpour:warm=3,scale=2")
 TIMED = ("dssp:0..2", "dssp:1..4", "dssp-paper:1..4", "every:3,wait=0.5", "every:2,wait=2,scale=3")
-MODES = (*BARRIERS, *EAGER, "asup,bound=1", *WARM, *TIMED)
+NEIGHBOURS = ("gossip:ring", "gossip:exp", "adpsgd:ring")
+MODES = (*BARRIERS, *EAGER, "asup,bound=1", *WARM, *TIMED, *NEIGHBOURS)
 
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -71,9 +72,12 @@ every_mode = under_each(MODES)
 
 
 def workers_for(sync: str, game: Game) -> int:
-    """The game's workers; `bsp+backup:b` needs more than b."""
+    """The game's workers; `bsp+backup:b` needs more than b, a quorum as many as it is, a torus rows and columns."""
+    if "torus" in sync:
+        return {1: 1, 5: 6, 7: 8}.get(game.workers, max(game.workers, 4))
     backups = int(sync.removeprefix("bsp+backup:")) if "backup" in sync else 0
-    return max(game.workers, backups + 1)
+    quorum = int(sync.partition("quorum=")[2].partition(",")[0] or 1)
+    return max(game.workers, backups + 1, quorum)
 
 
 def play(sync: str, game: Game) -> Iterator[Job]:
@@ -334,7 +338,41 @@ class Rounds(Opinion):
         assert self.backups or job.slowest() == self.round
 
 
+class Neighbours(Opinion):
+    """gossip: held exactly while one whose values it is to receive in the step it pushed has neither pushed it nor left."""
+
+    def __init__(self, sync: str, workers: int) -> None:
+        super().__init__(sync, workers)
+        self.sources: dict[tuple[int, int], list[int]] = {}  # (worker, step): whose values it is to receive
+
+    def happened(self, job: Job, event: Event, now: float, actions: list[Action]) -> None:
+        if isinstance(event, Left):
+            self.sources = {key: others for key, others in self.sources.items() if key[0] != event.worker}
+        for release in only(Release, actions):
+            assert not self.missing(job, release.worker), "released although a neighbour has not pushed"
+            received = release.mixing.receive if release.mixing else ()
+            self.sources[release.worker, release.step] = [other for other, _ in received]
+
+    def missing(self, job: Job, worker: int) -> list[int]:
+        step = job.steps[worker]
+        return [other for other in self.sources.get((worker, step - 1), []) if job.steps.get(other, step) < step]
+
+    def allowed(self, step: int, slowest: int) -> bool:
+        return True
+
+    def look_at_members(self, job: Job) -> None:
+        assert job.computing(), "nobody can push"
+        for worker in job.steps:
+            assert (worker in job.held) != (worker in job.computing())
+            if worker in job.held:
+                assert self.missing(job, worker), f"worker {worker} is held without need"
+        for hold in job.policy.holds():
+            assert sorted(hold.waiting_for) == sorted(self.missing(job, hold.worker))
+
+
 OPINIONS = {
+    "gossip": Neighbours,
+    "adpsgd": Open,
     "asp": Open,
     "delay": Open,
     "asup": Bounded,
@@ -406,6 +444,8 @@ def look_at_single_updates(event: Event, updates: list[Apply], rate: float) -> N
 
 def rate_of(sync: str, job: Job) -> float:
     _, _, scale = sync.partition("scale=")
+    if sync in NEIGHBOURS:  # each step is whole, on the worker's own model
+        return 1.0
     return float(scale) if scale else 1 / max(len(job.steps), 1)
 
 

@@ -14,6 +14,7 @@ from polytempo.cli.options import (
     Arguments,
     Fork,
     HiccupOption,
+    LinkOption,
     Option,
     Samples,
     Seconds,
@@ -42,6 +43,7 @@ def compare(
     seconds: Seconds = None,
     slow: Slow = None,
     hiccup: HiccupOption = None,
+    link: LinkOption = None,
     metric: Annotated[str, Option(help="The metric to compare, as the script logs it.")] = "accuracy",
     target: Annotated[float, Option(help="Compare the time until the metric reaches this value.")] = 0.95,
     out: Annotated[Path, Option(help="Directory of the records.")] = Path("out/compare"),
@@ -63,7 +65,7 @@ def compare(
         "workers": workers,
         "servers": servers,
         "limits": limits_of(steps, samples, seconds),
-        **emulation_of(slow, hiccup),
+        **emulation_of(slow, hiccup, link),
         "seed": seed,
         "fork": fork,
     }
@@ -83,6 +85,7 @@ def compare(
             raise typer.Exit(status)
         runs[mode].append(_summed_up(folders[mode, turn], metric, script))
     title = f"{Path(script).name} live: {counted(workers, 'worker')}" + (f", slower: {slow}" if slow else "")
+    title += f", link: {link}" if link else ""
     middle = [repeated(found, target) for found in runs.values()]
     _show(middle, target, title, repeats)
     if json_file:

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from polytempo.server.job_plan import Limits
 from polytempo.sync.spec import MODES
-from polytempo.units import parse_factors, parse_hiccup
+from polytempo.units import parse_factors, parse_hiccup, parse_link
 
 Option = typer.Option
 
@@ -28,6 +28,9 @@ Samples = Annotated[int | None, Option(help="Budget: samples, as given to step(s
 Seconds = Annotated[float | None, Option(help="Budget: seconds from the first step.")]
 Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
 HiccupOption = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
+LinkOption = Annotated[
+    str | None, Option(help="BANDWIDTH[,LATENCY] such as 100Mb/s,5ms: what each worker may send and receive (emulation).")
+]
 SeedOption = Annotated[int, Option(help="Seed of samplers and emulation.")]
 Fork = Annotated[bool, Option("--fork", help="Import torch once and fork all processes from the launcher: a faster start.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Show only the output of the workers, and errors.")]
@@ -94,9 +97,13 @@ def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> 
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
-def emulation_of(slow: str | None, hiccup: str | None) -> dict[str, Any]:
-    """The fields `slow` and `hiccup` of a `RunRequest` from their options."""
-    return {"slow": parse_factors(slow) if slow else {}, "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0)}
+def emulation_of(slow: str | None, hiccup: str | None, link: str | None) -> dict[str, Any]:
+    """The fields `slow`, `hiccup` and `link` of a `RunRequest` from their options."""
+    return {
+        "slow": parse_factors(slow) if slow else {},
+        "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
+        "link": parse_link(link) if link is not None else None,
+    }
 
 
 def progress_bar(quiet: bool = False) -> Progress:

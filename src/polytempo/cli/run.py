@@ -12,6 +12,7 @@ from polytempo.cli.options import (
     Fork,
     HiccupOption,
     Insecure,
+    LinkOption,
     Option,
     Quiet,
     Samples,
@@ -36,7 +37,7 @@ MIN_WORKERS = (
     "A worker whose script fails before its first push ends the job in every mode."
 )
 #: Options that are not fields of a `RunRequest` by their own name.
-OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "max_restarts", "verbose", "quiet")
+OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "link", "max_restarts", "verbose", "quiet")
 
 
 def run(
@@ -52,6 +53,7 @@ def run(
     seconds: Seconds = None,
     slow: Slow = None,
     hiccup: HiccupOption = None,
+    link: LinkOption = None,
     listen: Annotated[str | None, Option(help="HOST:PORT at which workers on other hosts join.")] = None,
     expect: Annotated[int, Option(help="Number of workers that join from other hosts.")] = 0,
     checkpoint: Annotated[Path | None, Option(help="Write checkpoints to this directory.")] = None,
@@ -84,7 +86,7 @@ def run(
     from polytempo.launch.request import RunRequest
 
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(slow, hiccup) | {"arguments": tuple(arguments or ())}
+    fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ())}
     request = RunRequest(**fields, limits=limits_of(steps, samples, seconds))
     job = LocalJob(request.checked(), Display(sync, quiet, verbose))
     status = job.run()

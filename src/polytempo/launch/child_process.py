@@ -9,7 +9,9 @@ so that no signal reaches another process.
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 from collections import deque
@@ -17,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from polytempo.errors import PeerError
 from polytempo.launch.forked_process import ForkedProcess, die_with_parent
 from polytempo.launch.terminal_output import Screen
 from polytempo.records.files import record_lost
+from polytempo.transport.deadline import Deadline
 
 TAIL = 80  #: lines of standard error that are kept, to be shown at the end
 
@@ -106,6 +110,22 @@ class ChildProcess:
             if kept is not None:
                 with suppress(OSError):  # its buffer still holds what could not be written
                     kept.close()
+
+    def ready_line(self, timeout: float) -> Any:
+        """Wait for the first line of a child that says what it has made ready, as servers do; its content.
+
+        Raises:
+            PeerError: It has ended, or the line has not come in `timeout` seconds.
+        """
+        deadline, output = Deadline(-1, timeout), next(pipe for pipe, stream in self.pipes.items() if stream == 1)
+        lines: list[str] | None = []
+        while not lines and not deadline.over:
+            select.select([output], [], [], deadline.until_next_look)
+            if (lines := self.read(output)) is None:
+                break
+        if not lines:
+            raise PeerError(f"{self.label} has not started: {' '.join(self.tail) or f'no line from it in {timeout:g} s'}")
+        return json.loads(lines[0])["ready"]
 
     def forget_pipe(self, descriptor: int) -> None:
         """Drop a pipe that has ended."""

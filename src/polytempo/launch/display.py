@@ -146,6 +146,11 @@ class Display:
         else:
             self._error.write(f"polytempo: {text}\n")
 
+    def note(self, text: str) -> None:
+        """Show a message of the launcher, unless it is told to be quiet."""
+        if not self._quiet:
+            self.say(text)
+
     def detail(self, text: str) -> None:
         """Show a message with --verbose."""
         if self._verbose:

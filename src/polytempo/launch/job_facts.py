@@ -11,6 +11,7 @@ from typing import Any
 from polytempo.errors import UsageError
 from polytempo.launch.environment import Placement, placement_of
 from polytempo.transport.keys import WorkerKeys, read_key_file
+from polytempo.transport.link_relay import EmulatedHost, worker_name
 
 #: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
 JOB_VARIABLE = "POLYTEMPO_JOB"
@@ -35,6 +36,7 @@ class JobFacts:
     incarnation: int = 0
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
+    link: tuple[float, float] | None = None  #: bytes a second and seconds one way, where the network is emulated
     positions: tuple[dict[str, Any], ...] = ()  #: how far the resumed jobs had read the data
     keys: dict[str, str] | None = None
     via: str = (
@@ -44,6 +46,7 @@ class JobFacts:
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
     tokens: dict[int, str] = field(default_factory=dict)  #: by rank: the token that authenticates a worker to the servers
+    proxies: dict[int, str] = field(default_factory=dict)  #: by rank: its way to all others, where the network is emulated
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:
@@ -57,6 +60,10 @@ class JobFacts:
             "MASTER_ADDR": host if host not in ("", "0.0.0.0", "*", "::") else "127.0.0.1",
             "MASTER_PORT": str(self.port),
         }
+
+    def emulated_host(self, rank: int) -> EmulatedHost | None:
+        """A worker's place on the emulated network; None where the network is real."""
+        return EmulatedHost(worker_name(rank), self.proxies[rank]) if rank in self.proxies else None
 
     def write(self, path: Path) -> None:
         """Write the job file, readable by this user alone: it may hold a key."""
@@ -73,9 +80,17 @@ def job_from(data: dict[str, Any]) -> JobFacts:
     slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
     addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
     probability, seconds = data.pop("hiccup", (0.0, 0.0))
-    tokens = {int(rank): str(token) for rank, token in data.pop("tokens", {}).items()}
+    tokens, proxies = ({int(rank): str(text) for rank, text in data.pop(name, {}).items()} for name in ("tokens", "proxies"))
+    link = data.pop("link", None)
     return JobFacts(
-        **data, addresses=addresses, positions=positions, slow=slow, hiccup=(probability, seconds), tokens=tokens
+        **data,
+        addresses=addresses,
+        positions=positions,
+        slow=slow,
+        hiccup=(probability, seconds),
+        tokens=tokens,
+        proxies=proxies,
+        link=tuple(link) if link else None,
     )
 
 
@@ -137,10 +152,15 @@ class Way:
     keys: WorkerKeys | None = None
     insecure: bool = False
     agent: bool = False  #: the launcher keeps the store
+    emulated: EmulatedHost | None = None  #: where the network is emulated
 
 
 def way_of(address: str | None, key_file: str | None) -> Way:
-    """From arguments and, where they are missing, variables."""
+    """From arguments and, where they are missing, variables. A job with an emulated network has one way for all."""
+    job = job_of_environment()
+    emulated = job[0].emulated_host(job[1]) if job is not None else None
+    if job is not None and emulated is not None and job[0].keys is not None:
+        return Way(keys=WorkerKeys(**job[0].keys), emulated=emulated)
     found = address or os.environ.get(ADDRESS_VARIABLE, "")
     file = key_file or os.environ.get(KEY_VARIABLE, "")
     agent = not found and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

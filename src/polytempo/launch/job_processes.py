@@ -12,7 +12,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.process_monitor import ProcessMonitor
 from polytempo.launch.request import CheckedRequest, split_address
-from polytempo.transport.keys import JobKeys, make_keys, make_secret
+from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
+from polytempo.transport.link_relay import server_name
 from polytempo.version import VERSION
 
 #: glibc gives large tensors back to the system and takes them anew, zeroed page by page, in every step: a tenth of the time.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+#: Seconds in which the emulated network starts: it loads little.
+LINK_TIMEOUT = 30.0
 
 
 class JobProcesses:
@@ -36,11 +39,13 @@ class JobProcesses:
 
     def __init__(self, checked: CheckedRequest) -> None:
         self._checked, self._request, self._plan = checked, checked.request, checked.plan
-        self.keys: JobKeys | None = make_keys() if self._request.listen and not self._request.insecure else None
+        away = bool(self._request.listen) and not self._request.insecure
+        self.keys: JobKeys | None = make_keys() if away or self._request.link else None
         self._secret = make_secret()  # of the servers alone
         self._port = free_port()
         self.servers: dict[ChildProcess, int] = {}  #: with their shards
         self.workers: dict[ChildProcess, int] = {}  #: with their ranks
+        self.link: ChildProcess | None = None  #: the emulated network
         if self._request.fork:
             preload()
         self.monitor = ProcessMonitor()  # from here on signals are waited for
@@ -60,7 +65,12 @@ class JobProcesses:
             self.servers[child] = index
             self.monitor.add(child)
             display.detail(f"server {index} is process {child.process.pid}, at {path}")
-        facts = self.facts(tuple(f"ipc://{path}" for path in paths), asdict(self.keys.workers) if self.keys else None)
+        addresses = tuple(f"ipc://{path}" for path in paths)
+        facts = self.facts(addresses, asdict(self.keys.workers) if self.keys else None)
+        if request.link is not None:
+            facts = self._emulated(facts, *request.link, [network_path(path) for path in paths])
+            assert self.link is not None
+            display.detail(f"the emulated network is process {self.link.process.pid}")
         facts.write(self.folder.job_file)
         for rank in range(request.workers):
             variables = {**facts.torch_variables(rank), **self._threads()}
@@ -70,6 +80,23 @@ class JobProcesses:
             self.workers[child] = rank
             self.monitor.add(child)
             display.detail(f"worker {rank} is process {child.process.pid}")
+
+    def _emulated(self, facts: JobFacts, bandwidth: float, latency: float, sockets: list[str]) -> JobFacts:
+        """Start the emulated network (`--link`): all that workers send goes through it. The facts that tell them so."""
+        config = {"bandwidth": bandwidth, "latency": latency, "workers": self._request.workers, "servers": sockets}
+        command, log = [sys.executable, "-m", "polytempo.launch.link_process"], self._log("link")
+        self.link = ChildProcess("link", command, self.folder.mark(), log, json.dumps(config).encode(), self._request.fork)
+        self.monitor.add(self.link)
+        proxies = self.link.ready_line(LINK_TIMEOUT)
+        ranks, credentials = range(self._request.workers), Credentials(self._secret)
+        return replace(
+            facts,
+            addresses=tuple(f"tcp://{server_name(index)}:1" for index in range(len(sockets))),
+            meeting="",
+            link=(bandwidth, latency),
+            tokens={rank: credentials.token("worker", rank, facts.incarnation) for rank in ranks},
+            proxies=dict(zip(ranks, proxies, strict=True)),
+        )
 
     def worker(self, rank: int | None) -> ChildProcess | None:
         """The process of a worker of this host; None for a worker of another."""
@@ -102,6 +129,8 @@ class JobProcesses:
         if request.listen:
             host, port = split_address(request.listen, "--listen")
             listen = f"tcp://{host}:{port if index == 0 else '*'}"
+        elif request.link is not None:
+            listen = f"ipc://{network_path(path)}"
         return {
             "index": index,
             "path": path,
@@ -145,6 +174,11 @@ class JobProcesses:
 
     def _log(self, name: str) -> Path | None:
         return self._request.record / "logs" / f"{name}.log" if self._request.record else None
+
+
+def network_path(path: str) -> str:
+    """Where a server listens for workers of the emulated network, beside its own socket at `path`."""
+    return f"{path}-link"
 
 
 def keep_memory() -> dict[str, str]:

@@ -173,6 +173,8 @@ class LocalJob:
             self.display.begin(self.request.in_words())
             if self.checked.note():
                 self.display.say(self.checked.note())
+            if self.request.link is not None:
+                self.display.note(self.request.link_in_words())
             self._processes.start(self.display)
             while not self._supervisor.ending and not self._end.interrupted:
                 self._turn()
@@ -262,6 +264,11 @@ class LocalJob:
         rank = self._processes.workers.get(event.child)
         if rank is not None:
             self._worker_ended(rank, *self._given_up.get(rank, (reason, cause)))
+            return
+        if event.child is self._processes.link:
+            if not self._end.finished and not self._supervisor.ending:
+                self._supervisor.ending = True
+                self._end.cause = EndJob(f"the emulated network (--link) {cause}")
             return
         self._receive()  # its last messages may be waiting
         if not self._end.finished:

@@ -29,6 +29,7 @@ class RunRequest:
     limits: Limits = field(default_factory=Limits)
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
+    link: tuple[float, float] | None = None  #: bytes a second and seconds one way of the emulated network
     listen: str | None = None
     expect: int = 0
     checkpoint: Path | None = None
@@ -50,10 +51,11 @@ class RunRequest:
 
     @property
     def least(self) -> int:
-        """The job ends with fewer workers: --min-workers; by default all under plain `bsp`, else one."""
+        """The job ends with fewer workers: --min-workers; by default all where none may be missing
+        (`bsp`, `local` and the like), else one."""
         if self.min_workers is not None:
             return self.min_workers
-        return self.size if parse_spec(self.sync).mode.name == "bsp" else 1
+        return self.size if parse_spec(self.sync).in_rounds else 1
 
     @property
     def shards(self) -> int:
@@ -75,7 +77,7 @@ class RunRequest:
 
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if parse_spec(self.sync).mode.name != "bsp" and not self._has_neighbours():
+        if not parse_spec(self.sync).in_rounds and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
@@ -91,6 +93,14 @@ class RunRequest:
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         return f"starting {workers}{servers}: {self.script}{by}"
+
+    def link_in_words(self) -> str:
+        """The line that says that the network is emulated; empty where it is not."""
+        if self.link is None:
+            return ""
+        latency = f", {self.link[1] * 1e3:g} ms one way" if self.link[1] else ""
+        speed = f"{self.link[0] * 8 / 1e6:g} Mb/s each way{latency}"
+        return f"the network is emulated: every worker is a host of its own, with {speed} (--link)"
 
     def push_options(self) -> list[str]:
         """Options about pushes to servers, which a script that trains without pushes ignores."""
@@ -170,6 +180,10 @@ class RunRequest:
             raise UsageError(f"expected --checkpoint-every 1 or more, got {self.checkpoint_every}")
         if bool(self.listen) != bool(self.expect):
             raise UsageError("--listen HOST:PORT and --expect N belong together; give both or neither")
+        if self.link is not None and self.listen:
+            raise UsageError(
+                "--link emulates a network on one host, and between hosts it is real; leave out --link or --listen"
+            )
         if self.insecure and not self.listen:
             raise UsageError("--insecure is about --listen, which was not given; leave it out")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.size:
@@ -203,6 +217,7 @@ class CheckedRequest:
             "via": request.way,
             "slow": {str(rank): factor for rank, factor in request.slow.items()},
             "hiccup": list(request.hiccup),
+            "link": list(request.link) if request.link else None,
             "min_workers": request.least,
             "resumed_from": self.resume.name if self.resume else None,
         }

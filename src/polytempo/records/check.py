@@ -5,7 +5,8 @@ passes shows: time never goes back; no worker starts before all initial workers 
 and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
-stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`.
+stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`; merges of a
+quorum: `merges.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
+from polytempo.records.merges import MergeChecker
 from polytempo.records.neighbours import NeighbourRules
 from polytempo.sync.spec import Spec
 
@@ -39,9 +41,12 @@ def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
+    averaging = spec.averaging
     if name == "gossip":  # neighbours, checked apart
         return Rules(lambda c, low: True, lambda c, low: c > low)
-    if name == "bsp" or spec.averaging is not None:  # rounds, or blocks that end as rounds do
+    if averaging is not None and averaging.decoupled:  # merges, checked apart
+        return Rules(lambda c, low: True, lambda c, low: averaging.waits and c > low)
+    if name == "bsp" or averaging is not None:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -83,6 +88,7 @@ class RecordChecker:
         self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
+        self._merges = MergeChecker(spec, self._require) if spec.averaging and spec.averaging.decoupled else None
         self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
         self._group: list[RecordLine] = []
 
@@ -97,7 +103,7 @@ class RecordChecker:
         """The record has ended; the number of lines checked."""
         self._take_group()
         for server, applied in self._applied.items():
-            open_round = self.spec.mode.barrier and self._pushed
+            open_round = (self.spec.mode.barrier or self._merges) and self._pushed
             del applied[-1]
             if applied != self._accepted and not open_round:
                 missing = dict(self._accepted - applied)
@@ -122,6 +128,8 @@ class RecordChecker:
             elif handler is not None:
                 handler(line)
         self._none_forgotten(group[-1])
+        if self._merges is not None and group[0]["kind"] in EVENTS:
+            self._merges.take(group)
 
     def _join(self, line: RecordLine) -> None:
         worker = line["worker"]

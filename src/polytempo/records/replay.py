@@ -43,7 +43,7 @@ def replay(lines: Iterable[RecordLine], policy: Policy) -> int:
                 raise BrokenInvariant(f"line {number}: {error}") from None
             updates += [[push.worker for push in a.pushes] for a in actions if isinstance(a, Apply)]
             expected = [decided for a in actions if (decided := action_line(a, now)) is not None]
-        if line["kind"] == "discard" and _was_stale(line, event, updates):
+        if line["kind"] == "discard" and expected[:1] != [line] and _was_stale(line, event, updates):
             updates.pop()
             count += 1
         elif line["kind"] in DECIDED:

@@ -2,17 +2,22 @@
 
 A rank that has run out of data goes on with weight zero. A bucket whose gradients a rank has changed since it was launched
 (clipping, another weight than expected) is reduced again by all ranks. If one rank skips the step, all skip it.
+
+In modes with blocks of local steps a ballot ends a block. What the rule of the period needs is in it (the block's loss and
+learning rate, and the seconds since the rank's start, of which those of the first rank count), so every rank runs the same
+rule on the same numbers.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polytempo.summation import in_order
 
-HEAD = struct.Struct("<dBQQ")
+HEAD = struct.Struct("<dBQQddd")
 RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
 
 
@@ -28,11 +33,15 @@ class Ballot:
     absent: frozenset[int] = frozenset()  #: parameters without a gradient
     touched: bool = False  #: its script has written to parameters, so that replicas may differ
     gradient: int = 0  #: a digest of its gradient, in the first steps
+    loss: float | None = None  #: of its block of local steps
+    lr: float | None = None
+    seconds: float = 0.0  #: since its start
 
     def pack(self, buckets: int, params: int) -> bytes:
         """The ballot as bytes, of the same length on every rank."""
         flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
-        head = HEAD.pack(self.weight, flags, self.digest, self.gradient)
+        loss, lr = (math.nan if value is None else value for value in (self.loss, self.lr))
+        head = HEAD.pack(self.weight, flags, self.digest, self.gradient, loss, lr, self.seconds)
         return head + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
@@ -57,11 +66,12 @@ def size_of(buckets: int, params: int) -> int:
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     """The ballot that `pack` wrote."""
-    weight, flags, digest, gradient = HEAD.unpack_from(data)
+    weight, flags, digest, gradient, loss, lr, seconds = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
     ran_out, skips, touched = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED))
-    return Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient)
+    loss, lr = (None if math.isnan(value) else value for value in (loss, lr))
+    return Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient, loss, lr, seconds)
 
 
 def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:

@@ -9,6 +9,10 @@ without the dead rank.
 A rank that has run out of data takes part with weight zero until all have (`join`), and makes the same updates, so that all
 replicas stay the same. Where there is a sequencer (`polytempo run` over several hosts) each step is reported to it for the
 record and the budget; the mean is made without it.
+
+In modes with blocks of local steps the values are reduced in the place of gradients, all buckets at once, in the background
+while the mode lets the worker go on. The sequencer says the period of the next block; without one each rank runs the rule
+on the ballots.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.session.session import Session
+from polytempo.sync.barrier import Barrier
+from polytempo.sync.events import Pushed
+from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 
 #: Bytes of a bucket.
@@ -95,6 +102,11 @@ class BucketRounds:
     def complete(self, index: int) -> None:
         """A gradient is in the flat buffer."""
         self._scheduler.complete(index)
+
+    def launch(self, weight: float) -> None:
+        """Let all buckets travel in the background, at the weight that the ballot will say."""
+        self.weight = weight
+        self._scheduler.launch_rest()
 
     def _launch(self, number: int) -> None:
         if self._final_weight is None:
@@ -179,8 +191,12 @@ class BucketRounds:
         self._votes += 1
         return self._outcome()
 
+    def ballots(self) -> list[Ballot]:
+        """Those of the last vote."""
+        return [unpack(data, len(self._parts), self._count) for data in self._ballots]
+
     def _outcome(self) -> BallotOutcome:
-        return outcome([unpack(data, len(self._parts), self._count) for data in self._ballots])
+        return outcome(self.ballots())
 
     # When a rank has died.
 
@@ -257,13 +273,41 @@ def raise_difference(group: RankGroup, text: str) -> None:
     raise UsageError("ranks differ in what they optimize; all ranks must be alike")
 
 
+class PeriodByBallot:
+    """The rule of a mode's period, run by each rank on the ballots of all: the same numbers, so the same period."""
+
+    def __init__(self, sync: str, size: int) -> None:
+        policy = parse_spec(sync).policy(size)
+        assert isinstance(policy, Barrier)
+        self._rule, self._began, self._step = policy.period, time.monotonic(), 0
+        self._rule.start(0.0)
+
+    @property
+    def now(self) -> int:
+        """Local steps in the next block."""
+        return self._rule.now
+
+    def seconds(self) -> float:
+        """Since this rank's start; those of the first rank that votes are the rule's clock."""
+        return time.monotonic() - self._began
+
+    def close(self, ballots: Sequence[Ballot]) -> None:
+        """A round has ended with these."""
+        active = [(worker, ballot) for worker, ballot in enumerate(ballots) if not ballot.ran_out]
+        pushes = tuple(Pushed(worker, self._step, one.weight, loss=one.loss, lr=one.lr) for worker, one in active)
+        self._step += 1
+        self._rule.close(pushes, active[0][1].seconds)
+
+
 class CollectiveReducer(Reducer):
     """Reduces the gradients of one optimizer by all-reduce."""
 
     mean: GradientMean
     needs_join = True
 
-    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
+    ) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
         self._warned = False  # of equal gradients
         self.copier = Copier(params, self.layout, Pool())
@@ -275,7 +319,12 @@ class CollectiveReducer(Reducer):
         self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
         self.step = self._clock.step if self._clock is not None else 0
         self._start(params)
-        self.hooks = GradientHooks(params, buffer, self._complete)
+        self.hooks = GradientHooks(params, buffer, self._complete) if hooked else None
+        self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
+        self._blocks = parse_spec(spec.sync).averaging is not None
+        self._period = PeriodByBallot(spec.sync, session.size) if self._blocks and self._clock is None else None
+        self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
+        self._averages = True
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
@@ -288,7 +337,7 @@ class CollectiveReducer(Reducer):
 
     def _compare(self, group: RankGroup) -> None:
         """A script has written to parameters on some rank: refuse them if they are not the same on all."""
-        digests = gather_bytes(group, self.copier.watch.digests())
+        digests = gather_bytes(group, self.digests())
         self.copier.watch.check_alike(dict(zip(group.ranks, digests, strict=True)))
 
     def _complete(self, index: int) -> None:
@@ -297,35 +346,53 @@ class CollectiveReducer(Reducer):
 
     # A step.
 
-    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         began = time.perf_counter()
-        skip = buffer is None
+        skip, self._averages = buffer is None, average
         if self._clock is not None:
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
             self._clock.wait_for(self.step)
             self._clock.push(hyper, self.traffic(), skip=skip, **about)
             self._clock.step += 1
-        if average:
-            ballot = Ballot(
-                about.get("samples", 1.0),
-                skips=skip,
-                absent=frozenset(about.get("absent", ())),
-                touched=bool(self.copier.watch.touched),
-                gradient=about.get("gradient_digest", 0),
-            )
-            self._round(ballot, hyper)
+        self._hyper = _lines(hyper)
+        self._ballot = Ballot(
+            about.get("samples", 1.0),
+            skips=skip,
+            absent=frozenset(about.get("absent", ())),
+            touched=bool(self.copier.watch.touched),
+            gradient=about.get("gradient_digest", 0),
+            loss=about.get("loss"),
+            lr=about.get("lr"),
+            seconds=self._period.seconds() if self._period is not None else 0.0,
+        )
+        if self.hooks is None and average:
+            self._rounds.launch(self._ballot.weight)
+        self._took = time.perf_counter() - began
+
+    def finish(self) -> None:
+        began = time.perf_counter()
+        if self._averages:
+            self._round(self._ballot, self._hyper)
         self.step += 1
-        self.waited = time.perf_counter() - began
+        if self._clock is not None and self._blocks:
+            # The period of the next block. All ranks that have voted have pushed before, so no rank is waited for that
+            # waits for this one.
+            self._clock.wait_for(self.step)
+        self.waited = self._took + time.perf_counter() - began
         if self._clock is not None:
             self._clock.waited = self.waited
         else:
             self.client_state.waited += self.waited
 
+    @property
+    def period(self) -> int:
+        return self._period.now if self._period is not None else super().period
+
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         absent = () if skip else self.gradients()[1]
         touched = bool(self.copier.watch.touched)
-        self._round(Ballot(samples, skips=skip, absent=frozenset(absent), touched=touched), hyper)
+        self._round(Ballot(samples, skips=skip, absent=frozenset(absent), touched=touched), _lines(hyper))
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
@@ -333,8 +400,8 @@ class CollectiveReducer(Reducer):
     def join(self) -> bool:
         return self._finish(Ballot(0.0, ran_out=True), "").over
 
-    def _round(self, ballot: Ballot, hyper: GroupValues) -> None:
-        found = self._finish(ballot, _lines(hyper))
+    def _round(self, ballot: Ballot, hyper: str) -> None:
+        found = self._finish(ballot, hyper)
         self.copier.watch.touched = ""
         if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
             self._warn_alike(*(self._rounds.group.ranks[index] for index in found.alike))
@@ -342,6 +409,8 @@ class CollectiveReducer(Reducer):
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
+        if self._period is not None and not found.over:
+            self._period.close(self._rounds.ballots())
         return found
 
     def _warn_alike(self, one: int, other: int) -> None:

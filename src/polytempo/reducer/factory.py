@@ -58,3 +58,22 @@ def make_reducer(
     if session.client is not None and session.job.meeting:
         return SharedMemoryReducer(session, name, spec_of("peers"), params)
     return CollectiveReducer(session, name, spec_of("peers"), params)
+
+
+def make_value_reducer(
+    session: Session, name: str, spec: OptimizerSpec, tensors: Sequence[torch.Tensor], on_servers: bool
+) -> Reducer:
+    """A reducer of values, in modes that average models: gradients stay as they are.
+
+    Args:
+        session: The job.
+        name: Its name in the job.
+        spec: Its spec.
+        tensors: What is averaged.
+        on_servers: Do servers hold the values?
+    """
+    if on_servers:
+        return ServerReducer(session, name, spec, tensors)
+    if session.client is not None and session.job.meeting:
+        return SharedMemoryReducer(session, name, spec, tensors, hooked=False)
+    return CollectiveReducer(session, name, spec, tensors, hooked=False)

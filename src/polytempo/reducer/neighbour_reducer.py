@@ -87,15 +87,19 @@ class NeighbourReducer(Reducer):
 
     # A step.
 
-    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        """Report a step, and wait for the release of the next one."""
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        """Report a step."""
         began = time.perf_counter()
         self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
-        with self.session.lock:
-            self._clock.push(hyper, self.traffic(), **about)
-            self._clock.wait_for(self._clock.step + 1)
+        self._clock.push(hyper, self.traffic(), **about)
+        self.waited = time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait for the release of the next one."""
+        began = time.perf_counter()
+        self._clock.wait_for(self._clock.step + 1)
         self._clock.step = self.step = self.client_state.released
-        self.waited = self._clock.waited = time.perf_counter() - began
+        self.waited = self._clock.waited = self.waited + time.perf_counter() - began
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         raise UsageError(f"{self.spec.sync} has no agreed gradient; clip before step() instead")

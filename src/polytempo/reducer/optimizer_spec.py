@@ -74,7 +74,7 @@ class SpecBuilder:
         self._compression, self._clip_norm = compression, clip_norm
         self._started: str | None = None  # digested once, before the first step
 
-    def check(self, here: bool, together: bool) -> None:
+    def check(self, here: bool, together: bool, among_workers: bool) -> None:
         """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
         rule, name = self._spec.mode.rule, type(self._inner).__name__
         if rule and type(self._inner) not in (torch.optim.SGD, AsuP):
@@ -103,7 +103,7 @@ class SpecBuilder:
                     f"{self._compression.push.text}"
                 )
             return
-        if together and here and not self._compression.is_lossless:
+        if together and here and not self._compression.is_lossless and (among_workers or self._spec.averaging is None):
             raise UsageError(
                 "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
             )
@@ -142,6 +142,42 @@ class SpecBuilder:
             tables=tables,
             push_filter=self._compression.push.text if filtered else "",
             pull_filter=self._compression.pull.text if filtered and on_server else "",
+        )
+
+    def of_values(
+        self,
+        tensors: tuple[TensorInfo, ...],
+        hyper: tuple[dict[str, Any], ...],
+        outer: tuple[dict[str, Any], ...],
+        steps: bool,
+        on_servers: bool,
+    ) -> OptimizerSpec:
+        """The spec of values that are averaged.
+
+        Args:
+            tensors: The values.
+            hyper: The hyper-parameters of the local steps.
+            outer: Those of the outer step.
+            steps: Is an outer step made?
+            on_servers: Do servers hold the values? They make the outer step then; it also serves where what travels is
+                compressed, since differences to the servers' values can be.
+        """
+        sync, lossy = self._spec.text, not self._compression.is_lossless
+        if not on_servers:
+            name = type(self._inner).__name__
+            return OptimizerSpec(
+                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=self._clip_norm
+            )
+        if not steps and not lossy:
+            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper)
+        return OptimizerSpec(
+            sync=sync,
+            apply="server",
+            optimizer="SGD",
+            tensors=tensors,
+            groups=outer,
+            push_filter=self._compression.push.text if lossy else "",
+            pull_filter=self._compression.pull.text if lossy else "",
         )
 
 

@@ -8,6 +8,9 @@ One reducer belongs to one `DistributedOptimizer`. There are three ways for the 
 
 With the last two the values stay with the workers: `mean` is then the agreed gradient, on which each worker runs the wrapped
 optimizer itself. The defaults below are for these; `ServerReducer` overrides them.
+
+In modes with blocks of local steps what travels is values, or their change since the anchor, and there are no gradient
+hooks. A round is begun and finished apart there, with local steps in between where the mode overlaps them.
 """
 
 from __future__ import annotations
@@ -64,9 +67,14 @@ class Reducer(ABC):
         buffer = self.copier.next_buffer()
         return buffer, self.copier.gather(buffer, of)
 
-    @abstractmethod
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        """Take part in a step, and wait as the mode says.
+        """Take part in a step, and wait as the mode says: `begin` and `finish` in one."""
+        self.begin(buffer, hyper, average, **about)
+        self.finish()
+
+    @abstractmethod
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        """Send this worker's part of a round. One round is under way at a time, and the buffer stays as it is meanwhile.
 
         Args:
             buffer: What this worker contributes; None for a step that changes nothing.
@@ -74,6 +82,15 @@ class Reducer(ABC):
             average: False where `agree` has made `.grad` the mean in this step already.
             **about: More fields of the `Push` message: `samples`, `absent`, `computed`, ...
         """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait, as the mode says, for the end of the round that was begun; the result is there then."""
+
+    @property
+    def period(self) -> int:
+        """Local steps in the block that starts, as the policy has said; 0 in modes without blocks."""
+        return self.client_state.answer.period
 
     @abstractmethod
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

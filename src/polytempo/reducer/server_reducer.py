@@ -152,8 +152,11 @@ class ServerReducer(Reducer):
         delay = self._sync.ahead
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server"
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=spec.apply != "mean")
-        if delay:
+        blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
+        compares = spec.apply != "mean" and blocks is None
+        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=compares)
+        self.install = self.copier.scatter  #: takes the values of an answer
+        if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
             self.client.exchanges.lend(self.copier.next_buffer().parts)
@@ -166,7 +169,7 @@ class ServerReducer(Reducer):
         self._mean_of = mean
         self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        one_place = self._sync.mode.name == "bsp" or (session.size == 1 and not delay and self._sync.local is None)
+        one_place = self._sync.in_rounds or (session.size == 1 and not delay and self._sync.local is None)
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
@@ -175,7 +178,7 @@ class ServerReducer(Reducer):
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.copier.scatter
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self._take_values
         if self.spec.pull_filter:
             answered.take = self._take_difference
         with self.session.lock:
@@ -214,6 +217,10 @@ class ServerReducer(Reducer):
     # A step.
 
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        with self.session.lock, self.client.together():
+            super().push(buffer, hyper, average, **about)
+
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         began = time.perf_counter()
         skip = buffer is None
         push = Push(
@@ -228,15 +235,20 @@ class ServerReducer(Reducer):
         )
         parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]
         waiting = self.rows.fill(Outstanding(push, parts))
-        with self.session.lock, self.client.together():
+        with self.session.lock:
             if skip and self._partial is not None:
                 self._partial.start_over()
             self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
+        self.waited = time.perf_counter() - began
+
+    def finish(self) -> None:
+        began = time.perf_counter()
+        with self.session.lock:
             self.client.wait_for_release(self.name, self.step + 1)
             if self.client_state.checkpoint:
                 self._keep_filters()
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
-        self.waited = time.perf_counter() - began
+        self.waited += time.perf_counter() - began
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
@@ -251,9 +263,12 @@ class ServerReducer(Reducer):
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
 
+    def _take_values(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        self.install(parts)
+
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer
-        self.copier.scatter(self._shadow.hear(parts, answer.filtered, answer.exchange))
+        self.install(self._shadow.hear(parts, answer.filtered, answer.exchange))
 
     def _keep_filters(self) -> None:
         """A checkpoint is being made: what compression holds back belongs to it."""
@@ -315,7 +330,7 @@ class ServerReducer(Reducer):
         self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
-        if self._sync.mode.name != "bsp":  # the job's may be newer: of answers that came meanwhile, or were given before
+        if not self._sync.in_rounds:  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
     # What the servers hold.

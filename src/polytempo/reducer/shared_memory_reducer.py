@@ -58,7 +58,9 @@ class SharedMemoryReducer(Reducer):
 
     mean: GradientMean
 
-    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
+    ) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
         session.local_peers()  # it listens before the sequencer tells other workers of this one
         self._clock = SequencerClient(session, spec, self.client_state)
@@ -69,7 +71,9 @@ class SharedMemoryReducer(Reducer):
         result = FlatBuffer(self.layout, SlotAllocator(self._shared.result_bytes()), pinned=False)
         self.mean = GradientMean(self.copier, result)
         self._start_from(self.client_state.answer.shares[0].worker)
-        self.hooks = GradientHooks(params, self.copier.next_buffer())
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked else None
+        self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
+        self._averages, self._took = True, 0.0  # of the round under way
 
     def _open_shared_buffer(self) -> SharedMeanBuffer:
         members, peers = self.client_state.answer.members, self.session.local_peers()
@@ -96,8 +100,12 @@ class SharedMemoryReducer(Reducer):
 
     # A step.
 
-    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        self._take_part(self._clock, hyper, buffer is None, average, about)
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        self._averages = average
+        self._report(self._clock, hyper, buffer is None, about)
+
+    def finish(self) -> None:
+        self._take_part(self._clock, self._averages)
         self.step, self.waited = self._clock.step, self._clock.waited
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
@@ -106,29 +114,33 @@ class SharedMemoryReducer(Reducer):
         about: dict[str, Any] = {"samples": samples}
         if not skip:
             about["absent"] = self.gradients()[1]
-        self._take_part(self._agreement, (), skip, True, about)
+        self._report(self._agreement, (), skip, about)
+        self._take_part(self._agreement, True)
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
 
-    def _take_part(
-        self, clock: SequencerClient, hyper: GroupValues, skip: bool, average: bool, about: dict[str, Any]
-    ) -> None:
-        """One round of a clock."""
+    def _report(self, clock: SequencerClient, hyper: GroupValues, skip: bool, about: dict[str, Any]) -> None:
+        """Begin a round of a clock: this worker's slot is filled."""
+        began = time.perf_counter()
+        clock.push(hyper, self.traffic(), skip=skip, touched=self.copier.watch.touched, **about)
+        self._took = time.perf_counter() - began
+
+    def _take_part(self, clock: SequencerClient, average: bool) -> None:
+        """Finish it."""
         began = time.perf_counter()
         with self.session.lock:
-            clock.push(hyper, self.traffic(), skip=skip, touched=self.copier.watch.touched, **about)
             clock.wait_for(clock.step + 1)
             answer, self.copier.watch.touched = clock.state.answer, ""
             members = [share.worker for share in answer.shares]
             if answer.touched:  # a script has written to parameters: the replicas must still be the same
-                digest = hashlib.blake2b(self.copier.watch.digests(), digest_size=8).digest()
+                digest = hashlib.blake2b(self.digests(), digest_size=8).digest()
                 self.copier.watch.check_alike(self._shared.compare(digest, members), answer.touched)
             self.mean.skipped, self.mean.absent = clock.state.skipped, answer.absent
             if average and not self.mean.skipped:
                 self._average(members, [share.weight for share in answer.shares])
         clock.step = clock.state.released
-        clock.waited = time.perf_counter() - began
+        clock.waited = self._took + time.perf_counter() - began
 
     def _average(self, members: list[int], weights: list[float]) -> None:
         offset, client = 0, self._clock.client

@@ -85,7 +85,7 @@ class OptimizerClock:
         if number >= slot.loads:
             return True
         slot.loads = number
-        if push.kind == "values" and self.spec.mode.name == "bsp":
+        if push.kind == "values" and self.spec.in_rounds:
             return False
         nth = slot.given[push.kind] = slot.given.get(push.kind, 0) + 1
         if (push.kind, nth) in self._loaded:
@@ -108,11 +108,11 @@ class OptimizerClock:
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness = [], []
-        among_workers = self.optimizer_spec.apply == "peers"  # values are not here: no update of others makes them old
         for index, push in enumerate(action.pushes):
             head = self._counted.pop(id(push))[1]
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else head.samples))
-            staleness.append(0 if among_workers else max(self.version - head.version - head.own, 0))
+            own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
+            staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
         self.version += 1

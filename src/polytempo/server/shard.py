@@ -184,7 +184,7 @@ class Shard:
         spec = parse_spec(optimizer_spec.sync)
         self.staleness_correction = StalenessCorrection(spec.corrections)
         self.in_place_changes = InPlaceChanges()
-        self._in_rounds = spec.mode.name == "bsp"
+        self._in_rounds = spec.in_rounds
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone

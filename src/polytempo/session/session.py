@@ -81,6 +81,7 @@ class Session:
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
         self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
+        self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
@@ -153,6 +154,8 @@ class Session:
 
     def native(self, group: RankGroup) -> Native:
         """torch's own collectives for a group."""
+        if self.job.link is not None:
+            raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
         if group.context not in self._natives:
             self._natives[group.context] = Native(group, self.way.insecure)
         return self._natives[group.context]
@@ -172,7 +175,10 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        return open_by_store(store, self.rank, self.size, self.way.address, self.way.keys, self.way.insecure, MEETING)
+        way = self.way
+        return open_by_store(
+            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+        )
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -197,7 +203,15 @@ class Session:
             for standby in self._standbys:
                 standby.end()
         finally:
+            self._end()
             self._close_world(politely=reason == "finished")
+
+    def _end(self) -> None:
+        """Undo what optimizers have changed in this process."""
+        for undo in self.ending:
+            undo()
+        self.ending.clear()
+        self.flushing.clear()
 
     def _close_world(self, politely: bool) -> None:
         for native in self._natives.values():
@@ -217,6 +231,7 @@ class Session:
         """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:
             standby.end()
+        self._end()
         self._close_world(politely=False)
         if self.client is not None:
             self.client.close()
@@ -241,10 +256,12 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
-    channels = [connect(address, identity, keys, pool, PATIENCE) for address in job.addresses]
+    emulated = job.emulated_host(rank)
+    proxy = emulated.proxy if emulated else ""
+    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
     session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure)
+    session.way = Way(job.route, keys, job.insecure, emulated=emulated)
     return session
 
 
@@ -348,7 +365,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
         return Session(None, JobFacts(1, (), sync), 0)
-    if parse_spec(sync).mode.name != "bsp":
+    if not parse_spec(sync).in_rounds:
         raise UsageError(f"sync={sync!r} needs servers, which {placement.launcher} does not start; use polytempo run")
     here = placement.local_size == placement.size
     way = way if way.address or here else replace(way, address=placement.address)

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.engine import ANSWERED, ANY_LIFE, ARRIVED, LEAVE, WAKE, Decisions, SimulationEngine
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
-from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, BlockTrainer, SentBlock, Worker
+from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, BlockTrainer, SentBlock, Trainer, Worker
 from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Pushed, Ticked
 from polytempo.sync.local_sgd import Averaging
@@ -88,7 +88,7 @@ class BlockEngine(SimulationEngine):
         trainer: BlockTrainer | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(cluster, policies[0], route, budget, trainer=trainer, **options)
+        super().__init__(cluster, policies[0], route, budget, trainer=cast(Trainer | None, trainer), **options)
         self._averaging, self._learner = averaging, trainer
         self._decoupled = not averaging.waits
         self._overlap: float = math.inf if self._decoupled else averaging.overlap
@@ -247,6 +247,8 @@ class BlockEngine(SimulationEngine):
         state = self._states[admit.worker]
         state.fragments[self._fragment].next = admit.step
         self._together = 0
+        if self._learner and self._fragment == 0:
+            self._learner.begin(admit.worker)
         if self._fragment == len(self._policies) - 1:
             self._begin(state, admit.worker)
 
@@ -258,8 +260,6 @@ class BlockEngine(SimulationEngine):
             state.position = self._positions[rank]
         else:
             state.position = self._starts.get(state.turn, 0)
-        if self._learner:
-            self._learner.begin(rank)
 
     def _end_life(self, worker: Worker) -> None:
         self._waste(worker)

@@ -67,7 +67,7 @@ class Decisions:
         verdict = self._corrections.verdict(self._version() - self._used(push))
         if verdict.drop:
             return Discard(push.worker, push.step, verdict.drop)
-        return Apply(apply.pushes, apply.rate * verdict.rate)
+        return Apply(apply.pushes, apply.rate * verdict.rate, apply.weights)
 
     def record_lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
         """The lines of an event and its actions."""

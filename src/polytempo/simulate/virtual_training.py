@@ -1,7 +1,9 @@
 """Training in virtual time: a model, data and a loss, a mode and a cluster in; accuracy against simulated seconds out.
 
 The engine computes which worker does what when; a trainer computes beside it what happens to the models. Workers that push
-gradients have a `VirtualTrainer` (`gradient_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`).
+gradients have a `VirtualTrainer` (`gradient_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`),
+those that average their models a `VirtualBlockTrainer` (`block_trainer.py`), and
+those that mix them with neighbours a `VirtualGossipTrainer` (`gossip_trainer.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import torch
 from torch import nn
 
 from polytempo.records.lines import RecordLine
+from polytempo.simulate.block_trainer import VirtualBlockTrainer
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import Shards, TensorPair, as_tensors
+from polytempo.simulate.gossip_trainer import VirtualGossipTrainer
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, VirtualTrainer
 from polytempo.simulate.local_trainer import VirtualLocalTrainer
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec, parse_spec
 
 MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -105,8 +109,7 @@ def train_virtually(
     batches = [cluster.batches.get(rank, cluster.batch) for rank in ranks]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        kind = VirtualTrainer if spec.local is None else VirtualLocalTrainer
-        trainer = kind(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
+        trainer = trainer_of(spec)(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
         curve: dict[float, float] = {}  # of several evaluations at one time the last counts
         trainer.observers.append(lambda now: curve.update({now: _evaluate(trainer, test, metric)}))
         outcome = simulate_job(
@@ -123,12 +126,24 @@ def train_virtually(
     return TrainingRun(outcome, tuple(curve.items()), trainer.evaluable(), trainer.spread.mean)
 
 
+VirtualTrainers = VirtualTrainer | VirtualBlockTrainer | VirtualGossipTrainer
+
+
+def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer] | type[VirtualGossipTrainer]:
+    """The trainer that a mode needs."""
+    if spec.gossip is not None:
+        return VirtualGossipTrainer
+    if spec.averaging is not None:
+        return VirtualBlockTrainer
+    return VirtualTrainer if spec.local is None else VirtualLocalTrainer
+
+
 def model_bytes(model: nn.Module) -> float:
     """The bytes of a model that are sent: its trainable parameters."""
     return float(sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
 
 
-def _evaluate(trainer: VirtualTrainer, test: TensorPair, metric: MetricFn) -> float:
+def _evaluate(trainer: VirtualTrainers, test: TensorPair, metric: MetricFn) -> float:
     with torch.no_grad():
         value = metric(trainer.evaluable()(test[0]), test[1])
     trainer.master.train()

@@ -104,7 +104,7 @@ def _policy(
 def _averaging(
     first: int, hold: bool = False, momentum: float = 0.0, state: str | None = None, **of_policy: object
 ) -> Averaging:
-    return mean_of_models(first, momentum, state, loss=True, holds_lr=hold)
+    return mean_of_models(first, momentum, state, loss=True, lr=True, holds_lr=hold)
 
 
 ADACOMM = Mode(

@@ -38,7 +38,8 @@ class Averaging:
     nesterov: bool = False
     in_lr: bool = False  #: the outer momentum is kept in units of the learning rate (block momentum)
     state: str = "keep"  #: what an average does to optimizer state: "keep", "mean" or "reset"
-    loss: bool = False  #: pushes bring the mean loss and the learning rate of their block
+    loss: bool = False  #: pushes bring the mean loss of their block
+    lr: bool = False  #: and the learning rate of its last step
     holds_lr: bool = False  #: a fall of the learning rate waits until the period is 1
     fragments: int = 1  #: parts of the model, averaged one after another
     overlap: int = 0  #: local steps from the sending of a fragment to the moment at which its average is taken
@@ -101,7 +102,5 @@ LOCAL = Mode(
     argument=whole_number("K", at_least=1),
     options={"after": ArgumentReader("a whole number of at least 1, or decay,", _read_after, "1000"), **MEAN_OPTIONS},
     barrier=True,
-    averaging=lambda period, after=0, momentum=0.0, state=None: mean_of_models(
-        period, momentum, state, loss=after == "decay"
-    ),
+    averaging=lambda period, after=0, momentum=0.0, state=None: mean_of_models(period, momentum, state, lr=after == "decay"),
 )

@@ -29,6 +29,7 @@ class Mode:
     rule: str = ""  #: the update rule that servers use instead of the given optimizer's
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
+    variants: Mapping[str, Mode] = field(default_factory=dict)  #: what the mode is when one of these options is given
     gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 

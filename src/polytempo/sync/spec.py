@@ -80,7 +80,7 @@ class Spec:
     def corrections(self) -> Corrections:
         """The corrections of stale gradients."""
         momentum = self.options.get("momentum")
-        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
+        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum == "async"  # a number: block momentum
         return corrections_from(self.options, adapts)
 
     @property
@@ -109,6 +109,12 @@ class Spec:
         return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
 
     @property
+    def in_rounds(self) -> bool:
+        """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
+        averaging = self.averaging
+        return self.mode is BSP or (averaging is not None and not averaging.decoupled)
+
+    @property
     def ahead(self) -> int:
         """The number of pushes of a worker that may be in flight while it computes the next."""
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
@@ -128,6 +134,8 @@ def parse_spec(text: str) -> Spec:
     """
     choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError, planned=PLANNED)
     arguments = () if choice.argument is None else (choice.argument,)
-    spec = Spec(text.strip(), MODES[choice.name], arguments, choice.options)
+    mode = MODES[choice.name]
+    mode = next((variant for option, variant in mode.variants.items() if option in choice.options), mode)
+    spec = Spec(text.strip(), mode, arguments, choice.options)
     _ = spec.corrections, spec.averaging, spec.gossip  # these refuse options that exclude each other
     return spec

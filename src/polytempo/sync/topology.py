@@ -115,7 +115,7 @@ def _metropolis(members: Members, edges: Edges) -> dict[int, Mixing]:
     for position, rank in enumerate(members):
         near = neighbours[position]
         shares = tuple((members[other], 1 / (1 + max(len(near), len(neighbours[other])))) for other in sorted(near))
-        rows[rank] = Mixing(1 - sum(share for _, share in shares), shares, shares)
+        rows[rank] = Mixing(1 - math.fsum(share for _, share in shares), shares, shares)
     return rows
 
 

@@ -38,10 +38,14 @@ from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBui
 from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
+from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
+from polytempo.train.companions import Companions
 from polytempo.train.downpour import DownpourUpdate
+from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
+from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.update import (
     PushChange,
@@ -115,7 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         way = chosen_way(via, compressed, session, spec)
         tables = ModelTables(model)
         among_workers = session.together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
-        here = apply == "delta" or among_workers  # the wrapped optimizer runs on the worker
+        here = apply == "delta" or among_workers or spec.averaging is not None  # the wrapped optimizer runs on the worker
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._names = names_of(self._params, named_parameters, model)
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -125,8 +129,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
         self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm)
-        self._specs.check(here, session.together)
-        self._buffers = BufferMean(session, model) if buffers == "mean" and model is not None else None
+        self._specs.check(here, session.together, among_workers)
+        averaged = model if buffers == "mean" else None  # the model whose buffers are averaged
+        self._buffers = BufferMean(session, averaged) if averaged is not None and spec.averaging is None else None
         self._emulation = session.emulation
         self._agreed = False  # synchronize() was called since the last step
         self._to_digest = DIGESTED_STEPS + 1
@@ -134,19 +139,36 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._name = session.next_optimizer_id()
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
+        fragments: list[Fragment] = []
         if session.together:
             check_unique(self._params, self._names, on_servers=not among_workers)
-            self._reducer = self._make_reducer(among_workers)
+            if spec.averaging is not None:
+                fragments = self._make_fragments(spec.averaging, averaged, not among_workers)
+            self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
             _take_over(self, self._params, self._names)
-            session.watches.add(self._reducer.copier.watch)
+            for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
+                session.watches.add(reducer.copier.watch)
+            if self._reducer.needs_join:
+                session.before_leaving(self.join)
         finite = FiniteWatch(self._names, session.rank, nonfinite)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
-        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper)
+        if fragments and spec.averaging is not None:
+            self._update: StepUpdate = LocalStepUpdate(session, self._wrapped, fragments, spec)
+        else:
+            self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper)
         session.computing_from(time.perf_counter())
 
+    def _make_fragments(self, averaging: Averaging, model: torch.nn.Module | None, on_servers: bool) -> list[Fragment]:
+        """The parts in which the model's values are averaged; `model`: its buffers too."""
+        companions = Companions(model, self.inner if averaging.state == "mean" else None)
+        described = self._specs.describe(self._params, self._names, self._groups, range(len(self._params)))
+        model_of = AveragedModel(self._params, described, self._hyper.now(), companions)
+        build = FragmentBuilder(self._session, averaging, self._specs, on_servers)
+        return build.fragments(model_of, self._name)
+
     def _make_reducer(self, among_workers: bool) -> Reducer:
-        reducer = make_reducer(
+        return make_reducer(
             self._session,
             self._name,
             self._params,
@@ -156,9 +178,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._tables.all,
             on_servers=not among_workers,
         )
-        if reducer.needs_join:
-            self._session.before_leaving(self.join)
-        return reducer
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
@@ -211,13 +230,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     # A step.
 
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None, loss: Any = None) -> Any:
         """Push, wait as the mode says, pull.
 
         Args:
             closure: Evaluates the loss, as torch's optimizers take it.
             samples: Weighs this worker's gradient, a number of any kind; with 0 it counts for nothing, whatever it holds.
                 The default weighs all workers equally.
+            loss: The loss of this step, for `adacomm`, which otherwise takes what `backward()` was called on.
 
         Returns:
             What the closure returned.
@@ -227,28 +247,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 of a barrier mode differ in their hyper-parameters.
         """
         step = _observed_step if is_observed(self) else DistributedOptimizer._step
-        return step(self, closure, samples=samples)
+        return step(self, closure, samples=samples, loss=loss)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler, which costs 40 us a step
 
-    def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None, loss: Any = None) -> Any:
         if not self._syncing:
             raise UsageError("step() inside no_sync(); accumulate there, and step outside")
         samples = None if samples is None else weight_of(samples)
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
-        loss = None
+        value = None
         if closure is not None and type(self.inner) is not torch.optim.LBFGS:
             with torch.enable_grad():
-                loss = closure()
+                value = closure()
             closure = None
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
+            request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
+            request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
             request.about = {"computed": computed, **self._data_position(samples)}
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
-        return result if loss is None else loss
+        return result if value is None else value
 
     def _begin_step(self, reducer: Reducer) -> float:
         """Check the parameters; the seconds that this worker has computed."""
@@ -258,9 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 f"{self._displaced} was given to another DistributedOptimizer after this one, and would lose updates; "
                 "give each parameter to one"
             )
-        reducer.check_same([now[i] for i in self._tables.dense] if len(now) == len(self._params) else now)
-        self._find_changes(reducer)
-        reducer.carry_changes()
+        self._update.look(reducer, [now[i] for i in self._tables.dense] if len(now) == len(self._params) else now)
+        self._tables.check_unchanged()
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         return self._session.computed(time.perf_counter())
 
@@ -318,12 +339,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode has no barrier.
         """
+        if self._spec.averaging is not None:
+            raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
         if not self._spec.mode.barrier:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
         weight = 1.0 if samples is None else weight_of(samples)
         if self._reducer is not None:
             with self._not_computing(), torch.no_grad():
-                self._find_changes(self._reducer)
+                self._reducer.renew()
+                self._tables.check_unchanged()
                 self._reducer.agree(self._hyper.now(), weight, skip=False)
         self._agreed = True
 
@@ -347,12 +371,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._reducer is not None:
             with self._not_computing(), torch.no_grad():
-                self._find_changes(self._reducer, compare=False)
-                self._reducer.push_values()
-
-    def _find_changes(self, reducer: Reducer, compare: bool = True) -> None:
-        reducer.renew(compare)
-        self._tables.check_unchanged()
+                self._update.push_values(self._reducer)
+                self._tables.check_unchanged()
 
     @contextmanager
     def _not_computing(self) -> Iterator[None]:
@@ -366,12 +386,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def consolidate(self) -> None:
         """Load the job's model: the servers' newest values.
 
-        With `buffers="mean"` also the mean of all workers' buffers: then all workers must call it.
+        With `buffers="mean"` also the mean of all workers' buffers: then all workers must call it. Under `local`, `adacomm`
+        and `diloco` it ends the block of local steps with an average, and all workers must call it.
         """
         if self._reducer is None:
             return
         with self._not_computing(), torch.no_grad():
-            self._reducer.read_values()
+            self._update.consolidate(self._reducer)
             if self._buffers is not None:
                 self._buffers.average()
 
@@ -383,6 +404,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         state: dict[str, Any] = self.inner.state_dict()
         reducer = self._reducer
+        if isinstance(self._update, LocalStepUpdate):
+            return state | ({"outer": outer} if (outer := self._update.outer_state()) else {})
         if reducer is not None and reducer.holds_state:
             state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
             state |= {"filters": residual} if (residual := reducer.residual()) else {}
@@ -396,7 +419,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         self.inner.load_state_dict(state_dict)
         reducer = self._reducer
-        if reducer is not None and reducer.holds_state:
+        if isinstance(self._update, LocalStepUpdate):
+            self._update.load_outer_state(state_dict.get("outer", []))
+        elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
@@ -404,7 +429,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread."""
+        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; in modes
+        with blocks of local steps also period and averages."""
         reducer = self._reducer
         known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)
@@ -416,6 +442,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "bytes_received": received,
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
+            **self._update.stats(),
         }
 
 

@@ -5,6 +5,7 @@
     StepOnMean      workers reduce gradients among themselves; each runs the wrapped optimizer on the mean
     StepAlone       a job of one without servers: the wrapped optimizer runs
     DownpourUpdate  local steps, accumulated pushes (`downpour.py`)
+    LocalStepUpdate blocks of local steps, averages of values (`local_steps.py`)
 
 `DistributedOptimizer` picks one (`optimizer.py`) and calls it in every step.
 """
@@ -55,6 +56,9 @@ class StepRequest:
     agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
     closure: Callable[[], Any] | None = None
     about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
+    loss: Any = None  #: the loss, where the script gave it or a closure has returned it
+    scale: Any = None  #: what a GradScaler has multiplied the loss by
+    unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
 
 
 class StepUpdate(ABC):
@@ -71,6 +75,25 @@ class StepUpdate(ABC):
 
     def join(self) -> None:
         """This worker has run out of data: take part until all others have."""
+
+    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+        """Before a step: refuse other parameters than at the start, and deal with values that the script has written."""
+        reducer.check_same(params)
+        reducer.renew()
+        reducer.carry_changes()
+
+    def push_values(self, reducer: Reducer) -> None:
+        """Make this worker's values the job's."""
+        reducer.renew(compare=False)
+        reducer.push_values()
+
+    def consolidate(self, reducer: Reducer) -> None:
+        """Load the job's newest values."""
+        reducer.read_values()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this way."""
+        return {}
 
 
 class PushGradient(StepUpdate):

@@ -79,7 +79,7 @@ def check_combination(
     """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
     if buffers == "mean" and model is None:
         raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-    if here and spec.mode.barrier and type(optimizer) is torch.optim.LBFGS:
+    if here and spec.mode.barrier and spec.averaging is None and type(optimizer) is torch.optim.LBFGS:
         raise UsageError(
             "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
         )
@@ -110,7 +110,9 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
     wanted = via or "auto"
     if spec.gossip is not None:
         return _reduces_with_neighbours(spec, wanted, session, server_tables)
-    possible, servers = spec.mode.name == "bsp" and not server_tables, session.client is not None
+    if server_tables and spec.averaging is not None:
+        raise UsageError(f"rows of a ServerEmbedding are pushed in each step, and {spec.text} makes local steps; use bsp")
+    possible, servers = spec.in_rounds and not server_tables, session.client is not None
     if server_tables and (wanted == "allreduce" or not servers):
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
     if wanted == "allreduce" and not possible:

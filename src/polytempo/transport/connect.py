@@ -13,11 +13,14 @@ from polytempo.transport.zeromq import ZmqChannel
 LIMIT = 1 << 62
 
 
-def connect(address: str, identity: str, keys: WorkerKeys | None, pool: Pool, timeout: float = 0.0) -> Channel:
-    """Open a connection to a server. (`memory://` is opened by the owner of the endpoint.)"""
+def connect(
+    address: str, identity: str, keys: WorkerKeys | None, pool: Pool, timeout: float = 0.0, proxy: str = ""
+) -> Channel:
+    """Open a connection to a server, by way of a proxy where the network is emulated. (`memory://` is opened by the owner of
+    the endpoint.)"""
     scheme = scheme_of(address)
     if scheme == "ipc":
         return StreamChannel(address.removeprefix("ipc://"), pool, LIMIT, timeout)
     if scheme == "tcp":
-        return ZmqChannel(address, identity.encode(), keys, pool, LIMIT)
+        return ZmqChannel(address, identity.encode(), keys, pool, LIMIT, proxy)
     raise UsageError(f"{address} can only be reached from inside its process")

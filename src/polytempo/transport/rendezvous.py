@@ -24,6 +24,7 @@ from pathlib import Path
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.deadline import Deadline, named
 from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
 from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
@@ -94,11 +95,13 @@ def rendezvous_by_store(
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
+    emulated: EmulatedHost | None = None,
 ) -> RankLinks:
-    """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at."""
+    """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at.
+    `emulated`: this rank's place where the network is emulated (`link_relay.py`); each rank is a host of its own then."""
     if rank == 0:
         store.put("token", secrets.token_hex(16))
-    store.put(f"host-{rank}", _host())
+    store.put(f"host-{rank}", emulated.name if emulated else _host())
     by_host: dict[str, list[int]] = {}
     for other in range(size):
         by_host.setdefault(_found(store, f"host-{other}", other, deadline), []).append(other)
@@ -110,10 +113,10 @@ def rendezvous_by_store(
     try:
         if away:
             _check_keys(away, keys, insecure)
-            made.wires = ZmqWires(keys)
+            made.wires = ZmqWires(keys, emulated.proxy if emulated else "")
             links = [ZmqLink(other, receiver, made.wires, serves=rank < other) for other in away]
             made.links += links
-            _link_hosts(store, rank, links, deadline, route)
+            _link_hosts(store, rank, links, deadline, route, emulated)
     except BaseException:
         for link in made.links:
             link.close()
@@ -253,13 +256,16 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
         )
 
 
-def _link_hosts(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str) -> None:
+def _link_hosts(
+    store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str, emulated: EmulatedHost | None
+) -> None:
     """The lower rank of a pair listens, and publishes where. Both wait until the other has proved that it has the key."""
-    host, known = _own_host(route)
+    host, known = (RELAY_HOST, False) if emulated else _own_host(route)
+    reached_as = emulated.name if emulated else OWN_HOST
     for link in links:
         if rank < link.rank:
             address = link.bind(f"[{host}]" if ":" in host else host)
-            store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{OWN_HOST}:{address.rpartition(':')[2]}")
+            store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{reached_as}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
             address = _found(store, f"link-{link.rank}-{rank}", link.rank, deadline)

@@ -137,15 +137,17 @@ class ZmqEndpoint(Endpoint):
 class ZmqChannel(Channel):
     """A connection to a TCP address; `identity` stays the same when it is made again."""
 
-    def __init__(self, address: str, identity: bytes, keys: WorkerKeys | None, pool: Pool, limit: int) -> None:
-        self._address, self._identity, self._keys = address, identity, keys
+    def __init__(
+        self, address: str, identity: bytes, keys: WorkerKeys | None, pool: Pool, limit: int, proxy: str = ""
+    ) -> None:
+        self._address, self._identity, self._keys, self._proxy = address, identity, keys, proxy
         self._pool, self._limit = pool, limit
         self._context = zmq.Context()
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        set_options(socket)
+        set_options(socket, proxy=self._proxy)
         socket.setsockopt(zmq.IDENTITY, self._identity)
         if self._keys is not None:
             socket.curve_serverkey = self._keys.server_public.encode()
@@ -182,9 +184,11 @@ class ZmqChannel(Channel):
         self._context.term()
 
 
-def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S) -> None:
+def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S, proxy: str = "") -> None:
     """Alike on both sides: no limit on waiting messages (the protocol bounds them), one on frames. A host that acknowledges
-    nothing for `silence` seconds is gone."""
+    nothing for `silence` seconds is gone. `proxy`: the SOCKS proxy by which it connects (`link_relay.py`)."""
+    if proxy:
+        socket.setsockopt_string(zmq.SOCKS_PROXY, proxy)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)

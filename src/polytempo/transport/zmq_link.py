@@ -41,14 +41,14 @@ WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 class ZmqWires(ZmqContext):
     """What the ZeroMQ links of one process share."""
 
-    def __init__(self, keys: WorkerKeys | None) -> None:
+    def __init__(self, keys: WorkerKeys | None, proxy: str = "") -> None:
         super().__init__(keys.worker_public if keys is not None else None)
-        self.keys = keys
+        self.keys, self._proxy = keys, proxy
 
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
         socket = self.context.socket(zmq.PAIR)
-        set_options(socket, SILENCE_S)
+        set_options(socket, SILENCE_S, "" if serves else self._proxy)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         if self.keys is not None:
             socket.curve_server = serves

@@ -1,0 +1,38 @@
+"""The program of the emulated network: `python -m polytempo.launch.link_process`, its configuration on standard input.
+
+It prints the proxy addresses of all workers in one line of JSON, and carries their bytes (`transport/link_relay.py`) until
+its standard input ends: it lives as long as the launcher. Signals that end a job are left to the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from polytempo.transport.link_emulation import EmulatedNetwork
+from polytempo.transport.link_relay import LinkRelay
+
+#: As in `process_monitor.py`, which loads more than this small program needs.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def main() -> None:
+    """Read the configuration and relay."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    config: dict[str, Any] = json.loads(sys.stdin.readline())
+    network = EmulatedNetwork(config["bandwidth"], config["latency"])
+    relay = LinkRelay(network, config["workers"], config["servers"], time.monotonic)
+    relay.watch_end(sys.stdin.fileno(), lambda: os._exit(0))
+    sys.stdout.write(json.dumps({"ready": relay.proxies}) + "\n")
+    sys.stdout.flush()
+    while True:
+        relay.turn()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""A fragment: tensors of the model whose values are averaged together, over a reducer with a clock of its own.
+
+    values       travel where the average itself is the new model
+    differences  anchor - value, where servers make an outer step, or what travels is compressed
+    send         this worker's part of the round leaves
+    take         the round has ended: the new values are taken; where local steps were made since the sending, what they have
+                 changed stays: x = new + (x - x at the sending)
+
+Among workers the mean of the values is made by the reducers of `bsp`, and each worker makes the same outer step from it, on
+an anchor of its own. On servers the anchor is what they hold; here is a copy, which each answer renews.
+
+With the parameters may travel what belongs to them (`companions.py`): module buffers, optimizer state. These are averaged,
+and no outer step is made with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polytempo.optim.fragments import cut
+from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
+from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.factory import make_value_reducer
+from polytempo.reducer.flat_buffer import FlatBuffer, describe
+from polytempo.reducer.gradient_checks import FiniteWatch
+from polytempo.reducer.optimizer_spec import SpecBuilder
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_bytes
+from polytempo.session.session import Session
+from polytempo.sync.local_sgd import Averaging
+from polytempo.train.companions import Companions
+from polytempo.train.downpour import Made
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes
+
+
+class Fragment:
+    """Some parameters, and what travels with them.
+
+    Args:
+        reducer: Reduces them; its tensors are the parameters, then those of `companions`.
+        rules: The outer step of each group of tensors.
+        groups: The group of each tensor.
+        companions: What travels with the parameters.
+        overlaps: Are local steps made between sending and taking?
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        rules: Sequence[OuterRule],
+        groups: Sequence[int],
+        companions: Companions,
+        overlaps: bool,
+    ) -> None:
+        self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
+        self._companions, self._overlaps = companions, overlaps
+        self.made = Made()  #: local steps since the last sending
+        self.due = 0  #: it is sent after this local step
+        self.sent_at: int | None = None  #: the local step after which the round under way was begun
+        self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
+        self._rates: list[float] = []  # of the round under way
+        self._written = ""  # a parameter that the script has written to at the start of the block
+        own = FlatBuffer(reducer.layout, Pool(), pinned=False)
+        reducer.copier.gather(own, lambda tensor: tensor.detach())
+        self._views = [own.views[index] for index in range(len(self._tensors))]
+        self._on_servers = isinstance(reducer, ServerReducer)
+        self._differences = self._on_servers and reducer.spec.apply == "server"
+        self._outer: OuterStep | None = None  # made here
+        if isinstance(reducer, ServerReducer):
+            self._landing, reducer.install = own, self._land
+        elif any(rule != PLAIN for rule in rules):
+            self._outer = OuterStep(self._views, groups, rules)
+            reducer.digests = self._digests  # type: ignore[attr-defined]
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return self.reducer.copier.params
+
+    def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
+        """Values of the servers."""
+        for shard, buffers in parts.items():
+            for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
+                self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
+
+    def _digests(self) -> bytes:
+        return b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)
+
+    # A round.
+
+    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], finite: FiniteWatch, **about: Any) -> None:
+        """Begin a round after this local step.
+
+        Args:
+            step: The number of the local step.
+            hyper: The hyper-parameters of the local steps.
+            rates: The learning rate of each group.
+            finite: Counts or refuses values that are not finite.
+            **about: More fields of the `Push` message.
+        """
+        made, self.made = self.made, Made()
+        self.sent_at, self._rates = step, list(rates)
+        self._companions.read()
+        buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
+        about["nonfinite"] = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
+        if self._overlaps:
+            self._sent = [buffer.views[index].clone() for index in range(len(self._tensors))]
+        if self._on_servers:
+            about["kind"] = "gradient" if self._differences else "value"
+        if self._differences:
+            units = [rule.unit(lr) for rule, lr in zip(self._rules, self._all_rates(), strict=True)]
+            for index, group in enumerate(self._groups):
+                view = buffer.views[index].neg_().add_(self._views[index])
+                if units[group] != 1.0:
+                    view.div_(units[group])
+            hyper = outer_hyper(self._rules, hyper, self._all_rates())
+        self.reducer.copier.watch.touched, self._written = self._written, ""
+        self.reducer.begin(buffer, hyper, samples=made.samples, count=made.count, **about)
+
+    def _all_rates(self) -> list[float]:
+        """The learning rate of each group, that of the companions too."""
+        return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
+
+    def take(self) -> None:
+        """Wait for the end of the round, and take the new values."""
+        self.reducer.finish()
+        self.install()
+
+    def install(self) -> None:
+        """Take the new values of a round that has ended."""
+        self.sent_at, mean = None, self.reducer.mean
+        if mean is not None and mean.skipped:
+            return
+        new = self._views
+        if mean is not None and self._outer is not None:
+            self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
+        elif mean is not None:
+            new = [mean.buffer.views[index] for index in range(len(self._tensors))]
+        if self._sent:
+            self._companions.read()
+        for index, tensor in enumerate(self._tensors):
+            if self._sent:
+                tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
+            else:
+                tensor.detach().copy_(new[index])
+        self._sent = []
+        self._companions.write()
+        self.record()
+
+    def use_rates(self, rates: Sequence[float]) -> None:
+        """The learning rates of a round that others have begun."""
+        self._rates = list(rates)
+
+    # Values that the script has written.
+
+    def record(self) -> None:
+        """This library, or the local optimizer, has written to the parameters."""
+        self.reducer.copier.watch.touched = ""
+        self.reducer.copier.watch.record()
+
+    def look(self) -> None:
+        """Find what the script has written. Inside a block it is this worker's progress. Where there is an anchor, and no
+        local step was made since it was taken, the values are the new anchor, on all workers alike."""
+        self.reducer.renew(compare=False)
+        if self.reducer.copier.watch.touched:
+            self.carry()
+        self.reducer.copier.watch.touched = ""
+
+    def carry(self) -> None:
+        """At the start of a block: the values of now are the anchor. That all workers have the same is looked at with the
+        next round."""
+        fresh = self.made.count == 0 and self.sent_at is None
+        if not fresh or not (self._differences or self._outer is not None):
+            return
+        for view, tensor in zip(self._views, self._tensors, strict=True):
+            view.copy_(tensor.detach())
+        self.reducer.push_values()
+        self._written = self.reducer.copier.watch.touched
+        self.record()
+
+    # The outer momentum, where it is kept here.
+
+    def momentum(self) -> list[torch.Tensor | None]:
+        """Of each tensor; empty where it is not kept here."""
+        return self._outer.momentum() if self._outer is not None else []
+
+    def load_momentum(self, momentum: Sequence[torch.Tensor | None]) -> None:
+        """Go on from it."""
+        if self._outer is not None:
+            self._outer.load(self._views, momentum)
+
+
+def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:
+    """What servers are told: the outer step's hyper-parameters, and those of the local steps, which must be alike too."""
+    local = [{f"local {name}": value for name, value in group.items()} for group in hyper]
+    local += [{} for _ in range(len(rules) - len(local))]
+    return tuple({**rule.hyper(lr), **own} for rule, lr, own in zip(rules, rates, local, strict=True))
+
+
+@dataclass(frozen=True)
+class AveragedModel:
+    """What is averaged: all parameters, and what travels with them."""
+
+    params: Sequence[torch.Tensor]
+    infos: Sequence[TensorInfo]  #: of the parameters
+    hyper: GroupValues
+    companions: Companions
+
+
+class FragmentBuilder:
+    """Makes the fragments of one optimizer, the same on all workers.
+
+    Args:
+        session: The job.
+        averaging: What the mode says about averages.
+        specs: The specs by which they are registered.
+        on_servers: Do servers hold the values?
+    """
+
+    def __init__(self, session: Session, averaging: Averaging, specs: SpecBuilder, on_servers: bool) -> None:
+        self._session, self._averaging, self._specs, self._on_servers = session, averaging, specs, on_servers
+        rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
+        self._rule = PLAIN if averaging.plain else rule
+
+    def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
+        """The fragments; the first is registered under this name, and takes the companions along."""
+        sizes = [param.numel() * param.element_size() for param in model.params]
+        found = []
+        for number, part in enumerate(cut(sizes, self._averaging.fragments)):
+            own = name if number == 0 else self._session.next_optimizer_id()
+            found.append(self._fragment(model, own, part, model.companions if number == 0 else Companions()))
+        return found
+
+    def _fragment(self, model: AveragedModel, name: str, part: range, companions: Companions) -> Fragment:
+        more, last = companions.tensors, len(model.hyper)
+        rules = [self._rule] * last + [PLAIN] * bool(more)
+        infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
+        rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
+        outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
+        steps = any(rule != PLAIN for rule in rules)
+        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
+        companions.read()
+        tensors = [*(model.params[i] for i in part), *more]
+        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
+        overlaps = bool(self._averaging.overlap) or self._averaging.decoupled
+        return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps)
