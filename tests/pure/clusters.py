@@ -29,10 +29,15 @@ MODES = (
     "local:4,after=4",
     "adacomm:2",
     "diloco:3",
+    "diloco:3,quorum=2",
     "gossip:ring",
     "gossip:exp",
+    "gossip:ring,overlap=1",
     "adpsgd:ring",
 )
+
+#: Modes that need more than one worker.
+NOT_ALONE = ("bsp+backup:1", "diloco:3,quorum=2")
 
 #: One worker is always slower.
 STRAGGLER = Cluster(workers=4, slow={3: 3.0})

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -83,10 +84,10 @@ class Job:
     def join(self, worker: int, now: float | None = None) -> list[Action]:
         return self.feed(Joined(worker), now)
 
-    def push(self, worker: int, now: float | None = None, hyper: HyperItems = ()) -> list[Action]:
-        """A member pushes the step it computes."""
+    def push(self, worker: int, now: float | None = None, hyper: HyperItems = (), **of_block: Any) -> list[Action]:
+        """A member pushes the step it computes; of a block of local steps: their count, loss, lr."""
         self._pushes += 1
-        return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper), now)
+        return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper, **of_block), now)
 
     def leave(self, worker: int, reason: str = "finished", now: float | None = None) -> list[Action]:
         return self.feed(Left(worker, reason), now)

@@ -599,13 +599,16 @@ def test_replay_sees_another_quorum_and_another_grace() -> None:
 
 def test_a_drop_after_a_merge_of_the_same_worker_alone_replays() -> None:
     """A discard that the policy itself decides is not taken for one that stands in the place of an update."""
-    job = Job("diloco:4,quorum=1,grace=0,drop=0", 2).start()
-    job.push(1)
-    job.push(0)
-    assert [line["kind"] for line in job.lines[-3:]] == ["push", "discard", "release"]
-    job.push(0)
-    job.push(1)
-    assert replay(job.lines, parse_spec("diloco:4,quorum=1,grace=0,drop=0").policy(2)) > 5
+    sync = "diloco:4,quorum=1,grace=1,drop=0"
+    job = Job(sync, 2).start()
+    job.push(0, now=1.0)
+    job.leave(0, "lost", now=1.1)
+    job.join(0, now=1.2)
+    assert merged(job.tick(now=2.0)) == [[0]]  # of its first life
+    assert only(Discard, job.push(0, now=3.0)) == [Discard(0, 0, "staleness 1 is above 0")]
+    assert merged(job.push(1, now=4.0)) == []
+    check_lines(job.lines, parse_spec(sync), 2)
+    replay(job.lines, parse_spec(sync).policy(2))
 
 
 def test_joined_and_left_before_the_start_merge_nothing() -> None:

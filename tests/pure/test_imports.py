@@ -169,6 +169,7 @@ VIRTUAL = (
     "simulate/gradient_trainer.py",
     "simulate/local_trainer.py",
     "simulate/block_trainer.py",
+    "simulate/gossip_trainer.py",
 )
 IMPURE = {
     "time",

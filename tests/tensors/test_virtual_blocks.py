@@ -281,3 +281,50 @@ def test_statistics_of_batch_norm_are_local_and_merged_for_evaluation() -> None:
     assert run.accuracy > 0.93
     assert not torch.equal(run.model[1].running_mean, torch.zeros(16))
     assert run.spread > 0
+
+
+@pytest.mark.parametrize(
+    "cluster", [None, Cluster(workers=3, batch=16, slow={1: 2.5}, link=Link(0.1, 1e6), model_bytes=1e5)]
+)
+def test_decoupled_with_a_quorum_of_all_and_unbounded_grace_is_diloco(cluster: Cluster | None) -> None:
+    loose, bound = train("diloco:4,quorum=3,grace=inf", ADAM, cluster), train("diloco:4", ADAM, cluster, via="ps")
+    assert torch.allclose(values(loose.model), values(bound.model), rtol=0, atol=1e-9)
+
+
+def test_decoupled_against_a_plain_loop() -> None:
+    """Each push is merged when it comes: the change since the worker's own anchor, however old that is."""
+    hand, speeds, period = ByHand(2, MOMENTUM), (1.0, 1.7), 4
+    anchor, velocity = values(TASK.model), torch.zeros_like(values(TASK.model))
+    bases = [anchor, anchor]
+    ends = sorted((period * (block + 1) * speed, worker) for worker, speed in enumerate(speeds) for block in range(20))
+    made = [0, 0]
+    for at, worker in ends:
+        if at > 50:
+            break
+        hand.steps(made[worker], period, [worker])
+        made[worker] += period
+        delta = bases[worker] - values(hand.models[worker])
+        velocity = 0.9 * velocity + delta
+        anchor = anchor - 0.7 * (delta + 0.9 * velocity)
+        bases[worker] = anchor
+        load(hand.models[worker], anchor)
+    cluster = Cluster(workers=2, batch=16, slow={1: 1.7})
+    run = train("diloco:4,quorum=1,grace=0", MOMENTUM, cluster, steps=10**6, seconds=50.0)
+    assert run.outcome.steps == sum(made)
+    assert torch.allclose(values(run.model), anchor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sync", ["diloco:4,quorum=2", "diloco:4,quorum=2,fragments=2", "diloco:4,quorum=2,grace=0,drop=2"])
+def test_decoupled_members_come_and_go(sync: str) -> None:
+    run = train(f"{sync},outer_lr=1,outer_momentum=0", MOMENTUM, EVENTFUL, 100)
+    assert torch.isfinite(values(run.model)).all()
+    assert run.accuracy > 0.7
+
+
+def test_a_decoupled_worker_keeps_what_it_changed_while_the_answer_was_on_its_way() -> None:
+    """One worker, and the anchor is what it sent: training is plain, whatever the network does."""
+    plain = ByHand(1, SGD)
+    plain.steps(0, 32)
+    cluster = Cluster(workers=1, batch=16, link=Link(latency=0.7))
+    run = train("diloco:4,quorum=1,outer_lr=1,outer_momentum=0", SGD, cluster, steps=32)
+    assert torch.allclose(values(run.model), values(plain.models[0]), rtol=0, atol=1e-12)

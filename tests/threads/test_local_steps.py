@@ -104,3 +104,21 @@ def test_an_unfinished_block_is_averaged_at_the_end(way: str) -> None:
     for rank in range(2):
         assert_close([param.detach() for param in models[rank].parameters()], wanted, EXACT)
         assert optimizers[rank].stats["averages"] == 2
+
+
+def test_a_worker_may_consolidate_alone(way: str) -> None:
+    """As a script does that evaluates on rank 0: its blocks end earlier, those of the others go on to their ends."""
+
+    def alone(optimizer: DistributedOptimizer, model: nn.Module, session: Session) -> int:
+        if session.rank == 0:
+            optimizer.consolidate()
+            optimizer.consolidate()  # without a step since: there is nothing to average
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step(samples=2)
+        return int(optimizer.stats["averages"])
+
+    for sync in ("local:4", "diloco:4,fragments=2"):
+        found = train_in_blocks(job_by(way, 2, sync), sync, small_batches(STEPS + 1, [2, 2]), sgd, alone)
+        assert found == [4, 3]

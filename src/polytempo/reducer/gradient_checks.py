@@ -36,16 +36,16 @@ class FiniteWatch:
         self._names, self._rank, self._nonfinite = names, rank, nonfinite
         self.seen = 0
 
-    def check(self, buffer: FlatBuffer, step: int, rows_finite: bool = True) -> bool:
-        """Is a value in it, or among the rows of tables, not finite?"""
+    def check(self, buffer: FlatBuffer, step: int, rows_finite: bool = True, names: Sequence[str] = ()) -> bool:
+        """Is a number in it, or among the rows of tables, not finite? With `names` it holds values of these parameters."""
         if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
         self.seen += 1
         if self._nonfinite == "refuse":
-            wrong = (self._names[index] for index, view in buffer.views.items() if not view.isfinite().all())
+            wrong = ((names or self._names)[index] for index, view in buffer.views.items() if not view.isfinite().all())
             name = next(wrong, "a table")
             raise UsageError(
-                f"worker {self._rank}, step {step}: {name} has a gradient that is not finite; "
+                f"worker {self._rank}, step {step}: {name} has a {'value' if names else 'gradient'} that is not finite; "
                 "lower the learning rate, clip, or count such gradients with nonfinite='count'"
             )
         return True

@@ -81,6 +81,7 @@ class Session:
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
         self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
+        self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
@@ -175,7 +176,9 @@ class Session:
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         way = self.way
-        return open_by_store(store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, proxy=way.proxy)
+        return open_by_store(
+            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+        )
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -200,7 +203,15 @@ class Session:
             for standby in self._standbys:
                 standby.end()
         finally:
+            self._end()
             self._close_world(politely=reason == "finished")
+
+    def _end(self) -> None:
+        """Undo what optimizers have changed in this process."""
+        for undo in self.ending:
+            undo()
+        self.ending.clear()
+        self.flushing.clear()
 
     def _close_world(self, politely: bool) -> None:
         for native in self._natives.values():
@@ -220,6 +231,7 @@ class Session:
         """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:
             standby.end()
+        self._end()
         self._close_world(politely=False)
         if self.client is not None:
             self.client.close()
@@ -244,11 +256,12 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
-    proxy = job.proxies.get(rank, "")
+    emulated = job.emulated_host(rank)
+    proxy = emulated.proxy if emulated else ""
     channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
     session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure, proxy=proxy)
+    session.way = Way(job.route, keys, job.insecure, emulated=emulated)
     return session
 
 

@@ -24,11 +24,10 @@ from torch import nn
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.outer_step import OuterRule, OuterStep
 from polytempo.simulate.datasets import Shards, TensorPair
-from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, with_merged_buffers
+from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, Weights, with_merged_buffers
 from polytempo.simulate.worker import SentBlock
 from polytempo.sync.spec import Spec
 
-Values = list[torch.Tensor]
 #: Optimizer state of some parameters: for each, names and tensors.
 State = list[dict[str, torch.Tensor]]
 
@@ -37,7 +36,7 @@ State = list[dict[str, torch.Tensor]]
 class ModelBlock:
     """What a worker has sent of a fragment."""
 
-    values: Values  #: or, in decoupled modes, their change
+    values: Weights  #: or, in decoupled modes, their change
     state: State  #: to be averaged, where it is
     rates: list[float]  #: the learning rate of each group, in the last step
     loss: float | None
@@ -52,9 +51,9 @@ class Learner:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters)
         self.losses: list[list[float]] = [[] for _ in range(fragments)]  # since the last sending of each fragment
-        self.base: list[Values] = [[] for _ in range(fragments)]  # the values it last took
-        self.sent: list[Values | None] = [None] * fragments  # its own at the sending, until the answer is taken
-        self.fetched: list[tuple[Values, State]] = [([], [])] * fragments
+        self.base: list[Weights] = [[] for _ in range(fragments)]  # the values it last took
+        self.sent: list[Weights | None] = [None] * fragments  # its own at the sending, until the answer is taken
+        self.fetched: list[tuple[Weights, State]] = [([], [])] * fragments
 
     @property
     def rates(self) -> list[float]:
@@ -78,8 +77,8 @@ class VirtualBlockTrainer:
         self._fragments = cut([p.numel() for p in self._parameters], spec.averaging.fragments)
         self._outer = [self._outer_step(members) for members in self._fragments]
         self._learners: dict[int, Learner] = {}
-        self._buffers: dict[int, Values] = {}
-        self._newest: list[Values] = [self._snapshot(members) for members in self._fragments]
+        self._buffers: dict[int, Weights] = {}
+        self._newest: list[Weights] = [self._snapshot(members) for members in self._fragments]
         self._states: list[State] = [[] for _ in self._fragments]  # averaged at the last merge
         self.spread = GradientDivergence(self._parameters)
 
@@ -188,9 +187,9 @@ class VirtualBlockTrainer:
         """The master's values with the merged buffers of the workers, in evaluation mode."""
         return with_merged_buffers(self.master, self._buffers.values()) if self._buffers else self.master.eval()
 
-    # Values and state.
+    # Weights and state.
 
-    def _snapshot(self, members: list[int]) -> Values:
+    def _snapshot(self, members: list[int]) -> Weights:
         return [self._parameters[index].detach().clone() for index in members]
 
     def _state_of(self, learner: Learner, members: list[int]) -> State:
@@ -225,7 +224,7 @@ def is_averaged(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def weighted_mean(values: Sequence[Values], shares: Sequence[float]) -> Values:
+def weighted_mean(values: Sequence[Weights], shares: Sequence[float]) -> Weights:
     """The mean of lists of tensors; of one list its tensors themselves."""
     if len(values) == 1:
         return list(values[0])

@@ -35,6 +35,7 @@ from polytempo.sync.spec import Spec
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Gradient = list[torch.Tensor | None]
+Weights = list[torch.Tensor]
 
 
 class WeightHistory:

@@ -9,6 +9,7 @@ update rate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from polytempo.simulate.cluster import Cluster
@@ -102,6 +103,40 @@ class AllReduceRoute:
         if together not in self._seconds:
             self._seconds[together] = all_reduce_seconds(self._algorithm, self._cluster, together)
         return [now + self._seconds[together]] * len(workers)
+
+
+class PeerRoute:
+    """From worker to worker, over the links of both: a sender's carries the bytes for all its neighbours, a receiver's those
+    of all its neighbours. What decides goes by messages without bytes, which take a latency."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        links = [cluster.links.get(rank, cluster.link) for rank in cluster.ranks()]
+        self._latency = [link.latency for link in links]
+        self._seconds = [_seconds(cluster.model_bytes, link.bandwidth) for link in links]
+        medium = Queue()  # of all bytes, where there is only one
+        self._out = [medium if cluster.link.shared else Queue() for _ in links]
+        self._in = [medium if cluster.link.shared else Queue() for _ in links]
+        self._shared = cluster.link.shared
+
+    def send(self, sender: int, receivers: Sequence[int], now: float) -> tuple[float, list[float]]:
+        """When a model, sent now to each of these side by side, has left the sender, and when it arrives at each."""
+        if not receivers:
+            return now, []
+        left = self._out[sender].pass_through(now, len(receivers) * self._seconds[sender])
+        return left, [self._arrival(sender, receiver, left, now) for receiver in receivers]
+
+    def _arrival(self, sender: int, receiver: int, left: float, now: float) -> float:
+        passed = left if self._shared else self._in[receiver].pass_through(now, self._seconds[receiver])
+        return max(left, passed) + max(self._latency[sender], self._latency[receiver])
+
+    def push(self, worker: int, now: float) -> float:
+        return now + self._latency[worker]
+
+    def applied(self, now: float) -> None:
+        pass
+
+    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
+        return [now + self._latency[worker] for worker in workers]
 
 
 def make_route(cluster: Cluster, via: str) -> Route | None:

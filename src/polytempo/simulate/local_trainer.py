@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
 from torch import nn
 
 from polytempo.simulate.datasets import Shards, TensorPair
-from polytempo.simulate.gradient_trainer import Gradient, LossFn, OptimizerFactory, VirtualTrainer
+from polytempo.simulate.gradient_trainer import Gradient, LossFn, OptimizerFactory, VirtualTrainer, Weights
 from polytempo.sync.events import Pushed
 from polytempo.sync.spec import Spec
-
-Weights = list[torch.Tensor]
 
 
 class Replica:

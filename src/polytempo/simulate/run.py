@@ -15,15 +15,19 @@ from polytempo.simulate.block_engine import BlockEngine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
 from polytempo.simulate.engine import SimulationEngine
-from polytempo.simulate.links import make_route, make_server_route
+from polytempo.simulate.gossip_engine import GossipEngine
+from polytempo.simulate.links import PeerRoute, make_route, make_server_route
 from polytempo.simulate.local_engine import LocalEngine
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.worker import BlockTrainer, LocalTrainer, Trainer
+from polytempo.simulate.pair_engine import PairEngine
+from polytempo.simulate.worker import BlockTrainer, GossipTrainer, LocalTrainer, Trainer
 from polytempo.sync.corrections import NOTHING
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
-VIAS = ("auto", "ps", "allreduce", *ALGORITHMS)
+VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
+
+AnyTrainer = Trainer | BlockTrainer | GossipTrainer
 
 
 def simulate_job(
@@ -33,7 +37,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: Trainer | BlockTrainer | None = None,
+    trainer: AnyTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     **budget: Any,
@@ -43,8 +47,8 @@ def simulate_job(
     Args:
         cluster: The machines and links.
         sync: The mode, such as `"ssp:3"`.
-        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`, and
-            `"allreduce"` where models are averaged.
+        via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`,
+            `"allreduce"` where models are averaged, and `"peers"` where they are mixed with those of neighbours.
         seed: Of everything random.
         record: Called with every line of the record.
         trainer: Computes real gradients along the run; `train_virtually` makes one.
@@ -86,13 +90,18 @@ def simulate_job(
 
 
 def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: Trainer | BlockTrainer | None, **options: Any
+    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: AnyTrainer | None, **options: Any
 ) -> SimulationEngine:
     policy, local, averaging = spec.policy(cluster.workers), spec.local, spec.averaging
     if averaging is not None:
         policies = [policy, *(spec.policy(cluster.workers) for _ in range(averaging.fragments - 1))]
         route = make_route(replace(cluster, model_bytes=cluster.model_bytes / len(policies)), way)
         return BlockEngine(cluster, policies, route, budget, averaging, cast(BlockTrainer | None, trainer), **options)
+    if spec.gossip is not None:
+        mixer, peers = cast(GossipTrainer | None, trainer), PeerRoute(cluster)
+        if spec.gossip.asynchronous:
+            return PairEngine(cluster, policy, peers, budget, mixer, **options)
+        return GossipEngine(cluster, policy, peers, budget, spec.gossip, mixer, **options)
     if local is None:
         gradients = cast(Trainer | None, trainer)
         return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=gradients, **options)
@@ -103,6 +112,11 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     """The way gradients travel: "ps" or the name of an all-reduce; what the mode cannot use is refused."""
     if via not in VIAS:
         raise UsageError(f"unknown way {via!r}; known: {', '.join(VIAS)}{nearest(via, VIAS)}")
+    if spec.gossip is not None or via == "peers":
+        if spec.gossip is None or via not in ("auto", "peers"):
+            other = "peers: its values go from worker to worker" if spec.gossip else "ps, or gossip:ring with peers"
+            raise UsageError(f"{spec.text} cannot go by {via!r}; use {other}")
+        return "peers"
     if via == "auto":
         via = "ps" if spec.averaging is None or not spec.mode.all_reduce else "allreduce"
     if via == "ps":

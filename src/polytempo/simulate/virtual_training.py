@@ -2,7 +2,8 @@
 
 The engine computes which worker does what when; a trainer computes beside it what happens to the models. Workers that push
 gradients have a `VirtualTrainer` (`gradient_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`),
-those that average their models a `VirtualBlockTrainer` (`block_trainer.py`).
+those that average their models a `VirtualBlockTrainer` (`block_trainer.py`), and
+those that mix them with neighbours a `VirtualGossipTrainer` (`gossip_trainer.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from polytempo.records.lines import RecordLine
 from polytempo.simulate.block_trainer import VirtualBlockTrainer
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import Shards, TensorPair, as_tensors
+from polytempo.simulate.gossip_trainer import VirtualGossipTrainer
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, VirtualTrainer
 from polytempo.simulate.local_trainer import VirtualLocalTrainer
 from polytempo.simulate.outcome import Outcome
@@ -124,11 +126,13 @@ def train_virtually(
     return TrainingRun(outcome, tuple(curve.items()), trainer.evaluable(), trainer.spread.mean)
 
 
-AnyTrainer = VirtualTrainer | VirtualBlockTrainer
+VirtualTrainers = VirtualTrainer | VirtualBlockTrainer | VirtualGossipTrainer
 
 
-def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer]:
+def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer] | type[VirtualGossipTrainer]:
     """The trainer that a mode needs."""
+    if spec.gossip is not None:
+        return VirtualGossipTrainer
     if spec.averaging is not None:
         return VirtualBlockTrainer
     return VirtualTrainer if spec.local is None else VirtualLocalTrainer
@@ -139,7 +143,7 @@ def model_bytes(model: nn.Module) -> float:
     return float(sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
 
 
-def _evaluate(trainer: AnyTrainer, test: TensorPair, metric: MetricFn) -> float:
+def _evaluate(trainer: VirtualTrainers, test: TensorPair, metric: MetricFn) -> float:
     with torch.no_grad():
         value = metric(trainer.evaluable()(test[0]), test[1])
     trainer.master.train()

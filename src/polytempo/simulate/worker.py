@@ -12,6 +12,7 @@ from random import Random
 from typing import Protocol
 
 from polytempo.simulate.cluster import Cluster
+from polytempo.sync.actions import Mixing
 from polytempo.sync.events import Pushed
 
 NOT_HELD = -1.0
@@ -220,3 +221,46 @@ class BlockTrainer(Protocol):
 
     def end(self, worker: int) -> None:
         """A worker has left; its state is dropped."""
+
+
+class GossipTrainer(Protocol):
+    """Models of workers that mix them with those of neighbours: each has values, a push-sum weight and an optimizer."""
+
+    def keep(self, version: int) -> None:
+        """Nothing to do."""
+
+    def drop(self, version: int) -> None:
+        """Nothing to do."""
+
+    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
+        """A push has come: nothing to do."""
+
+    def observe(self, now: float) -> None:
+        """Evaluate the mean of all models."""
+
+    def begin(self, worker: int, empty: bool) -> None:
+        """A worker starts, with the initial values, or with nothing."""
+
+    def has_model(self, worker: int) -> bool:
+        """Has a worker any weight?"""
+
+    def step(self, worker: int, step: int) -> None:
+        """A local step on this batch of the worker's data; where values are kept apart, it is not added to them yet."""
+
+    def send(self, worker: int, step: int) -> None:
+        """A worker sends its values to its out-neighbours of this step."""
+
+    def mix(self, worker: int, step: int, mixing: Mixing, lost: tuple[int, ...]) -> None:
+        """A worker has what its in-neighbours of this step sent."""
+
+    def forget(self, step: int) -> None:
+        """Nothing that was sent in this step is needed any more."""
+
+    def average(self, asker: int, answerer: int) -> None:
+        """Two workers take the mean of both."""
+
+    def finish(self, worker: int) -> None:
+        """The local step is added to a worker's values."""
+
+    def end(self, worker: int, finished: bool) -> None:
+        """A worker has left; one that has finished is still looked at."""

@@ -4,7 +4,7 @@
     block end    after the local steps that the policy has said: values travel, their average is taken (`fragment.py`), and
                  the policy says how many local steps the next block has
     fragments    of P, number p is sent after step p k / P of each k (number 0 after k), and taken `overlap` steps later
-    consolidate  ends the block now, on all workers, so that all have one model
+    consolidate  ends this worker's block now, if it has local steps; the average comes when the other workers' blocks end
     the end      a worker that leaves sends the block that it has not finished, and takes the average with the workers that
                  are there; no worker waits for one that has left
 
@@ -14,11 +14,17 @@ Module buffers are each worker's own, or with `buffers="mean"` averaged with the
 
 What the script writes to parameters inside a block is this worker's progress, like a local step. What it writes between an
 average and the first step after it replaces the anchor of an outer step, and must then be the same on all workers.
+
+`adacomm` learns the loss from `backward()` (`loss_watch.py`). With `hold=1` a fall of the learning rate waits while blocks
+have more than one step: local steps are made at the rate before it. A rise is not held.
+
+In decoupled DiLoCo the turns of the fragments are others (`decoupled_turns.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,16 +32,21 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.session.session import Session
-from polytempo.sync.local_sgd import Averaging
+from polytempo.sync.spec import Spec
+from polytempo.train.decoupled_turns import DecoupledTurns
 from polytempo.train.fragment import Fragment
+from polytempo.train.loss_watch import BlockLoss, LossWatch
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
 
 
 class LocalStepUpdate(StepUpdate):
     """Blocks of one optimizer."""
 
-    def __init__(self, session: Session, wrapped: Wrapped, fragments: Sequence[Fragment], averaging: Averaging) -> None:
-        self._session, self._wrapped, self._averaging = session, wrapped, averaging
+    def __init__(self, session: Session, wrapped: Wrapped, fragments: Sequence[Fragment], spec: Spec) -> None:
+        assert spec.averaging is not None
+        self._session, self._wrapped, self._spec, self._averaging = session, wrapped, spec, spec.averaging
+        self._loss = BlockLoss(LossWatch(session)) if spec.averaging.loss else None
+        self._held: list[float] = []  # the learning rates of the last local step, where a fall of them waits
         self.fragments = list(fragments)
         self._steps = 0
         self._averages = 0
@@ -43,6 +54,8 @@ class LocalStepUpdate(StepUpdate):
         self._hyper: GroupValues = ()  # of the last local step
         self._about: dict[str, Any] = {}  # more fields of the next push
         self._start_turns()
+        waits = self._averaging.waits
+        self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
         session.flushing.append(self.flush)
 
     @property
@@ -74,17 +87,42 @@ class LocalStepUpdate(StepUpdate):
 
     def _make(self, request: StepRequest) -> Any:
         wrapped, result = self._wrapped, None
-        self._hyper = wrapped.hyper()
-        if request.skip or request.samples == 0:
-            return None
-        wrapped.clip()
-        if request.closure is None:
-            step_unwrapped(wrapped.optimizer)
-        else:
-            result = wrapped.optimizer.step(request.closure)
+        with self._held_rates():
+            self._hyper = wrapped.hyper()
+            if request.skip or request.samples == 0:
+                if self._loss is not None:
+                    self._loss.skip()
+                return None
+            wrapped.clip()
+            if request.closure is None:
+                step_unwrapped(wrapped.optimizer)
+            else:
+                result = wrapped.optimizer.step(request.closure)
         for fragment in self.fragments:
             fragment.record()
+        if self._loss is not None:
+            given = result if request.loss is None else request.loss
+            self._loss.add(given, request.samples, request.scale, request.unscaled)
         return result
+
+    @contextmanager
+    def _held_rates(self) -> Iterator[None]:
+        """Inside, a fall of the learning rate is held back, where the mode does and blocks have more than one step."""
+        if not self._averaging.holds_lr:
+            yield
+            return
+        groups = self._wrapped.optimizer.param_groups
+        scheduled = [group["lr"] for group in groups]
+        now = [float(lr) for lr in scheduled]
+        held = self._held if self._held and self.period > 1 else now
+        self._held = [max(one, other) for one, other in zip(held, now, strict=True)]
+        for group, lr in zip(groups, self._held, strict=True):
+            group["lr"] = lr
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, scheduled, strict=True):
+                group["lr"] = lr
 
     def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
         own = self._wrapped.params
@@ -106,6 +144,9 @@ class LocalStepUpdate(StepUpdate):
         return sorted(self.fragments, key=lambda fragment: fragment.due)
 
     def _take_turns(self) -> None:
+        if self._decoupled is not None:
+            self._decoupled.after_step(self._steps)
+            return
         overlap = self._averaging.overlap
         for fragment in self.fragments:
             if fragment.sent_at is not None and fragment.sent_at + overlap == self._steps:
@@ -123,16 +164,20 @@ class LocalStepUpdate(StepUpdate):
         if fragment is self.fragments[0]:
             about = {**self._about, "computed": self._computed}
             self._about, self._computed = {}, 0.0
-        fragment.send(self._steps, hyper, rates, **about)
+            about |= {"lr": rates[0]} if self._averaging.lr else {}
+            about |= {"loss": self._loss.take(self._spec.text)} if self._loss is not None and fragment.made.count else {}
+        fragment.send(self._steps, hyper, rates, self._wrapped.finite, **about)
 
     def _take(self, fragment: Fragment) -> None:
-        assert fragment.sent_at is not None
-        sent_at = fragment.sent_at
         fragment.take()
-        self._took(fragment, sent_at)
+        self._took(fragment)
 
-    def _took(self, fragment: Fragment, sent_at: int) -> None:
-        fragment.due = sent_at + max(fragment.reducer.period, 1)
+    def _took(self, fragment: Fragment) -> None:
+        fragment.due += max(fragment.reducer.period, 1)  # from when it was due: fragments keep their order
+        self._count(fragment)
+
+    def _count(self, fragment: Fragment) -> None:
+        """The average of a fragment was taken."""
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
@@ -141,6 +186,9 @@ class LocalStepUpdate(StepUpdate):
     def flush(self) -> None:
         """Send what was not sent yet, and take all that is under way."""
         with torch.no_grad():
+            if self._decoupled is not None:
+                self._decoupled.flush()
+                return
             under_way = [fragment for fragment in self._in_turn() if fragment.sent_at is not None]
             unsent = [fragment for fragment in self._in_turn() if fragment.sent_at is None and fragment.made.count]
             for fragment in unsent:
@@ -149,17 +197,27 @@ class LocalStepUpdate(StepUpdate):
                 self._take(fragment)
 
     def consolidate(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            self._decoupled.consolidate()
+            return
         for fragment in self._in_turn():
             if fragment.sent_at is not None:
                 self._take(fragment)
-        order = self._in_turn()
-        for fragment in order:
+        changed = [
+            fragment for fragment in self._in_turn() if fragment.made.count
+        ]  # others are as the last average left them
+        for fragment in changed:
             self._send(fragment)
-        for fragment in order:
+        for fragment in changed:
             self._take(fragment)
         self._start_turns()
 
     def push_values(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            raise UsageError(
+                "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times; change "
+                "them before DistributedOptimizer()"
+            )
         for fragment in self.fragments:
             fragment.look()
             fragment.carry()
@@ -172,7 +230,7 @@ class LocalStepUpdate(StepUpdate):
             while not (fragment := self._in_turn()[0]).reducer.join():
                 fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
                 fragment.install()
-                self._took(fragment, fragment.due)
+                self._took(fragment)
         self._start_turns()
 
     # Optimizer state beside the wrapped optimizer's.

@@ -40,6 +40,7 @@ from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.spec import Spec, parse_spec
+from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.companions import Companions
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
@@ -153,7 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         if fragments and spec.averaging is not None:
-            self._update: StepUpdate = LocalStepUpdate(session, self._wrapped, fragments, spec.averaging)
+            self._update: StepUpdate = LocalStepUpdate(session, self._wrapped, fragments, spec)
         else:
             self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper)
         session.computing_from(time.perf_counter())
@@ -229,13 +230,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     # A step.
 
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None, loss: Any = None) -> Any:
         """Push, wait as the mode says, pull.
 
         Args:
             closure: Evaluates the loss, as torch's optimizers take it.
             samples: Weighs this worker's gradient, a number of any kind; with 0 it counts for nothing, whatever it holds.
                 The default weighs all workers equally.
+            loss: The loss of this step, for `adacomm`, which otherwise takes what `backward()` was called on.
 
         Returns:
             What the closure returned.
@@ -245,28 +247,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 of a barrier mode differ in their hyper-parameters.
         """
         step = _observed_step if is_observed(self) else DistributedOptimizer._step
-        return step(self, closure, samples=samples)
+        return step(self, closure, samples=samples, loss=loss)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler, which costs 40 us a step
 
-    def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None, loss: Any = None) -> Any:
         if not self._syncing:
             raise UsageError("step() inside no_sync(); accumulate there, and step outside")
         samples = None if samples is None else weight_of(samples)
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
-        loss = None
+        value = None
         if closure is not None and type(self.inner) is not torch.optim.LBFGS:
             with torch.enable_grad():
-                loss = closure()
+                value = closure()
             closure = None
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
+            request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
+            request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
             request.about = {"computed": computed, **self._data_position(samples)}
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
-        return result if loss is None else loss
+        return result if value is None else value
 
     def _begin_step(self, reducer: Reducer) -> float:
         """Check the parameters; the seconds that this worker has computed."""
@@ -447,7 +451,8 @@ def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: s
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
-        return GossipUpdate(wrapped, reducer, spec.gossip.overlap)
+        gossip = spec.gossip
+        return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:

@@ -56,6 +56,9 @@ class StepRequest:
     agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
     closure: Callable[[], Any] | None = None
     about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
+    loss: Any = None  #: the loss, where the script gave it or a closure has returned it
+    scale: Any = None  #: what a GradScaler has multiplied the loss by
+    unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
 
 
 class StepUpdate(ABC):
