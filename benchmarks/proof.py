@@ -51,6 +51,9 @@ CHECKED = (
     "downpour:push=3,fetch=2,warm=7",
     "asup,bound=2",
     "asp,drop=2",
+    "gossip:ring",
+    "gossip:exp",
+    "adpsgd:ring",
 )
 
 
