@@ -21,6 +21,7 @@ from rich.progress import track
 
 from asup import asup
 from measure import save
+from pauses import longest_pauses
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
@@ -30,7 +31,6 @@ from polytempo.simulate.description import random_cluster
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
-from pauses import longest_pauses
 from prediction import predict
 from scripts_proof import scripts
 from slow_network import slow_network
