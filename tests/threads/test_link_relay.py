@@ -22,7 +22,7 @@ from polytempo.transport.channel import Bytes
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import make_keys
 from polytempo.transport.link_emulation import EmulatedNetwork
-from polytempo.transport.link_relay import LinkRelay, server_name, worker_name
+from polytempo.transport.link_relay import EmulatedHost, LinkRelay, server_name, worker_name
 from polytempo.transport.poller import Poller
 from polytempo.transport.zeromq import ZmqEndpoint
 
@@ -300,7 +300,9 @@ def test_ranks_of_an_emulated_network_are_hosts_of_their_own() -> None:
         sums: dict[int, torch.Tensor] = {}
 
         def work(rank: int) -> None:
-            world = worlds[rank] = open_by_store(store, rank, 3, "", keys, proxy=relay.proxies[rank])
+            world = worlds[rank] = open_by_store(
+                store, rank, 3, "", keys, emulated=EmulatedHost(worker_name(rank), relay.proxies[rank])
+            )
             tensor = torch.arange(100_000.0) * (rank + 1)
             world.all_ranks.all_reduce([tensor]).wait()
             sums[rank] = tensor

@@ -19,6 +19,7 @@ from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import UsageError
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
+from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_by_name, rendezvous_by_store
@@ -119,15 +120,15 @@ def open_by_store(
     join_timeout: float = JOIN_TIMEOUT,
     timeout: float | None = None,
     gone: Callable[[], Mapping[int, str]] = dict,
-    proxy: str = "",
+    emulated: EmulatedHost | None = None,
 ) -> World:
-    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `proxy`: the way to
-    others where the network is emulated."""
+    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `emulated`:
+    this rank's place where the network is emulated."""
     _check(rank, size)
     engine = ProgressEngine(rank)
     meet = partial(
         rendezvous_by_store,
-        *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, proxy),
+        *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
     )
     return _opened(engine, size, meet, timeout)
 

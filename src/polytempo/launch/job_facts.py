@@ -11,6 +11,7 @@ from typing import Any
 from polytempo.errors import UsageError
 from polytempo.launch.environment import Placement, placement_of
 from polytempo.transport.keys import WorkerKeys, read_key_file
+from polytempo.transport.link_relay import EmulatedHost, worker_name
 
 #: The two variables by which a launcher tells a process its job and rank. An argument of `init` wins over them.
 JOB_VARIABLE = "POLYTEMPO_JOB"
@@ -59,6 +60,10 @@ class JobFacts:
             "MASTER_ADDR": host if host not in ("", "0.0.0.0", "*", "::") else "127.0.0.1",
             "MASTER_PORT": str(self.port),
         }
+
+    def emulated_host(self, rank: int) -> EmulatedHost | None:
+        """A worker's place on the emulated network; None where the network is real."""
+        return EmulatedHost(worker_name(rank), self.proxies[rank]) if rank in self.proxies else None
 
     def write(self, path: Path) -> None:
         """Write the job file, readable by this user alone: it may hold a key."""
@@ -147,11 +152,15 @@ class Way:
     keys: WorkerKeys | None = None
     insecure: bool = False
     agent: bool = False  #: the launcher keeps the store
-    proxy: str = ""  #: the way to others where the network is emulated
+    emulated: EmulatedHost | None = None  #: where the network is emulated
 
 
 def way_of(address: str | None, key_file: str | None) -> Way:
-    """From arguments and, where they are missing, variables."""
+    """From arguments and, where they are missing, variables. A job with an emulated network has one way for all."""
+    job = job_of_environment()
+    emulated = job[0].emulated_host(job[1]) if job is not None else None
+    if job is not None and emulated is not None and job[0].keys is not None:
+        return Way(keys=WorkerKeys(**job[0].keys), emulated=emulated)
     found = address or os.environ.get(ADDRESS_VARIABLE, "")
     file = key_file or os.environ.get(KEY_VARIABLE, "")
     agent = not found and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -176,7 +176,9 @@ class Session:
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         way = self.way
-        return open_by_store(store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, proxy=way.proxy)
+        return open_by_store(
+            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+        )
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -254,11 +256,12 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
-    proxy = job.proxies.get(rank, "")
+    emulated = job.emulated_host(rank)
+    proxy = emulated.proxy if emulated else ""
     channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
     session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
     session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure, proxy=proxy)
+    session.way = Way(job.route, keys, job.insecure, emulated=emulated)
     return session
 
 

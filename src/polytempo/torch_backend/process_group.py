@@ -424,6 +424,7 @@ def _open_world(options: Any, ranks: Sequence[int]) -> World:
         join_timeout=seconds,
         timeout=seconds,
         gone=lambda: _lost_ranks(ranks),
+        emulated=way.emulated,
     )
 
 

@@ -49,6 +49,14 @@ def worker_name(rank: int) -> str:
     return f"worker-{rank}"
 
 
+@dataclass(frozen=True)
+class EmulatedHost:
+    """A worker's place on an emulated network."""
+
+    name: str  #: by which other workers reach it
+    proxy: str  #: its way to all others
+
+
 class RelayEnd:
     """One socket of a connection, the flow of what is read from it, and what waits to be written to it."""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.deadline import Deadline, named
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.link_relay import RELAY_HOST, worker_name
+from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
 from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
@@ -95,13 +95,13 @@ def rendezvous_by_store(
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
-    proxy: str = "",
+    emulated: EmulatedHost | None = None,
 ) -> RankLinks:
     """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at.
-    `proxy`: the way to others where the network is emulated (`link_relay.py`); each rank is a host of its own then."""
+    `emulated`: this rank's place where the network is emulated (`link_relay.py`); each rank is a host of its own then."""
     if rank == 0:
         store.put("token", secrets.token_hex(16))
-    store.put(f"host-{rank}", worker_name(rank) if proxy else _host())
+    store.put(f"host-{rank}", emulated.name if emulated else _host())
     by_host: dict[str, list[int]] = {}
     for other in range(size):
         by_host.setdefault(_found(store, f"host-{other}", other, deadline), []).append(other)
@@ -113,10 +113,10 @@ def rendezvous_by_store(
     try:
         if away:
             _check_keys(away, keys, insecure)
-            made.wires = ZmqWires(keys, proxy)
+            made.wires = ZmqWires(keys, emulated.proxy if emulated else "")
             links = [ZmqLink(other, receiver, made.wires, serves=rank < other) for other in away]
             made.links += links
-            _link_hosts(store, rank, links, deadline, route, proxy)
+            _link_hosts(store, rank, links, deadline, route, emulated)
     except BaseException:
         for link in made.links:
             link.close()
@@ -256,10 +256,12 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
         )
 
 
-def _link_hosts(store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str, proxy: str) -> None:
+def _link_hosts(
+    store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str, emulated: EmulatedHost | None
+) -> None:
     """The lower rank of a pair listens, and publishes where. Both wait until the other has proved that it has the key."""
-    host, known = (RELAY_HOST, False) if proxy else _own_host(route)
-    reached_as = worker_name(rank) if proxy else OWN_HOST
+    host, known = (RELAY_HOST, False) if emulated else _own_host(route)
+    reached_as = emulated.name if emulated else OWN_HOST
     for link in links:
         if rank < link.rank:
             address = link.bind(f"[{host}]" if ":" in host else host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed
 
 import polytempo as pt
 
@@ -21,5 +22,8 @@ for _ in range(20):
     optimizer.step(samples=8)
 total = torch.full((1000,), float(pt.rank() + 1))
 pt.all_reduce(total)
+torch.distributed.init_process_group("polytempo")
+torch.distributed.all_reduce(total)
+torch.distributed.destroy_process_group()
 print(sum(p.double().square().sum().item() for p in model.parameters()).hex(), total.sum().item())
 print("shares memory" if "/memfd:polytempo" in Path("/proc/self/maps").read_text() else "shares no memory")
