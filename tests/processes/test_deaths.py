@@ -32,7 +32,10 @@ def noticed_after(bench: Bench, worker: int) -> float:
     return next(e["t"] for e in bench.events() if e["kind"] == "fault" and e["worker"] == worker) - died
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1..3", "every:4", "bsp+backup:1", "delay:1", "bsp"])
+MODES = ["asp", "ssp:2", "dssp:1..3", "every:4", "bsp+backup:1", "delay:1", "bsp", "gossip:ring", "gossip:exp,overlap=1"]
+
+
+@pytest.mark.parametrize("sync", MODES)
 def test_the_others_go_on_without_a_killed_worker(sync: str, bench: Bench) -> None:
     flags = ["--min-workers", "2"] if sync == "bsp" else []
     command = ["run", "-n", "3", "--sync", sync, *flags, "--record", "record", PACED, ".", "steps=15", "die=1:5:kill"]

@@ -293,7 +293,7 @@ def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n:
 
     with ThreadJob(n, sync=sync, via="auto") as job:
         for sent in job.run(work):
-            assert sum(sent) == steps * degree * (model + 8)  # 8 bytes: the push-sum weight
+            assert sum(sent) == steps * degree * (model + 16)  # 16 bytes: weight and mark
 
 
 def test_a_cast_halves_what_travels() -> None:
@@ -306,7 +306,7 @@ def test_a_cast_halves_what_travels() -> None:
         return sum(link.payload_sent for link in session.world().engine.messages.links.values()) - before
 
     with ThreadJob(2, sync="gossip:ring", via="auto") as job:
-        assert job.run(work) == [2000 * 2 + 8] * 2
+        assert job.run(work) == [2000 * 2 + 16] * 2
 
 
 # The mean of all models.

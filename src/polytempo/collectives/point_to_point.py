@@ -31,6 +31,13 @@ def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, backgrou
     return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", steps(), background)
 
 
+def listen(group: RankGroup, tensor: torch.Tensor, tag: int) -> Task:
+    """Receive from any member what may come at any time or never, in the background: for what answers requests."""
+    task = receive(group, tensor, None, tag, background=True)
+    task.idle = True
+    return task
+
+
 def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int = 0, background: bool = False) -> Task:
     """Receive into a tensor, from one member of the group or from any; the result is the rank of the world that sent it."""
     _check_tag(tag)

@@ -232,7 +232,7 @@ class ProgressEngine:
             if lost and task.deadline is not None:  # it may wait for a rank that will not come because of them
                 task.finish(None, self.messages.loss(lost, task.name))
         for task in [*heads, *self._free]:
-            if task.deadline is None:
+            if task.deadline is None or task.idle:
                 continue
             if task.deadline.over:
                 task.final = True  # as with torch's other back ends: a rank that hangs would be waited for again and again

@@ -54,6 +54,7 @@ class Task:
         self.error: Exception | None = None
         self.settled = False  #: all ranks have the same error
         self.final = False  #: if it fails, its queue fails for good
+        self.idle = False  #: it waits for what need not come: such a wait is not reported
         self._done = threading.Event()
         self._callbacks: list[Callable[[Task], object]] = []
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from polytempo.protocol.values import MixingRow
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.mixing import MixingSum
 from polytempo.reducer.model_message import MessageAllocator
+from polytempo.reducer.neighbour_links import Sending
 from polytempo.reducer.neighbour_reducer import FIRST_VALUES, NeighbourReducer
 from polytempo.transport.buffer_pool import Pool
 
@@ -35,6 +36,7 @@ class GossipExchange:
         self._sum = MixingSum(reducer.copier.next_buffer())
         self._row: MixingRow | None = reducer.answer.mixing
         self._sent = False  # the values of this step
+        self._sending: Sending = []
         reducer.session.flushing.append(self.leave)
 
     @property
@@ -47,13 +49,13 @@ class GossipExchange:
         if self._row is None:
             return
         reducer, weight = self._reducer, self._reducer.weight
-        self._links.settle()
+        self._links.settle(self._sending)
         reducer.copier.gather(self._own, lambda param: param.detach())
         if weight != 1.0:
             for flat in self._own.tensors.values():
                 flat.mul_(weight)
         self._out.fill(self._own.tensors, weight)
-        self._links.send(self._out.data, [rank for rank, _ in self._row.send], reducer.step)
+        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], reducer.step)
         self._sent = True
 
     def mix(self, step: int, change: FlatBuffer | None = None) -> None:
@@ -126,8 +128,9 @@ class GossipExchange:
         if not self._sent:
             self.send()
         self._note[0] = 1.0 / sum(share for _, share in there)
-        self._links.send(self._note, [rank for rank, _ in there], _note_tag(self._reducer.step))
-        self._links.settle()
+        note = self._links.send(self._note, [rank for rank, _ in there], _note_tag(self._reducer.step))
+        self._links.settle(self._sending)
+        self._links.settle(note)
 
 
 def _note_tag(step: int) -> int:

@@ -1,6 +1,8 @@
 """A whole model as one message between workers: the values of all parameters, and their push-sum weight.
 
-    values of each dtype, one flat tensor after another | weight (float64)
+    values of each dtype, one flat tensor after another | weight and mark (float64)
+
+The mark says what the message is for, where its tag does not.
 
 A cast ("bf16", "fp16") sends wider values in two bytes each. A sender knows what its neighbours got: the message itself. It
 takes exactly that away from its own values (`mixing.py`), so that rounding moves no mass.
@@ -18,8 +20,8 @@ from polytempo.transport.channel import Bytes
 
 #: Flat tensors of different dtypes start at multiples of this.
 ALIGNMENT = 64
-#: Bytes of the weight.
-WEIGHT = 8
+#: Bytes behind the values: a weight, and a mark.
+TRAILER = 16
 
 
 class ModelMessage:
@@ -31,25 +33,30 @@ class ModelMessage:
         for dtype, length in layout.sizes.items():
             starts[dtype] = size = -(-size // ALIGNMENT) * ALIGNMENT
             size += length * kinds[dtype].itemsize
-        size = -(-size // WEIGHT) * WEIGHT
-        self.data = torch.zeros(size + WEIGHT, dtype=torch.uint8)  #: what is sent
+        size = -(-size // TRAILER) * TRAILER
+        self.data = torch.zeros(size + TRAILER, dtype=torch.uint8)  #: what is sent
         self.flats: Flats = {
             dtype: self.data[start : start + layout.sizes[dtype] * kinds[dtype].itemsize].view(kinds[dtype])
             for dtype, start in starts.items()
         }
-        self._weight = self.data[size:].view(torch.float64)
+        self._trailer = self.data[size:].view(torch.float64)
 
     @property
     def weight(self) -> float:
         """The push-sum weight of these values."""
-        return float(self._weight[0])
+        return float(self._trailer[0])
 
-    def fill(self, values: Flats, weight: float) -> None:
+    @property
+    def mark(self) -> int:
+        """What the message is for."""
+        return int(self._trailer[1])
+
+    def fill(self, values: Flats, weight: float, mark: int = 0) -> None:
         """Take these values, cast where that is to be."""
         for dtype, flat in self.flats.items():
             if flat.data_ptr() != values[dtype].data_ptr():  # else they lie in here
                 flat.copy_(values[dtype])
-        self._weight[0] = weight
+        self._trailer[0], self._trailer[1] = weight, mark
 
 
 class MessageAllocator:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from polytempo.collectives.point_to_point import receive, send
+from polytempo.collectives.point_to_point import listen, receive, send
 from polytempo.collectives.tasks import Task
 from polytempo.errors import PeerError, RankLost
 from polytempo.session.session import Session
@@ -19,6 +19,11 @@ from polytempo.transport.deadline import Deadline
 
 #: Seconds in which a message must come through, once it is on its way.
 LONGEST = 600.0
+
+#: Seconds in which what a rank has sent may still come, once the sequencer has said that it is gone.
+LAST_WORDS = 3.0
+#: Messages on their way, and to which rank.
+Sending = list[tuple[int, Task]]
 
 
 class NeighbourLinks:
@@ -30,7 +35,6 @@ class NeighbourLinks:
         group.timeout = LONGEST
         self._session, self._group = session, group
         self._departed: set[int] = set()
-        self._sending: list[tuple[int, Task]] = []
         session.when_departed(self._departed.add)
 
     @property
@@ -44,15 +48,15 @@ class NeighbourLinks:
 
     # Sending.
 
-    def send(self, data: torch.Tensor, to: Iterable[int], tag: int) -> None:
+    def send(self, data: torch.Tensor, to: Iterable[int], tag: int) -> Sending:
         """Send to these ranks in the background; `data` must not change before `settle` has returned."""
-        self._sending += [(rank, send(self._group, data, rank, tag, background=True)) for rank in to]
+        return [(rank, send(self._group, data, rank, tag, background=True)) for rank in to]
 
-    def settle(self) -> None:
-        """Wait until all that was sent may be changed again."""
-        for rank, task in self._sending:
+    def settle(self, sending: Sending) -> None:
+        """Wait until what was sent may be changed again."""
+        for rank, task in sending:
             self.finish(task, rank)
-        self._sending.clear()
+        sending.clear()
 
     # Receiving.
 
@@ -60,9 +64,13 @@ class NeighbourLinks:
         """Receive from a rank. False: it is gone, or brings nothing for `patience` seconds; `data` may change later then."""
         return self.finish(self.start_receive(data, source, tag), source, patience)
 
-    def start_receive(self, data: torch.Tensor, source: int | None, tag: int) -> Task:
-        """Receive in the background, from one rank or any."""
+    def start_receive(self, data: torch.Tensor, source: int, tag: int) -> Task:
+        """Receive in the background."""
         return receive(self._group, data, source, tag, background=True)
+
+    def listen(self, data: torch.Tensor, tag: int) -> Task:
+        """Receive from any rank what need not come; the task ends with an error when the links are closed."""
+        return listen(self._group, data, tag)
 
     # Waiting.
 
@@ -72,12 +80,14 @@ class NeighbourLinks:
         Raises:
             PeerError: The links of this worker are closed, or the rank neither ended nor moved for `LONGEST` seconds.
         """
-        deadline = Deadline(self.rank, patience)
+        deadline, gone = Deadline(self.rank, patience), None
         while not task.done and not deadline.over:
             task.wait_quietly(deadline.until_next_look)
             if not task.done:
                 self._listen()
-                if rank in self._departed:
+                if rank in self._departed and gone is None:
+                    gone = Deadline(self.rank, LAST_WORDS)
+                if gone is not None and gone.over:
                     return False
         if not task.done and patience == LONGEST:
             raise PeerError(deadline.line(f"in {task.name}, for rank {rank}"))

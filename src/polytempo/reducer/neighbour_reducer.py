@@ -71,8 +71,8 @@ class NeighbourReducer(Reducer):
             buffer = self.copier.next_buffer()
             self.copier.gather(buffer, lambda param: param.detach())
             first.fill(buffer.tensors, 1.0)
-            self.links.send(first.data, [member for member in self.answer.members if member != rank], FIRST_VALUES)
-            self.links.settle()
+            others = [member for member in self.answer.members if member != rank]
+            self.links.settle(self.links.send(first.data, others, FIRST_VALUES))
         elif self.links.receive(first.data, root, FIRST_VALUES):
             self.load(first)
         else:
@@ -111,14 +111,24 @@ class NeighbourReducer(Reducer):
         if self.session.size == 1:
             return
         self.before_read()
+        mean = self._mean_reducer()
+        mean.client_state.take = mean.copier.scatter  # values, not gradients
+        mean.push(mean.buffer_of(lambda param: param.detach())[0], (), samples=self.weight)
+        self.copier.watch.record()
+        self.after_read()
+
+    def meet(self) -> None:
+        """Wait until all workers that are there have come to this call."""
+        mean = self._mean_reducer()
+        mean.client_state.take = lambda parts, absent: None
+        mean.push(None, ())
+
+    def _mean_reducer(self) -> ServerReducer:
         if self._mean is None:
             spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=self.spec.tensors, groups=({},))
             self._mean = ServerReducer(self.session, f"{self.name}/mean", spec, self.copier.params)
-            self._mean.client_state.take = self._mean.copier.scatter  # values, not gradients
-        buffer, _ = self._mean.buffer_of(lambda param: param.detach())
-        self._mean.push(buffer, (), samples=self.weight)
-        self.copier.watch.record()
-        self.after_read()
+        self._mean.renew(compare=False)
+        return self._mean
 
     def traffic(self) -> tuple[int, int]:
         """Bytes to and from neighbours, and to and from the sequencer."""

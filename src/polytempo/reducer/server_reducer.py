@@ -351,6 +351,13 @@ class ServerReducer(Reducer):
             self.rows.read_mirrored()
         self.copier.watch.touched = ""
 
+    def newest(self) -> dict[int, list[Bytes]]:
+        """The servers' values of now, one list of buffers for each shard; pushes that are not answered stay so."""
+        with self.session.lock:
+            answers = self.client.read(self.name, "params")
+        self.client_state.version = answers[0][0].version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
+
     def _read_parts(self) -> dict[int, list[Bytes]]:
         answers = self._values.read("params")
         self.client_state.version = answers[0][0].version

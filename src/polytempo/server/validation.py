@@ -48,7 +48,8 @@ def check_push(push: Push) -> None:
         raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
     if not (math.isfinite(push.samples) and push.samples >= 0):
         raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
-    if push.count < 1 or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
+    least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
+    if push.count < least or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
         raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
 
 

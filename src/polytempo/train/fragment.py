@@ -48,6 +48,7 @@ class Fragment:
         groups: The group of each tensor.
         companions: What travels with the parameters.
         overlaps: Are local steps made between sending and taking?
+        alone: Are the values this worker's own at all times, so that what the script writes is never a new anchor?
     """
 
     def __init__(
@@ -57,13 +58,15 @@ class Fragment:
         groups: Sequence[int],
         companions: Companions,
         overlaps: bool,
+        alone: bool = False,
     ) -> None:
         self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
-        self._companions, self._overlaps = companions, overlaps
+        self._companions, self._overlaps, self._alone = companions, overlaps, alone
         self.made = Made()  #: local steps since the last sending
         self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
+        self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
         own = FlatBuffer(reducer.layout, Pool(), pinned=False)
@@ -116,9 +119,12 @@ class Fragment:
             units = [rule.unit(lr) for rule, lr in zip(self._rules, self._all_rates(), strict=True)]
             for index, group in enumerate(self._groups):
                 view = buffer.views[index].neg_().add_(self._views[index])
+                if self._unsent:
+                    view.sub_(self._unsent[index])
                 if units[group] != 1.0:
                     view.div_(units[group])
             hyper = outer_hyper(self._rules, hyper, self._all_rates())
+        self._unsent = []
         self.reducer.copier.watch.touched, self._written = self._written, ""
         self.reducer.begin(buffer, hyper, samples=made.samples, count=made.count, **about)
 
@@ -152,6 +158,19 @@ class Fragment:
         self._companions.write()
         self.record()
 
+    def show(self, newest: dict[int, list[Bytes]]) -> None:
+        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending."""
+        before = self._sent or self._views
+        changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
+        self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
+        self._land(newest)
+        if self._sent:
+            self._sent = [view.clone() for view in self._views]
+        for tensor, view in zip(self._tensors, self._views, strict=True):
+            tensor.detach().copy_(view)
+        self._companions.write()
+        self.record()
+
     def use_rates(self, rates: Sequence[float]) -> None:
         """The learning rates of a round that others have begun."""
         self._rates = list(rates)
@@ -175,7 +194,7 @@ class Fragment:
         """At the start of a block: the values of now are the anchor. That all workers have the same is looked at with the
         next round."""
         fresh = self.made.count == 0 and self.sent_at is None
-        if not fresh or not (self._differences or self._outer is not None):
+        if self._alone or not fresh or not (self._differences or self._outer is not None):
             return
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.detach())
@@ -242,10 +261,11 @@ class FragmentBuilder:
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
         rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
         outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
-        steps = any(rule != PLAIN for rule in rules)
+        steps = any(rule != PLAIN for rule in rules) or self._averaging.decoupled
         spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
         reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
-        overlaps = bool(self._averaging.overlap) or self._averaging.decoupled
-        return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps)
+        alone = not self._averaging.waits
+        overlaps = bool(self._averaging.overlap) or alone
+        return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)

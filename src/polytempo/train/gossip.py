@@ -11,6 +11,7 @@ mixed, and training goes on from these; their mean is the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ class LocalStep:
         return loss
 
 
+def changes_since(before: FlatBuffer, params: Sequence[torch.Tensor]) -> FlatBuffer:
+    """What the parameters have changed since they were these values, in the same memory."""
+    for index, param in enumerate(params):
+        view = before.views[index]
+        view.neg_().add_(param.detach().to(view.device))
+    return before
+
+
 class GossipUpdate(StepUpdate):
     """Local steps, mixed with those of neighbours."""
 
@@ -63,7 +72,7 @@ class GossipUpdate(StepUpdate):
     def step(self, request: StepRequest) -> Any:
         reducer, step = self._reducer, self._reducer.step
         loss = self._local.make(request)
-        change = None if self._sent is None else self._change(self._sent)
+        change = None if self._sent is None else changes_since(self._sent, reducer.copier.params)
         if self._sent is None:
             self._exchange.send()
         reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
@@ -77,13 +86,6 @@ class GossipUpdate(StepUpdate):
         if self._sent is not None and not self._exchange.alone:
             self._reducer.copier.gather(self._sent, lambda param: param.detach())
             self._exchange.send()
-
-    def _change(self, sent: FlatBuffer) -> FlatBuffer:
-        """What has changed since the values were sent, in the same memory."""
-        for index, param in enumerate(self._reducer.copier.params):
-            view = sent.views[index]
-            view.neg_().add_(param.detach().to(view.device))
-        return sent
 
     def _shift(self, sign: int) -> None:
         """`consolidate()` is no change of the model: before it and after it, so that the difference cancels."""

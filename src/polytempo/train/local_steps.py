@@ -17,6 +17,8 @@ average and the first step after it replaces the anchor of an outer step, and mu
 
 `adacomm` learns the loss from `backward()` (`loss_watch.py`). With `hold=1` a fall of the learning rate waits while blocks
 have more than one step: local steps are made at the rate before it. A rise is not held.
+
+In decoupled DiLoCo the turns of the fragments are others (`decoupled_turns.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from polytempo.errors import UsageError
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
+from polytempo.train.decoupled_turns import DecoupledTurns
 from polytempo.train.fragment import Fragment
 from polytempo.train.loss_watch import BlockLoss, LossWatch
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
@@ -51,6 +54,8 @@ class LocalStepUpdate(StepUpdate):
         self._hyper: GroupValues = ()  # of the last local step
         self._about: dict[str, Any] = {}  # more fields of the next push
         self._start_turns()
+        waits = self._averaging.waits
+        self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
         session.flushing.append(self.flush)
 
     @property
@@ -139,6 +144,9 @@ class LocalStepUpdate(StepUpdate):
         return sorted(self.fragments, key=lambda fragment: fragment.due)
 
     def _take_turns(self) -> None:
+        if self._decoupled is not None:
+            self._decoupled.after_step(self._steps)
+            return
         overlap = self._averaging.overlap
         for fragment in self.fragments:
             if fragment.sent_at is not None and fragment.sent_at + overlap == self._steps:
@@ -166,6 +174,10 @@ class LocalStepUpdate(StepUpdate):
 
     def _took(self, fragment: Fragment) -> None:
         fragment.due += max(fragment.reducer.period, 1)  # from when it was due: fragments keep their order
+        self._count(fragment)
+
+    def _count(self, fragment: Fragment) -> None:
+        """The average of a fragment was taken."""
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
@@ -174,6 +186,9 @@ class LocalStepUpdate(StepUpdate):
     def flush(self) -> None:
         """Send what was not sent yet, and take all that is under way."""
         with torch.no_grad():
+            if self._decoupled is not None:
+                self._decoupled.flush()
+                return
             under_way = [fragment for fragment in self._in_turn() if fragment.sent_at is not None]
             unsent = [fragment for fragment in self._in_turn() if fragment.sent_at is None and fragment.made.count]
             for fragment in unsent:
@@ -182,6 +197,9 @@ class LocalStepUpdate(StepUpdate):
                 self._take(fragment)
 
     def consolidate(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            self._decoupled.consolidate()
+            return
         for fragment in self._in_turn():
             if fragment.sent_at is not None:
                 self._take(fragment)
@@ -195,6 +213,11 @@ class LocalStepUpdate(StepUpdate):
         self._start_turns()
 
     def push_values(self, reducer: Reducer) -> None:
+        if self._decoupled is not None:
+            raise UsageError(
+                "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times; change "
+                "them before DistributedOptimizer()"
+            )
         for fragment in self.fragments:
             fragment.look()
             fragment.carry()

@@ -40,6 +40,7 @@ from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.spec import Spec, parse_spec
+from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.companions import Companions
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
@@ -450,7 +451,8 @@ def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: s
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
-        return GossipUpdate(wrapped, reducer, spec.gossip.overlap)
+        gossip = spec.gossip
+        return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
