@@ -7,6 +7,7 @@ tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
 scripts   random training scripts against plain PyTorch, in threads, and some with processes
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
+pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.progress import track
 
 from asup import asup
 from measure import save
+from pauses import longest_pauses
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
@@ -126,7 +128,9 @@ def prediction(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network"))
+    parser.add_argument(
+        "--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network", "pauses")
+    )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
     if arguments.only in (None, "prediction"):
@@ -139,6 +143,8 @@ def main() -> None:
         scripts(arguments.seeds or 400)
     if arguments.only in (None, "network"):
         slow_network()
+    if arguments.only in (None, "pauses"):
+        longest_pauses()
     if arguments.only in (None, "records"):
         records(arguments.seeds or 300)
     if arguments.only in (None, "modes"):
