@@ -8,6 +8,7 @@ scripts   random training scripts against plain PyTorch, in threads, and some wi
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
+pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.progress import track
 
 from asup import asup
 from measure import save
+from pauses import longest_pauses
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
@@ -137,7 +139,8 @@ def prediction(steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network", "talk_less")
+        "--only",
+        choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network", "pauses", "talk_less"),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
@@ -153,6 +156,8 @@ def main() -> None:
         slow_network()
     if arguments.only in (None, "talk_less"):
         talk_less(arguments.seeds or 5)
+    if arguments.only in (None, "pauses"):
+        longest_pauses()
     if arguments.only in (None, "records"):
         records(arguments.seeds or 300)
     if arguments.only in (None, "modes"):
