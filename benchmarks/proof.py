@@ -6,6 +6,7 @@ records   random clusters on which everything happens, every mode: each record k
 tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
 scripts   random training scripts against plain PyTorch, in threads, and some with processes
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
+accuracy  local steps, AdaComm and DiLoCo against bsp given the same samples: a small CNN with batch norm, live
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
@@ -21,6 +22,7 @@ from pathlib import Path
 from rich.progress import track
 
 from asup import asup
+from local_accuracy import local_accuracy
 from measure import save
 from pauses import longest_pauses
 from polytempo.records.check import check_lines
@@ -140,7 +142,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only",
-        choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network", "pauses", "talk_less"),
+        choices=(
+            *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
+            "talk_less",
+        ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
@@ -152,6 +157,8 @@ def main() -> None:
         asup(arguments.seeds or 5)
     if arguments.only in (None, "scripts"):
         scripts(arguments.seeds or 400)
+    if arguments.only in (None, "accuracy"):
+        local_accuracy(arguments.seeds or 5)
     if arguments.only in (None, "network"):
         slow_network()
     if arguments.only in (None, "talk_less"):
