@@ -36,6 +36,15 @@ def test_the_end_of_the_emulated_network_ends_the_job(bench: Bench) -> None:
     assert done.stderr.splitlines()[-1] == "polytempo: the emulated network (--link) was killed by SIGKILL"
 
 
+def test_what_a_worker_says_last_arrives(bench: Bench) -> None:
+    """It leaves while its last message is under way, for longer than servers take to finish."""
+    script = bench.folder / "last.py"
+    script.write_text("import polytempo as pt; pt.init(); pt.log(rank=pt.rank())")
+    done = bench.run("run", "-n", "2", "--link", "1Mb/s,400ms", "--record", "record", str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(event["rank"] for event in bench.events() if event["kind"] == "metric") == [0, 1]
+
+
 def test_the_example_runs_itself_and_prints_a_table(bench: Bench) -> None:
     small = ["--sync", "local:4", "--steps", "8", "--width", "16", "--link", "1Gb/s", "--target", "0"]
     done = bench.python(str(EXAMPLE), *small)

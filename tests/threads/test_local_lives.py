@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Batch, assert_close, assert_equal, check_record, loss_of, small_batches, small_model, until, weights
-from local_blocks import WAYS, Blocks, job_by, sgd, train_in_blocks
+from local_blocks import WAYS, Blocks, HostsJob, job_by, sgd, train_in_blocks
 from sessions import within
 from test_lives import come_back
 from torch import nn
@@ -135,6 +135,24 @@ def test_workers_of_different_length_end_without_waiting_for_ever(way: str) -> N
 
     with job_by(way, 3, "local:4") as job:
         assert job.run(train) == list(counts)
+
+
+@pytest.mark.parametrize("sync", ["local:4", "adacomm:4,every=0.000000001", "diloco:4,fragments=2,overlap=1"])
+def test_between_hosts_the_sequencer_says_the_period(tmp_path: Path, sync: str) -> None:
+    batches = small_batches(10, [4, 2])
+    figures = lambda optimizer, model, session: [optimizer.stats["period"], optimizer.stats["averages"]]  # noqa: E731
+    models: dict[str, list[torch.Tensor]] = {}
+
+    def keep(optimizer: DistributedOptimizer, model: nn.Module, session: Session) -> Any:
+        models[f"{session.rank}"] = list(model.parameters())
+        return figures(optimizer, model, session)
+
+    here = train_in_blocks(HostsJob(2, sync, record=tmp_path), sync, batches, at_end=keep)
+    among = [param.detach().clone() for param in models["0"]]
+    assert here == train_in_blocks(job_by("shared memory", 2, sync), sync, batches, at_end=keep)
+    assert_close(among, [param.detach() for param in models["0"]], EXACT)
+    lines = check_record(tmp_path)
+    assert sum(line.get("count", 1) for line in lines if line["kind"] == "push") == 20
 
 
 # Checkpoints.
