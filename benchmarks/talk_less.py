@@ -198,8 +198,8 @@ def bytes_table() -> TextTable:
     rows = []
     cluster = replace(SLOW_LINK, workers=8)
     for sync, share in (
-        ("bsp", 1.0), ("local:2", 1 / 2), ("local:8", 1 / 8), ("local:32", 1 / 32), ("diloco:16,fragments=4", (20 + 3 / 4) / 320),
-        ("gossip:exp", 1.0), ("gossip:ring", 2.0), ("gossip:torus", 3.0), ("gossip:full", 7.0),
+        ("bsp", 1.0), ("local:2", 1 / 2), ("local:8", 1 / 8), ("local:32", 1 / 32),
+        ("diloco:16,fragments=4", (20 + 3 / 4) / 320), ("gossip:exp", 1.0), ("gossip:ring", 2.0), ("gossip:torus", 3.0), ("gossip:full", 7.0),
     ):  # fmt: skip
         outcome = simulate_job(cluster, sync, via="ring" if sync == "bsp" else "auto", steps_each=320)
         sent = outcome.workers[0].bytes_sent / outcome.workers[0].steps / cluster.model_bytes
