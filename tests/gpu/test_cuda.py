@@ -36,3 +36,25 @@ def test_tables_filters_and_downpour_on_a_gpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "tables: as on the CPU" in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--sync", "local:4"),
+        ("--sync", "local:4", "--servers", "2"),
+        ("--sync", "adacomm:4"),
+        ("--sync", "diloco:4,fragments=2,overlap=1"),
+        ("--sync", "diloco:4,quorum=1,grace=0"),
+        ("--sync", "gossip:ring"),
+        ("--sync", "adpsgd:ring"),
+    ],
+    ids=" ".join,
+)
+def test_models_on_a_gpu_are_averaged(options: tuple[str, ...]) -> None:
+    script = str(Path(__file__).parent / "local_on_gpu.py")
+    command = [sys.executable, "-m", "polytempo", "run", "-n", "2", *options, script, options[1]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as a plain loop") == 2

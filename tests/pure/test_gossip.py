@@ -7,6 +7,7 @@ of its own come back because their receiver is lost.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -75,8 +76,9 @@ class Models:
             self.push(event.worker, event.step)
         if isinstance(event, Left) and event.worker in self.rows:
             self.leave(event.worker)
+        starting = not self.rows
         for release in only(Release, actions):
-            self.release(release)
+            self.release(release, starting)
 
     def push(self, worker: int, step: int) -> None:
         at, row = self.rows[worker]
@@ -93,7 +95,7 @@ class Models:
             else:
                 self.shares[worker, other, step] = part
 
-    def release(self, release: Release) -> None:
+    def release(self, release: Release, starting: bool) -> None:
         worker = release.worker
         if worker in self.rows:
             self.mix(worker, release.lost)
@@ -101,6 +103,7 @@ class Models:
             self.values[worker] = NOTHING
             assert not release.lost
         if not release.enters and self.values[worker] == NOTHING:  # it starts from values of its own
+            assert starting or not any(weight for _, weight in self.values.values()), "another has a model"
             self.values[worker] = self.number(3**worker), self.number(1)
             self.begun = plus(self.begun, self.values[worker])
         assert release.enters == (self.values[worker][1] == 0), "it enters until it has received something"
@@ -145,10 +148,12 @@ def sum_of(values: list[Value]) -> Value:
 def together(job: Job, models: Models, steps: int = 0) -> None:
     """All members come to the same step, with nothing under way, and go on from there together."""
     goal = max([0, *(step + 1 for _, step in models.pushed), *job.steps.values()]) + steps
+    last = goal + 2 * len(job.steps)
     while any(step < goal for step in job.steps.values()) or job.held:
         able = [worker for worker in job.computing() if job.steps[worker] < goal]
         if not able:
             goal += 1
+            assert goal <= last, f"held for ever: {job.policy.holds()}"
             continue
         job.push(min(able, key=lambda worker: job.steps[worker]))
         models.follow(job)
@@ -195,6 +200,27 @@ def second_eigenvalue(gossip: GossipSpec, members: tuple[int, ...], first: int, 
     for step in range(first, first + rounds):
         product = matrix(mixing_rows(gossip.topology, members, step, gossip.static)) @ product
     return float(np.linalg.norm(product - 1 / len(members), 2))
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("workers", [8, 16])
+def test_mass_is_kept_and_matrices_are_stochastic_among_many(sync: str, workers: int) -> None:
+    """Up to 17 members, of which one in thirty events takes one away or brings one."""
+    dice, job, models = random.Random(workers), Job(sync, workers).start(), Models(sync, exact=False)
+    models.follow(job)
+    for _ in range(600):
+        chance = dice.random()
+        if chance < 0.015 and len(job.steps) > 4:
+            job.leave(dice.choice(sorted(job.steps)), "lost")
+        elif chance < 0.03 and len(job.steps) < 17:
+            job.join(dice.choice([rank for rank in range(17) if rank not in job.steps]))
+        else:
+            job.push(dice.choice(job.computing()))
+        models.follow(job)
+    together(job, models)
+    assert not models.shares
+    kept = sum_of([*models.values.values(), models.gone])
+    assert kept == (pytest.approx(models.begun[0], rel=1e-12), pytest.approx(models.begun[1], rel=1e-12))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
@@ -250,6 +276,20 @@ def test_a_joiner_has_half_of_a_neighbours_after_one_step() -> None:
     assert [release.enters for release in only(Release, job.history[-1][2]) if release.worker == 7] == [False]
     assert models.values[7] == (1, Fraction(1, 2)), "both began with 1 and 3, whose mean is 2: half of (2, 1)"
     assert sum_of([*models.values.values()]) == (4, 2)
+
+
+def test_a_joiner_whose_neighbours_are_lost_goes_on_entering() -> None:
+    job = Job("gossip:ring", 4).start()
+    assert only(Release, job.join(9))[0].enters
+    job.push(9)
+    job.leave(3, "lost")
+    (again,) = only(Release, job.leave(0, "lost"))
+    assert (again.worker, again.step, again.lost, again.enters) == (9, 2, (0, 3), True)
+    models = Models.of(job, "gossip:ring")
+    together(job, models)
+    together(job, models, steps=1)
+    assert models.values[9][1] > 0
+    assert sum_of([*models.values.values(), models.gone]) == models.begun == (1 + 3 + 9 + 27, 4)
 
 
 def test_models_that_are_all_gone_begin_anew() -> None:

@@ -34,7 +34,7 @@ from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
 EXACT = 1e-9
 SHAPES = [(3, 2), (5,), (4,)]
@@ -85,6 +85,8 @@ def merged_again(
             own = GRADIENTS[worker][first : first + count]
             change = [sum((step[index] for step in own), torch.zeros(SHAPES[index])) for index in indices]
             pending[worker] = line["samples"] ** 2 / max(count, 1), change
+        elif line["kind"] == "discard":
+            del pending[line["worker"]]
         elif line["kind"] == "apply" and line["server"] == 0:
             parts = [pending.pop(worker) for worker in line["workers"]]
             total = sum(weight for weight, _ in parts)
@@ -125,6 +127,29 @@ def test_compression_of_what_is_sent_changes_it_alike(compression: str) -> None:
         for sync in ("diloco:4", "diloco:4,quorum=2,grace=inf")
     ]
     assert_equal(found[0], found[1])
+
+
+def test_what_lossy_compression_holds_back_is_all_that_the_servers_lack() -> None:
+    optimizers: list[DistributedOptimizer] = []
+
+    def work(session: Session) -> None:
+        params, optimizer = made(compression={"push": "topk:0.3"})
+        optimizers.append(optimizer)
+        for first in range(0, 20, 4):
+            steps(params, optimizer, 0, first, first + 4)
+            wait_for_answer(session, optimizer)
+        steps(params, optimizer, 0, 20, STEPS)
+
+    with ThreadJob(1, 2, "diloco:4,quorum=1,grace=0,outer_lr=1,outer_momentum=0") as job:
+        job.run(work)
+        held = on_servers(job)
+    reducer = optimizers[0]._reducer
+    assert reducer is not None
+    kept = reducer.residual()["float64"].split([param.numel() for param in START])
+    for index, start in enumerate(START):
+        whole = sum(step[index] for step in GRADIENTS[0])
+        assert_close([start.detach() - held[index] + kept[index].view(SHAPES[index])], [whole], EXACT)
+    assert any(part.abs().sum() > 0 for part in kept)
 
 
 # No worker waits, and nothing is lost.
@@ -276,6 +301,54 @@ def test_a_worker_that_dies_is_not_waited_for_and_comes_back_to_the_newest_value
     assert [line["workers"] for line in lines if line["kind"] == "apply"] == [[0], [0]]
     joins = [(line["worker"], line["step"]) for line in lines if line["kind"] == "join"]
     assert joins[2:] == [(1, 2)]
+
+
+def test_a_quorum_is_merged_when_its_grace_is_over_though_nothing_else_happens() -> None:
+    done = threading.Event()
+
+    def work(session: Session) -> None:
+        params, optimizer = made()
+        if session.rank == 1:
+            assert done.wait(30)
+            return
+        steps(params, optimizer, 0, 0, 4)
+        wait_for_answer(session, optimizer)
+        done.set()
+
+    with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0.02") as job:
+        job.run(work)
+    assert job.summary["updates"] >= 1
+
+
+def test_a_change_of_too_old_an_anchor_is_dropped_and_its_worker_goes_on_from_the_newest_values(tmp_path: Path) -> None:
+    made_three = threading.Event()
+
+    def work(session: Session) -> list[torch.Tensor] | None:
+        params, optimizer = made()
+        if session.rank == 0:
+            for first in (0, 4, 8):
+                steps(params, optimizer, 0, first, first + 4)
+                wait_for_answer(session, optimizer)
+            made_three.set()
+            return None
+        assert made_three.wait(30)
+        steps(params, optimizer, 1, 0, 4)
+        wait_for_answer(session, optimizer)
+        steps(params, optimizer, 1, 4, 5)
+        return values(params)
+
+    with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0,drop=2", record=tmp_path) as job:
+        found = job.run(work)[1]
+        held = on_servers(job)
+    lines = check_record(tmp_path)
+    reasons = [line["reason"] for line in lines if line["kind"] == "discard"]
+    assert reasons == ["staleness 3 is above 2"]
+    assert_close(held, merged_again(lines, range(3)), EXACT)
+    before = [line for line in lines if line.get("worker") != 1 and line.get("workers") != [1]]
+    newest = merged_again(before, range(3))
+    assert found is not None
+    assert_close(found, [value - step for value, step in zip(newest, GRADIENTS[1][4], strict=True)], EXACT)
+    assert job.summary["discarded"] == 1
 
 
 @pytest.mark.parametrize("copies", [0, 2])

@@ -23,8 +23,9 @@ Members and mass. The graph of a step is fixed, over the members of that moment,
                                  release): it computes nothing, pushes at once, and has after that step what its neighbours
                                  sent it, about half of a neighbour's (x, w) in `exp`. The sums of x and of w do not change
 
-While a member enters with no model, steps go on entering until an in-neighbour that has one has pushed. Should no member
-have a model any more, the next to be released starts from the values it has, with weight 1.
+A member goes on entering until an in-neighbour that has a model has pushed. Should no member have one any more, the next to
+be released starts from the values it has, with weight 1. A live worker that finishes takes nothing along: it gives its
+(x, w) to its out-neighbours and then leaves (`reducer/gossip_exchange.py`); to the policy it is one that leaves.
 
 Where this departs from the papers: they have a fixed set of workers; P is made anew when it changes. SGP's overlap by
 several steps is not built.
@@ -185,8 +186,8 @@ class GossipPolicy(Policy):
         return actions
 
     def _forget_old(self) -> None:
-        """Graphs of steps that all members have left behind."""
-        while self._oldest < self.progress.slowest - 1 and self._oldest in self._steps:
+        """Graphs of steps that all members have pushed: each of them has been released into the next."""
+        while self._oldest < self.progress.slowest and self._oldest in self._steps:
             del self._steps[self._oldest]
             self._oldest += 1
 
