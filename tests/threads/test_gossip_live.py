@@ -279,7 +279,7 @@ def test_a_cast_moves_no_mass(sync: str) -> None:
 )
 def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n: int, degree: int) -> None:
     shapes, steps = [(50, 40), (40,)], 5
-    model = sum(numpy.prod(shape) for shape in shapes) * 8
+    model, together = sum(numpy.prod(shape) for shape in shapes) * 8, threading.Barrier(n, timeout=30)
 
     def work(session: Session) -> list[int]:
         params = made_params(shapes)
@@ -289,10 +289,11 @@ def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n:
         for _ in range(steps):
             set_gradients(params, [torch.ones_like(param) for param in params])
             optimizer.step()
-        after = optimizer.stats
+        after, sent = optimizer.stats, [link.payload_sent - counted[rank] for rank, link in messages.links.items()]
+        together.wait()  # none leaves, and hands its own over, before all have counted
         assert after["bytes_sent"] - before["bytes_sent"] < steps * (degree * model + 1000)
         assert after["bytes_received"] - before["bytes_received"] < (steps + 1) * (degree * model + 1000)
-        return [link.payload_sent - counted[rank] for rank, link in messages.links.items()]
+        return sent
 
     with ThreadJob(n, sync=sync, via="auto") as job:
         for sent in job.run(work):
