@@ -13,7 +13,7 @@ Values travel in full here, whatever cast the steps use.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,7 +47,7 @@ class ModelMean:
         self._looking = False  # at the mean
         self._asked = torch.zeros(1, dtype=torch.int64)
         self._gift = ModelMessage(layout)
-        self._estates: list[ModelMessage] = []  # what was handed over to this worker, and is not in its own values yet
+        self._estates: list[tuple[int, ModelMessage]] = []  # handed over, by whom, and not in this worker's values yet
         self._givers: set[int] = set()
         self._came = threading.Condition(self.lock)
         self._later: list[tuple[int, int]] = []  # ranks that asked for steps which this worker has not made yet
@@ -83,13 +83,15 @@ class ModelMean:
             self._fill_all(message)
         self._links.send(message.data, [rank], ANSWER)
 
-    def _fill_all(self, message: ModelMessage) -> None:
-        """Fill a new message with this worker's values, and what was handed over to it; once it has left, with nothing."""
+    def _fill_all(self, message: ModelMessage, without: Sequence[int] = ()) -> None:
+        """Fill a new message with this worker's values, and what was handed over to it; once it has left, with nothing.
+        `without`: ranks whose values are known."""
         if self.left:
             return
         self._fill(message)
-        for estate in self._estates:
-            message.add(estate)
+        for giver, estate in self._estates:
+            if giver not in without:
+                message.add(estate)
 
     def finish_step(self, steps: int) -> None:
         """This worker has made this number of steps: answer those that waited for it."""
@@ -128,7 +130,7 @@ class ModelMean:
         self._await_gifts([rank for rank in others if rank not in there], there)
         own = ModelMessage(self._layout)
         with self.lock:
-            self._fill_all(own)
+            self._fill_all(own, without=there)  # some may have left since they answered
             self._looking = False
         total.add(own.flats, own.weight, 1.0)
         total.finish()
@@ -148,15 +150,15 @@ class ModelMean:
         estate = ModelMessage(self._layout)
         estate.fill(self._gift.flats, self._gift.weight, self._gift.mark)
         with self._came:
-            self._estates.append(estate)
+            self._estates.append((source, estate))
             self._givers.add(source)
             self._came.notify_all()
 
     def inherit(self, step: int) -> ModelMessage | None:
         """What workers handed over that did not make this step: it belongs to this worker's values from now on. The caller
         holds the lock."""
-        due = [estate for estate in self._estates if estate.mark <= step]
-        self._estates = [estate for estate in self._estates if estate.mark > step]
+        due = [estate for _, estate in self._estates if estate.mark <= step]
+        self._estates = [(giver, estate) for giver, estate in self._estates if estate.mark > step]
         for estate in due[1:]:
             due[0].add(estate)
         return due[0] if due else None
