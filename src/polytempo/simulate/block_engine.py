@@ -8,8 +8,8 @@ which it waits if it must. In decoupled modes it never waits: it takes them at t
 they have come, and leaves out a turn whose push before is not answered yet.
 
 Fragments. The model may have P parts, each with a policy (and so a clock) of its own and 1/P of the bytes. A turn comes
-every period / P local steps; turn t is that of fragment t mod P, so all workers send fragments in the same order. A worker
-that joins begins at the turn of the fragment that has made the fewest rounds.
+every period / P local steps; the turns are those of fragments 1, 2, ..., P - 1, 0, on all workers in this order, as in live
+jobs. A worker that joins begins at the turn of the fragment that has made the fewest rounds.
 
 Useful are local steps whose push was merged: for each fragment 1/P of their seconds. What is pending when a worker dies or
 the run ends is wasted. A push that has arrived counts, though its worker may be dead when it is merged.
@@ -186,7 +186,7 @@ class BlockEngine(SimulationEngine):
         if not self._averaging.decoupled:
             self._starts[state.turn] = max(state.position, self._starts.get(state.turn, 0))
         turns = range(first, first + count if last else first + 1)
-        numbers = [turn % count for turn in turns]
+        numbers = [(turn + 1) % count for turn in turns]
         return [n for n in numbers if self._may_send(state, state.fragments[n])]
 
     def _may_send(self, state: BlockProgress, part: FragmentProgress) -> bool:
@@ -255,7 +255,7 @@ class BlockEngine(SimulationEngine):
     def _begin(self, state: BlockProgress, rank: int) -> None:
         """A worker has been admitted by the policies of all fragments: its turn, and its place in the data."""
         count = len(state.fragments)
-        state.turn = min(part.next * count + number for number, part in enumerate(state.fragments))
+        state.turn = min(part.next * count + (number - 1) % count for number, part in enumerate(state.fragments))
         if self._averaging.decoupled:
             state.position = self._positions[rank]
         else:
