@@ -77,7 +77,7 @@ class Fragment:
         self._differences = self._on_servers and reducer.spec.apply == "server"
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            self._landing, reducer.install = own, self._land
+            self._landing, reducer.taker.install = own, self._land
         elif any(rule != PLAIN for rule in rules):
             self._outer = OuterStep(self._views, groups, rules)
             reducer.digests = self._digests  # type: ignore[attr-defined]
