@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,6 +226,36 @@ def test_each_fragment_has_merges_of_its_own(sync: str, tmp_path: Path) -> None:
     for name, part in zip(names, parts, strict=True):
         lines = list(of_optimizer(read_events(tmp_path), name))
         assert_close([held[index] for index in part], merged_again(lines, part), EXACT)
+
+
+@pytest.mark.parametrize("jobs", [range(6), pytest.param(range(6, 100), marks=pytest.mark.long)], ids=["few", "many"])
+def test_random_jobs_end_and_merge_each_change_once(jobs: range, tmp_path: Path) -> None:
+    """Any quorum, up to all; workers that leave at any moment wait for each other's merges, of every fragment."""
+    for seed in jobs:
+        dice = random.Random(seed)
+        workers, fragments = dice.randint(2, 4), dice.randint(1, 3)
+        quorum, grace = dice.randint(workers - 1, workers), dice.choice(("0", "0.001", "auto"))
+        period, drop = fragments * dice.randint(1, 3), dice.choice(("", ",drop=1"))
+        sync = f"diloco:{period},quorum={quorum},grace={grace},fragments={fragments}{drop}"
+        counts = [dice.randint(0, STEPS) for _ in range(workers)]
+
+        def work(session: Session, counts: list[int] = counts, seed: int = seed) -> None:
+            params, optimizer = made()
+            own = random.Random(f"{seed} {session.rank}")
+            for step in range(counts[session.rank]):
+                steps(params, optimizer, session.rank, step, step + 1, samples=1.0 + session.rank)
+                if own.random() < 0.03:
+                    optimizer.consolidate()
+
+        with ThreadJob(workers, dice.randint(1, 2), sync, record=tmp_path / str(seed)) as job:
+            job.run(work)
+            names = list(job.sequencer.clocks)
+            held = on_servers(job, names)
+        assert check_record(tmp_path / str(seed))
+        parts: list[tuple[int, ...]] = {1: [(0, 1, 2)], 2: [(0,), (1, 2)], 3: [(0,), (1,), (2,)]}[fragments]
+        for name, part in zip(names, parts, strict=True):
+            lines = list(of_optimizer(read_events(tmp_path / str(seed)), name))
+            assert_close([held[index] for index in part], merged_again(lines, part), EXACT)
 
 
 def test_a_worker_that_stood_still_catches_up(tmp_path: Path) -> None:
