@@ -103,6 +103,7 @@ class BlockEngine(SimulationEngine):
         self._policies = policies
         self._all_decisions = [self._decisions_of(number) for number in range(len(policies))]
         self._told = self._record
+        self._ended = 0.0  # the last life
         self._fragment = -1  # whose policy decides now
         self._switch(0)
         for policy in policies:
@@ -238,7 +239,8 @@ class BlockEngine(SimulationEngine):
 
     def _wake(self, now: float, worker: Worker, step: int, version: int) -> None:
         self._switch(step)
-        super()._feed(Ticked(), now)
+        if self._policy.members:
+            super()._feed(Ticked(), now)
 
     def _set_alarm(self, wake: Wake, now: float) -> None:
         self._plan(wake.at, WAKE, self.workers[0], step=self._fragment, life=ANY_LIFE)
@@ -263,6 +265,7 @@ class BlockEngine(SimulationEngine):
 
     def _end_life(self, worker: Worker) -> None:
         self._waste(worker)
+        self._ended = self.now
         super()._end_life(worker)
         self._states[worker.rank] = BlockProgress(len(self._policies))
         if self._learner:
@@ -278,6 +281,8 @@ class BlockEngine(SimulationEngine):
                 worker.wasted += waiting.pop().seconds / parts
 
     def _finish(self) -> None:
+        if not self._stopped and not self._policy.members:
+            self.now = self._ended  # alarms may be later
         if self._learner:
             self._learner.close()
         for worker in self.workers:

@@ -161,13 +161,18 @@ class Fragment:
         self._companions.write()
         self.record()
 
-    def show(self, newest: dict[int, list[Bytes]]) -> None:
-        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending."""
+    def show(self, newest: dict[int, list[Bytes]] | None) -> None:
+        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending.
+
+        Args:
+            newest: The values, one list of buffers for each shard; None: those of the last answer.
+        """
         self._companions.read()
         before = self._sent or self._views
         changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
-        self._land(newest)
+        if newest is not None:
+            self._land(newest)
         if self._sent:
             self._sent = [view.clone() for view in self._views]
         for tensor, view in zip(self._tensors, self._views, strict=True):
