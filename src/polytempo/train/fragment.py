@@ -149,10 +149,11 @@ class Fragment:
             self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
         elif mean is not None:
             new = [mean.buffer.views[index] for index in range(len(self._tensors))]
-        if self._sent:
+        moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
+        if moved:
             self._companions.read()
         for index, tensor in enumerate(self._tensors):
-            if self._sent:
+            if moved:
                 tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
             else:
                 tensor.detach().copy_(new[index])
@@ -273,13 +274,14 @@ class FragmentBuilder:
     def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
         """The fragments; the first is registered under this name, and takes the companions along."""
         sizes = [param.numel() * param.element_size() for param in model.params]
-        found = []
-        for number, part in enumerate(cut(sizes, self._averaging.fragments)):
-            own = name if number == 0 else self._session.next_optimizer_id()
-            found.append(self._fragment(model, own, part, model.companions if number == 0 else Companions()))
-        return found
+        parts = cut(sizes, self._averaging.fragments)
+        first = self._fragment(model, name, parts[0], model.companions)
+        return [first, *(self._fragment(model, "", part, Companions(), first.reducer) for part in parts[1:])]
 
-    def _fragment(self, model: AveragedModel, name: str, part: range, companions: Companions) -> Fragment:
+    def _fragment(
+        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
+    ) -> Fragment:
+        name = name or self._session.next_optimizer_id()
         more, last = companions.tensors, len(model.hyper)
         rules = [self._rule] * last + [PLAIN] * bool(more)
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
@@ -289,7 +291,7 @@ class FragmentBuilder:
         spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
+        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
