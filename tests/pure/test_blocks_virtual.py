@@ -73,6 +73,11 @@ def test_the_end_of_the_budget_wastes_an_open_block() -> None:
     assert outcome.efficiency == pytest.approx(40 / 50)
 
 
+def test_a_push_that_is_not_merged_before_the_end_is_wasted() -> None:
+    outcome = simulate_job(speeds(1.0, 2.0), "local:10", seconds=15)
+    assert (outcome.steps, outcome.efficiency) == (0, 0.0)
+
+
 def test_a_joiner_starts_at_the_open_block() -> None:
     lines: list[RecordLine] = []
     cluster = Cluster(workers=2, joins=(Arrival(2, 12.0),))
