@@ -149,10 +149,11 @@ class Fragment:
             self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
         elif mean is not None:
             new = [mean.buffer.views[index] for index in range(len(self._tensors))]
-        if self._sent:
+        moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
+        if moved:
             self._companions.read()
         for index, tensor in enumerate(self._tensors):
-            if self._sent:
+            if moved:
                 tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
             else:
                 tensor.detach().copy_(new[index])
@@ -160,13 +161,18 @@ class Fragment:
         self._companions.write()
         self.record()
 
-    def show(self, newest: dict[int, list[Bytes]]) -> None:
-        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending."""
+    def show(self, newest: dict[int, list[Bytes]] | None) -> None:
+        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending.
+
+        Args:
+            newest: The values, one list of buffers for each shard; None: those of the last answer.
+        """
         self._companions.read()
         before = self._sent or self._views
         changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
-        self._land(newest)
+        if newest is not None:
+            self._land(newest)
         if self._sent:
             self._sent = [view.clone() for view in self._views]
         for tensor, view in zip(self._tensors, self._views, strict=True):
@@ -268,13 +274,14 @@ class FragmentBuilder:
     def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
         """The fragments; the first is registered under this name, and takes the companions along."""
         sizes = [param.numel() * param.element_size() for param in model.params]
-        found = []
-        for number, part in enumerate(cut(sizes, self._averaging.fragments)):
-            own = name if number == 0 else self._session.next_optimizer_id()
-            found.append(self._fragment(model, own, part, model.companions if number == 0 else Companions()))
-        return found
+        parts = cut(sizes, self._averaging.fragments)
+        first = self._fragment(model, name, parts[0], model.companions)
+        return [first, *(self._fragment(model, "", part, Companions(), first.reducer) for part in parts[1:])]
 
-    def _fragment(self, model: AveragedModel, name: str, part: range, companions: Companions) -> Fragment:
+    def _fragment(
+        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
+    ) -> Fragment:
+        name = name or self._session.next_optimizer_id()
         more, last = companions.tensors, len(model.hyper)
         rules = [self._rule] * last + [PLAIN] * bool(more)
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
@@ -284,7 +291,7 @@ class FragmentBuilder:
         spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
+        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
