@@ -12,6 +12,7 @@ sum of these is exact; a worker that is a step further tells what it has then.
 
 from __future__ import annotations
 
+from polytempo.collectives.tasks import Task
 from polytempo.protocol.values import MixingRow
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.mixing import MixingSum
@@ -26,7 +27,9 @@ class GossipExchange:
 
     def __init__(self, reducer: NeighbourReducer) -> None:
         self._reducer, self._links = reducer, reducer.links
-        self._out, self._in = reducer.new_message(), reducer.new_message()
+        self._out = reducer.new_message()
+        self._in: dict[int, ModelMessage] = {}  # memory for what comes from each neighbour
+        self._coming: dict[int, Task] = {}  # receives of this step, posted before the values come
         memory = Pool() if reducer.cast else MessageAllocator(self._out.flats)
         self._own = FlatBuffer(reducer.layout, memory, pinned=False)  # x, as it was when it was sent
         self._weight = 1.0  # w, likewise
@@ -51,7 +54,12 @@ class GossipExchange:
             return
         self._gather()
         self._out.fill(self._own.tensors, self._weight)
-        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], self._reducer.step)
+        step = self._reducer.step
+        for rank, _ in self._row.receive:
+            if rank not in self._in:
+                self._in[rank] = self._reducer.new_message()
+            self._coming[rank] = self._links.start_receive(self._in[rank].data, rank, step, due=False)
+        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], step)
 
     def _gather(self) -> None:
         """Take x and w as they are now."""
@@ -88,10 +96,11 @@ class GossipExchange:
             if rank == own:
                 self._keep(row, lost)
             elif rank in lost:
-                continue
-            elif self._receive(rank, step):
-                self._sum.add(self._in.flats, self._in.weight, shares[rank])
+                self._forget(rank)
+            elif self._links.finish(self._coming.pop(rank), rank):
+                self._sum.add(self._in[rank].flats, self._in[rank].weight, shares[rank])
             else:  # it died after its push, and its values did not come through
+                self._forget(rank)
                 self._take_back(dict(row.send).get(rank, 0.0))
         with self._models.lock:
             inherited = self._models.inherit(step)
@@ -114,11 +123,10 @@ class GossipExchange:
         if share:
             self._sum.add(self._out.flats, self._weight, share)
 
-    def _receive(self, rank: int, step: int) -> bool:
-        if self._links.receive(self._in.data, rank, step):
-            return True
-        self._in = self._reducer.new_message()  # should its message come after all, it must not be written over another
-        return False
+    def _forget(self, rank: int) -> None:
+        """Should its message come after all, it must not be written over another."""
+        self._coming.pop(rank, None)
+        self._in.pop(rank, None)
 
     def _load(self, change: FlatBuffer | None) -> None:
         """Make the parameters the model that was mixed."""

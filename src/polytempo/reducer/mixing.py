@@ -25,20 +25,22 @@ class MixingSum:
             dtype: flat if flat.element_size() > 2 else torch.empty_like(flat, dtype=torch.float32)
             for dtype, flat in target.tensors.items()
         }
-        self.weight = 0.0
         self.start()
 
     def start(self) -> None:
         """Begin with nothing."""
-        self.weight = 0.0
-        for total in self._total.values():
-            total.zero_()
+        self.weight, self._empty = 0.0, True
 
     def add(self, values: Flats, weight: float, share: float) -> None:
         """Add a share of these values and of their weight."""
         for dtype, total in self._total.items():
-            total.add_(values[dtype], alpha=share)
-        self.weight += share * weight
+            if not self._empty:
+                total.add_(values[dtype], alpha=share)
+            elif values[dtype].dtype == total.dtype:
+                torch.mul(values[dtype], share, out=total)
+            else:
+                total.copy_(values[dtype]).mul_(share)
+        self.weight, self._empty = self.weight + share * weight, False
 
     def finish(self) -> float:
         """Make `target` the model; the weight of its values."""

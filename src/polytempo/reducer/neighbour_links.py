@@ -68,9 +68,11 @@ class NeighbourLinks:
         """Receive from a rank. False: it is gone, or brings nothing for `patience` seconds; `data` may change later then."""
         return self.finish(self.start_receive(data, source, tag), source, patience)
 
-    def start_receive(self, data: torch.Tensor, source: int, tag: int) -> Task:
-        """Receive in the background."""
-        return receive(self._group, data, source, tag, background=True)
+    def start_receive(self, data: torch.Tensor, source: int, tag: int, due: bool = True) -> Task:
+        """Receive in the background. Where it is not `due` yet, the wait for it begins with `finish`."""
+        task = receive(self._group, data, source, tag, background=True)
+        task.idle = not due
+        return task
 
     def listen(self, data: torch.Tensor, tag: int) -> Task:
         """Receive from any rank what need not come; the task ends with an error when the links are closed."""
@@ -88,6 +90,8 @@ class NeighbourLinks:
         while not task.done and not deadline.over:
             task.wait_quietly(deadline.until_next_look)
             if not task.done:
+                if task.idle:  # the engine reports the others
+                    deadline.report(lambda: f"in {task.name}, for rank {rank}")
                 self._listen()
                 if rank in self._departed and gone is None:
                     gone = Deadline(self.rank, LAST_WORDS)
