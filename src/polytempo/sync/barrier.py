@@ -14,7 +14,8 @@ leaves after its push keeps its part in the round: an accepted push is applied e
 that is open, whose weights it can read; should it have pushed for that round in an earlier life, both pushes count.
 
 The pushes of a round are applied in order of rank: the update does not depend on the order of arrival. They must have been
-made with equal hyper-parameters; one that differs is refused by name.
+made with equal hyper-parameters; one that differs is refused by name. A worker that has run out of data for now pushes
+without any, and with weight zero.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Barrier(Policy):
         self._waiting = set()
         self.round += 1
         slowest = self.progress.slowest
-        self.period.close(pushes, now)
+        self.period.close(tuple(push for push in pushes if push.samples) or pushes, now)
         period, released = self.period.now, self.room.admit(lambda step: True)
         return [Apply(pushes, 1.0), *(Release(worker, step, slowest, period) for worker, step in released)]
 
@@ -125,10 +126,8 @@ class Barrier(Policy):
 
     def _difference(self, push: Pushed) -> str:
         """The first hyper-parameter in which a push differs from the round's first push."""
-        if not self._arrived:
-            return ""
-        first = self._arrived[0]
-        if first.hyper == push.hyper:
+        first = next((arrived for arrived in self._arrived if not _has_no_data(arrived)), None)
+        if first is None or _has_no_data(push) or first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)
         for name in {**theirs, **ours}:
@@ -139,6 +138,11 @@ class Barrier(Policy):
                     f"{first.worker}; a barrier mode needs them equal"
                 )
         return ""
+
+
+def _has_no_data(push: Pushed) -> bool:
+    """Has its worker run out of data for now?"""
+    return not push.samples and not push.hyper
 
 
 BSP = Mode("bsp", "bsp", "barrier each step, mean over workers", lambda workers: Barrier(workers), barrier=True)
