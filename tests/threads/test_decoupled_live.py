@@ -36,6 +36,7 @@ from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.transport import deadline
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -352,6 +353,27 @@ def test_a_quorum_is_merged_when_its_grace_is_over_though_nothing_else_happens()
     with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0.02") as job:
         job.run(work)
     assert job.summary["updates"] >= 1
+
+
+def test_a_worker_that_leaves_names_the_ranks_whose_pushes_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.1)
+    said: list[str] = []
+
+    def heard() -> bool:
+        said.append(capsys.readouterr().err)
+        return "for workers 1: the merge has pushes of 1 worker, its quorum is 2" in "".join(said)
+
+    def work(session: Session) -> None:
+        params, optimizer = made()
+        if session.rank == 0:
+            steps(params, optimizer, 0, 0, 5)
+        else:
+            until(heard, "a report of rank 0")
+
+    with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0,fragments=2", retry=0.02) as job:
+        job.run(work)
 
 
 def test_a_change_of_too_old_an_anchor_is_dropped_and_its_worker_goes_on_from_the_newest_values(tmp_path: Path) -> None:

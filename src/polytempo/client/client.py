@@ -171,7 +171,7 @@ class Client:
             for state in states:
                 self.exchanges.ask_status(state)
 
-        self._wait(lambda: enough(not state.outstanding for state in states), "its answers", again, states[0])
+        self._wait(lambda: enough(not state.outstanding for state in states), "its answers", again, *states)
 
     # Reads.
 
@@ -212,9 +212,7 @@ class Client:
 
     # Waiting.
 
-    def _wait(
-        self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, state: ClientState | None = None
-    ) -> None:
+    def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
         deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
         while not done():
             if self.connections.receive(min(self.retry, 1.0)):
@@ -223,7 +221,8 @@ class Client:
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
-            deadline.report(lambda: f"for {what if state is None else state.waits_for(what)}")
+            held = next((state for state in states if state.held is not None), None)
+            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}")  # noqa: B023  called at once
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()

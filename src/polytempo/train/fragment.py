@@ -66,6 +66,7 @@ class Fragment:
         self.made = Made()  #: local steps since the last sending
         self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
+        self.sent_count = 0  #: local steps in the round under way
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
@@ -108,7 +109,7 @@ class Fragment:
             **about: More fields of the `Push` message.
         """
         made, self.made = self.made, Made()
-        self.sent_at, self._rates = step, list(rates)
+        self.sent_at, self.sent_count, self._rates = step, made.count, list(rates)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
@@ -134,6 +135,10 @@ class Fragment:
         """The learning rate of each group, that of the companions too."""
         return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
 
+    def is_answered(self) -> bool:
+        """Has the round under way ended, over servers? `take` does not wait then."""
+        return self.sent_at is not None and not self.reducer.client_state.outstanding
+
     def take(self) -> None:
         """Wait for the end of the round, and take the new values."""
         self.reducer.finish()
@@ -141,7 +146,7 @@ class Fragment:
 
     def install(self) -> None:
         """Take the new values of a round that has ended."""
-        self.sent_at, mean = None, self.reducer.mean
+        self.sent_at, self.sent_count, mean = None, 0, self.reducer.mean
         if mean is not None and mean.skipped:
             return
         new = self._views
@@ -149,10 +154,11 @@ class Fragment:
             self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
         elif mean is not None:
             new = [mean.buffer.views[index] for index in range(len(self._tensors))]
-        if self._sent:
+        moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
+        if moved:
             self._companions.read()
         for index, tensor in enumerate(self._tensors):
-            if self._sent:
+            if moved:
                 tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
             else:
                 tensor.detach().copy_(new[index])
@@ -273,13 +279,14 @@ class FragmentBuilder:
     def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
         """The fragments; the first is registered under this name, and takes the companions along."""
         sizes = [param.numel() * param.element_size() for param in model.params]
-        found = []
-        for number, part in enumerate(cut(sizes, self._averaging.fragments)):
-            own = name if number == 0 else self._session.next_optimizer_id()
-            found.append(self._fragment(model, own, part, model.companions if number == 0 else Companions()))
-        return found
+        parts = cut(sizes, self._averaging.fragments)
+        first = self._fragment(model, name, parts[0], model.companions)
+        return [first, *(self._fragment(model, "", part, Companions(), first.reducer) for part in parts[1:])]
 
-    def _fragment(self, model: AveragedModel, name: str, part: range, companions: Companions) -> Fragment:
+    def _fragment(
+        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
+    ) -> Fragment:
+        name = name or self._session.next_optimizer_id()
         more, last = companions.tensors, len(model.hyper)
         rules = [self._rule] * last + [PLAIN] * bool(more)
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
@@ -289,7 +296,7 @@ class FragmentBuilder:
         spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
+        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
