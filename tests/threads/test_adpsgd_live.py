@@ -177,6 +177,7 @@ def test_training_goes_on_and_consolidate_is_the_mean(tmp_path: Path, n: int) ->
     lines = check_record(tmp_path)
     assert sum(line["kind"] == "push" for line in lines) == 40 * n
     assert not any(line["kind"] == "hold" and line["step"] for line in lines)
+    assert not [thread for thread in threading.enumerate() if thread.name == "polytempo-requests"]
 
 
 def test_a_worker_sends_at_most_two_models_a_step() -> None:

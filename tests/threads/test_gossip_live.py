@@ -435,6 +435,7 @@ def test_the_record_is_checked_and_replayed(tmp_path: Path, sync: str) -> None:
     lines = check_record(tmp_path)
     assert sum(line["kind"] == "push" for line in lines) == 24
     assert any(line.get("mixing") for line in lines)
+    assert not [thread for thread in threading.enumerate() if thread.name == "polytempo-requests"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class DecoupledTurns:
         self._fragments, self._send, self._took = list(fragments), send, took
         reducers = [fragment.reducer for fragment in fragments if isinstance(fragment.reducer, ServerReducer)]
         assert len(reducers) == len(self._fragments)  # the mode has no other way
-        self._reducers = dict(zip(map(id, self._fragments), reducers, strict=True))
+        self._reducers = reducers
         self._client: Client = reducers[0].client
         self._session = reducers[0].session
         self.left_out = 0  #: turns of the first fragment at which nothing was sent
@@ -68,7 +68,7 @@ class DecoupledTurns:
 
     def _take_answers(self) -> None:
         for fragment in self._fragments:
-            if fragment.sent_at is not None and not self._reducers[id(fragment)].client_state.outstanding:
+            if fragment.is_answered():
                 fragment.take()
                 self._took(fragment)
 
@@ -79,27 +79,25 @@ class DecoupledTurns:
         elif now - self._quiet_since > self._client.retry:
             self._quiet_since = now
             with self._session.lock:
-                for reducer in self._reducers.values():
+                for reducer in self._reducers:
                     self._client.exchanges.ask_status(reducer.client_state)
 
     def flush(self) -> None:
         """Push all that is unsent, and wait until all changes are merged."""
-        empty: set[int] = set()  # fragments whose push under way is of no change
-        states = [reducer.client_state for reducer in self._reducers.values()]
-        while any(f.made.count or (f.sent_at is not None and id(f) not in empty) for f in self._fragments):
+        names = [reducer.name for reducer in self._reducers]
+        while any(fragment.made.count or fragment.sent_count for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.sent_at is None:
-                    (empty.discard if fragment.made.count else empty.add)(id(fragment))
                     self._send(fragment)
             with self._session.lock:
-                self._client.settle(*(state.name for state in states), enough=any)
+                self._client.settle(*names, enough=any)
             self._take_answers()
-        for state in states:
-            state.outstanding.clear()  # pushes of no change: this worker need not know of their merge
+        for reducer in self._reducers:
+            reducer.client_state.outstanding.clear()  # of no change: this worker need not know of their merge
 
     def consolidate(self) -> None:
         """Take the servers' newest values; what is unsent stays for the next push."""
-        for fragment in self._fragments:
-            newest = self._reducers[id(fragment)].newest()
+        for fragment, reducer in zip(self._fragments, self._reducers, strict=True):
+            newest = reducer.newest()
             self._poll()  # an answer may have come meanwhile
             fragment.show(newest)

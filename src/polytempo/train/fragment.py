@@ -66,6 +66,7 @@ class Fragment:
         self.made = Made()  #: local steps since the last sending
         self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
+        self.sent_count = 0  #: local steps in the round under way
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
@@ -111,7 +112,7 @@ class Fragment:
             **about: More fields of the `Push` message.
         """
         made, self.made = self.made, Made()
-        self.sent_at, self._rates = step, list(rates)
+        self.sent_at, self.sent_count, self._rates = step, made.count, list(rates)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
@@ -137,6 +138,10 @@ class Fragment:
         """The learning rate of each group, that of the companions too."""
         return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
 
+    def is_answered(self) -> bool:
+        """Has the round under way ended, over servers? `take` does not wait then."""
+        return self.sent_at is not None and not self.reducer.client_state.outstanding
+
     def take(self) -> None:
         """Wait for the end of the round, and take the new values."""
         self.reducer.finish()
@@ -144,7 +149,7 @@ class Fragment:
 
     def install(self) -> None:
         """Take the new values of a round that has ended."""
-        self.sent_at, mean = None, self.reducer.mean
+        self.sent_at, self.sent_count, mean = None, 0, self.reducer.mean
         if mean is not None and mean.skipped:
             return
         new = self._views
