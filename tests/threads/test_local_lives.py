@@ -201,6 +201,24 @@ def test_bytes_between_hosts_fall_as_one_over_the_period() -> None:
     assert sent("adacomm:8,every=0.000000001") == 6 * each  # blocks of 8, 4, 2, 1, 1 and 1, of a loss that is flat
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sync", ["local:4", "diloco:4", "local:4,momentum=0.3"])
+def test_a_block_that_ends_early_may_be_at_another_step_of_a_schedule(way: str, sync: str) -> None:
+    counts, models, batches = (11, 5), [small_model(), small_model()], small_batches(11, [4, 4])
+
+    def train(session: Session) -> int:
+        optimizer = wrapped(models[session.rank], sync)
+        scheduler = StepLR(optimizer, 1, gamma=0.9)
+        for step in batches[: counts[session.rank]]:
+            step_on(optimizer, models[session.rank], step[session.rank])
+            scheduler.step()
+        return int(optimizer.stats["step"])
+
+    with job_by(way, 2, sync) as job:
+        assert job.run(train) == list(counts)
+    assert all(value.isfinite().all() for model in models for value in weights(model))
+
+
 # Checkpoints.
 
 

@@ -178,7 +178,7 @@ class BucketRounds:
 
     def finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         """End the round. The mean lies in its buffer then, unless the step was skipped or all ranks have run out."""
-        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper))
+        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper) if hyper else 0)
         changed = frozenset(self._scheduler.changed() if weight == self.weight else self._scheduler.launched)
         self.weight = weight or self.weight
         while True:
@@ -387,7 +387,8 @@ class CollectiveReducer(Reducer):
             self._clock.wait_for(self.step)
             self._clock.push(hyper, self.traffic(), skip=skip, **about)
             self._clock.step += 1
-        self._hyper = _lines(hyper)
+        early = self._blocks and about.get("count") != self.period  # its worker stands at another step of a schedule
+        self._hyper = "" if early else _lines(hyper)
         self._ballot = Ballot(
             about.get("samples", 1.0),
             skips=skip,
