@@ -178,7 +178,7 @@ class BucketRounds:
 
     def finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         """End the round. The mean lies in its buffer then, unless the step was skipped or all ranks have run out."""
-        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper))
+        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper) if hyper else 0)
         changed = frozenset(self._scheduler.changed() if weight == self.weight else self._scheduler.launched)
         self.weight = weight or self.weight
         while True:
@@ -387,7 +387,8 @@ class CollectiveReducer(Reducer):
             self._clock.wait_for(self.step)
             self._clock.push(hyper, self.traffic(), skip=skip, **about)
             self._clock.step += 1
-        self._hyper = _lines(hyper)
+        early = self._blocks and about.get("count") != self.period  # its worker stands at another step of a schedule
+        self._hyper = "" if early else _lines(hyper)
         self._ballot = Ballot(
             about.get("samples", 1.0),
             skips=skip,
@@ -430,6 +431,11 @@ class CollectiveReducer(Reducer):
         return self.mean.skipped
 
     def join(self) -> bool:
+        if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
+            self._clock.wait_for(self.step)
+            self._clock.push((), self.traffic(), samples=0.0, count=0)
+            self._clock.step += 1
+            self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over
 
     def _round(self, ballot: Ballot, hyper: str) -> None:

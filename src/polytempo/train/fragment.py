@@ -71,15 +71,18 @@ class Fragment:
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
-        own = FlatBuffer(reducer.layout, Pool(), pinned=False)
-        reducer.copier.gather(own, lambda tensor: tensor.detach())
-        self._views = [own.views[index] for index in range(len(self._tensors))]
         self._on_servers = isinstance(reducer, ServerReducer)
         self._differences = self._on_servers and reducer.spec.apply == "server"
+        steps = any(rule != PLAIN for rule in rules)
+        self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
+        if self._on_servers or steps:
+            self._landing = FlatBuffer(reducer.layout, Pool(), pinned=False)
+            reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
+            self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            self._landing, reducer.taker.install = own, self._land
-        elif any(rule != PLAIN for rule in rules):
+            reducer.taker.install = self._land
+        elif steps:
             self._outer = OuterStep(self._views, groups, rules)
             reducer.digests = self._digests  # type: ignore[attr-defined]
 

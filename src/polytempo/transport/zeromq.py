@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # now: it ends at exit what sends without copies need, after all that is registered later
 from zmq.auth.thread import ThreadAuthenticator
 
 from polytempo.errors import PeerError
