@@ -51,6 +51,7 @@ def settled(
     """Workers that add these values to zeros, at the rate 0, make so many steps, each its own number; the value, the mean
     and the weight of each."""
     most = max(steps)
+    leaving = {rank for rank, count in enumerate(steps) if count < most}
     together = threading.Barrier(steps.count(most), timeout=30)
 
     def work(session: Session) -> tuple[float, float, float]:
@@ -67,6 +68,10 @@ def settled(
         value = float(params[0][0, 0].detach())
         if steps[session.rank] < most:
             return value, 0.0, 0.0
+        if session.rank == 0:
+            models = optimizer._reducer.models  # type: ignore[union-attr]
+            until(lambda: models._givers == leaving, "those that leave have handed over")
+        together.wait()
         at_rest(optimizer)
         together.wait()  # no average is under way
         optimizer.consolidate()
