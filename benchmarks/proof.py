@@ -6,7 +6,9 @@ records   random clusters on which everything happens, every mode: each record k
 tables    a table of 20 million rows on two servers: memory, traffic, checkpoint
 scripts   random training scripts against plain PyTorch, in threads, and some with processes
 asup      ASU-P against bsp with the same update rule, one worker three times slower, paired seeds
+accuracy  local steps, AdaComm and DiLoCo against bsp given the same samples: a small CNN with batch norm, live
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
+talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 from rich.progress import track
 
 from asup import asup
+from local_accuracy import local_accuracy
 from measure import save
 from pauses import longest_pauses
 from polytempo.records.check import check_lines
@@ -35,6 +38,7 @@ from prediction import predict
 from scripts_proof import scripts
 from slow_network import slow_network
 from tables_proof import tables
+from talk_less import talk_less
 
 OUT = Path("out/proof")
 COMPARED = ("bsp", "bsp+backup:1", "ssp:3", "dssp:3..15", "asp", "every:8", "delay:3")
@@ -53,9 +57,17 @@ CHECKED = (
     "downpour:push=3,fetch=2,warm=7",
     "asup,bound=2",
     "asp,drop=2",
+    "local:3",
+    "local:4,after=5",
+    "adacomm:2",
+    "diloco:3",
+    "diloco:4,quorum=2",
+    "diloco:4,quorum=2,grace=1,drop=2",
     "gossip:ring",
     "gossip:exp",
+    "gossip:full,overlap=1",
     "adpsgd:ring",
+    "adpsgd:exp",
 )
 
 
@@ -95,7 +107,7 @@ def records(seeds: int) -> None:
     for seed in track(range(seeds), description="records"):
         cluster = random_cluster(seed)
         for sync in CHECKED:
-            if sync == "bsp+backup:1" and cluster.workers == 1:
+            if (sync == "bsp+backup:1" or "quorum=2" in sync) and cluster.workers == 1:
                 continue
             lines: list[RecordLine] = []
             simulate_job(cluster, sync, seed=seed, steps_each=40, record=lines.append)
@@ -129,7 +141,11 @@ def prediction(steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=("modes", "records", "prediction", "tables", "asup", "scripts", "network", "pauses")
+        "--only",
+        choices=(
+            *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
+            "talk_less",
+        ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
     arguments = parser.parse_args()
@@ -141,8 +157,12 @@ def main() -> None:
         asup(arguments.seeds or 5)
     if arguments.only in (None, "scripts"):
         scripts(arguments.seeds or 400)
+    if arguments.only in (None, "accuracy"):
+        local_accuracy(arguments.seeds or 5)
     if arguments.only in (None, "network"):
         slow_network()
+    if arguments.only in (None, "talk_less"):
+        talk_less(arguments.seeds or 5)
     if arguments.only in (None, "pauses"):
         longest_pauses()
     if arguments.only in (None, "records"):

@@ -21,7 +21,7 @@ _RATES = {f"{unit}/s": value for unit, value in _SIZES.items()} | {
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
 #: The slowest link, in bytes a second, and the longest latency, in seconds, that `--link` takes.
-SLOWEST_LINK, LONGEST_LATENCY = 1e3, 2.0
+SLOWEST_LINK, LONGEST_LATENCY = 1e4, 1.0
 
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 

@@ -20,7 +20,9 @@ from typing import Any
 
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.adpsgd import PairPolicy
 from polytempo.sync.events import Event, HyperItems, Joined, Left, Pushed, Ticked
+from polytempo.sync.gossip import GossipPolicy
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
 
@@ -148,7 +150,8 @@ class Job:
 
     def _apply(self, apply: Apply) -> None:
         made_on = [self.pending.pop(push.samples) for push in apply.pushes]
-        staleness = [self.version - version for version in made_on]
+        own = isinstance(self.policy, GossipPolicy | PairPolicy)  # steps on a worker's own model are not stale
+        staleness = [0 if own else self.version - version for version in made_on]
         self.version += 1
         self._write(apply_line(apply, self.now, 0, self.version, staleness))
 

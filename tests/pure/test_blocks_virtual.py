@@ -15,7 +15,7 @@ from polytempo.records.lines import RecordLine, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link
 from polytempo.simulate.collective_cost import all_reduce_seconds
-from polytempo.simulate.description import random_cluster
+from polytempo.simulate.description import cluster_from_record, random_cluster
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
@@ -175,3 +175,26 @@ def test_with_a_quorum_of_all_and_unbounded_grace_it_takes_the_time_of_diloco() 
     loose = simulate_job(EVENTFUL, "diloco:5,quorum=4,grace=inf", steps_each=30)
     assert loose.seconds == bound.seconds
     assert loose.updates == bound.updates
+
+
+def test_the_command_simulates_records_and_checks_all_of_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    modes = ("local:8", "adacomm:4", "diloco:8,fragments=2,overlap=2", "diloco:8,quorum=2", "gossip:torus", "adpsgd:exp")
+    options = [part for sync in modes for part in ("--sync", sync)]
+    machines = ["--bandwidth", "100Mb/s", "--model", "10MB", "--step-time", "50ms", "--slow", "3:2"]
+    assert run(["simulate", *options, *machines, "--steps-each", "24", "-q", "--record", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    for sync in modes:
+        assert sync in shown
+    records = sorted(path for path in tmp_path.iterdir())
+    assert len(records) == len(modes)
+    for record in records:
+        assert run(["check", str(record)]) == 0
+
+
+def test_a_recorded_run_with_blocks_gives_its_machines_back() -> None:
+    """A block's seconds are those of its steps."""
+    lines: list[RecordLine] = []
+    simulate_job(speeds(1.0, 2.0), "local:5", steps_each=20, record=lines.append)
+    cluster = cluster_from_record(lines, 2)
+    assert cluster.batches == {0: 32, 1: 32}
+    assert simulate_job(cluster, "bsp", steps_each=20).seconds == pytest.approx(40.0)

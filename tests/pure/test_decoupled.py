@@ -215,7 +215,7 @@ def test_a_turn_that_was_left_out_is_no_slack() -> None:
 def test_holds_name_the_workers_that_are_not_in() -> None:
     job = Job("diloco:4,quorum=3,grace=1", 4).start()
     job.push(2)
-    assert job.policy.holds() == [Hold(2, 1, (0, 1, 3), 3, "the merge has pushes of 1 workers, its quorum is 3")]
+    assert job.policy.holds() == [Hold(2, 1, (0, 1, 3), 3, "the merge has pushes of 1 worker, its quorum is 3")]
 
 
 def test_a_job_that_goes_on_begins_at_its_step() -> None:

@@ -300,9 +300,9 @@ def dssp(lower: int, upper: int, states: int) -> Case:
 SHORTER = (Size(1), Size(2), Size(3, join=False), Size(3, steps=3))
 CASES += [replace(dssp(0, 2, 40_000), sizes=SHORTER), dssp(1, 2, 20_000)]
 CASES += [
-    Case("gossip:ring", 6000, 1, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
-    Case("gossip:exp", 6000, 3, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
-    Case("adpsgd:ring", 6000, 4, lambda c, low: True, sizes=SHORTER),
+    Case("gossip:ring", 3500, 1, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
+    Case("gossip:exp", 5000, 3, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
+    Case("adpsgd:ring", 9000, 4, lambda c, low: True, sizes=SHORTER),
 ]
 
 

@@ -7,6 +7,7 @@ of its own come back because their receiver is lost.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -199,6 +200,27 @@ def second_eigenvalue(gossip: GossipSpec, members: tuple[int, ...], first: int, 
     for step in range(first, first + rounds):
         product = matrix(mixing_rows(gossip.topology, members, step, gossip.static)) @ product
     return float(np.linalg.norm(product - 1 / len(members), 2))
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("workers", [8, 16])
+def test_mass_is_kept_and_matrices_are_stochastic_among_many(sync: str, workers: int) -> None:
+    """Up to 17 members, of which one in thirty events takes one away or brings one."""
+    dice, job, models = random.Random(workers), Job(sync, workers).start(), Models(sync, exact=False)
+    models.follow(job)
+    for _ in range(600):
+        chance = dice.random()
+        if chance < 0.015 and len(job.steps) > 4:
+            job.leave(dice.choice(sorted(job.steps)), "lost")
+        elif chance < 0.03 and len(job.steps) < 17:
+            job.join(dice.choice([rank for rank in range(17) if rank not in job.steps]))
+        else:
+            job.push(dice.choice(job.computing()))
+        models.follow(job)
+    together(job, models)
+    assert not models.shares
+    kept = sum_of([*models.values.values(), models.gone])
+    assert kept == (pytest.approx(models.begun[0], rel=1e-12), pytest.approx(models.begun[1], rel=1e-12))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])

@@ -149,6 +149,11 @@ def pair_with(line: RecordLine, partner: int) -> None:
     line["mixing"] = {"keep": 0.5, "send": [[partner, 0.5]], "receive": [[partner, 0.5]]}
 
 
+def test_a_step_on_a_workers_own_model_is_not_stale() -> None:
+    said = broken(gossip(), "gossip:ring", lambda line: line.update(staleness=[1]), kind="apply", workers=[0])
+    assert "a staleness that cannot be" in said
+
+
 def test_no_hold_after_the_start_of_adpsgd() -> None:
     lines = adpsgd()
     release = lines_with(lines, kind="release", worker=0, step=2)[0]

@@ -12,7 +12,7 @@ from polytempo.compression.chain import parse_chain, parse_compression
 from polytempo.errors import UsageError
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "significant:0.5", "significant:0.5+fp16")
+LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "int8", "significant:0.5", "significant:0.5+fp16")
 SIZES = (0, 1, 7, 8, 9, 1000)
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,6 +78,7 @@ def test_chains_differ_where_their_texts_do() -> None:
         ("bf16:8", "bf16 takes no argument"),
         ("none:1", "none takes no argument"),
         ("sign+bf16", "cannot be cast"),
+        ("int8+bf16", "int8 sends single bytes, which cannot be cast"),
         ("bf16+topk:0.1", "in this order"),
         ("bf16+fp16", "in this order"),
         ("topk:0.1+sign", "in this order"),
@@ -174,6 +175,7 @@ def test_stated_bytes_in_numbers() -> None:
         "topk:0.1": 101 * 8,
         "topk:0.1+bf16": 101 * 6,
         "sign": 4 + 126,
+        "int8": 4 * 4 + 1001,
         "significant:0.5": None,
         "significant:0.5+fp16": None,
         "topk:0.07": 71 * 8,

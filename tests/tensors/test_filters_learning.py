@@ -9,7 +9,7 @@ import torch
 
 from polytempo.compression.chain import CompressionChain, parse_chain
 
-LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "significant:0.5", "significant:0.5+fp16")
+LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "int8", "significant:0.5", "significant:0.5+fp16")
 
 Gradient = Callable[[torch.Tensor, int], torch.Tensor]
 

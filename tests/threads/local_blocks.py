@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from helpers import Batch, MakeOptimizer, loss_of, small_model, weights
 from torch import nn
 
+from polytempo.launch.job_facts import Way
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -118,3 +120,16 @@ class Blocks:
             if number % period == 0 or number == len(batches):
                 end()
         return copy.deepcopy(self.anchor)
+
+
+class HostsJob(ThreadJob):
+    """As between hosts: collectives make the means, and a sequencer decides and keeps the record."""
+
+    def __init__(self, workers: int, sync: str, **options: Any) -> None:
+        super().__init__(workers, sync=sync, via="allreduce", **options)
+        self.job = replace(self.job, meeting="")
+
+    def session(self, rank: int) -> Session:
+        session = super().session(rank)
+        session.way, session.least = Way("127.0.0.1", None, True), 1
+        return session

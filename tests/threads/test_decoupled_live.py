@@ -14,6 +14,7 @@ from helpers import (
     assert_equal,
     check_record,
     copied,
+    made_from_seed,
     made_gradients,
     made_params,
     set_gradients,
@@ -27,6 +28,7 @@ from test_lives import come_back
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.protocol.messages import AnyMessage, Push
 from polytempo.records.files import read_events
 from polytempo.records.lines import RecordLine, of_optimizer
 from polytempo.server.job_plan import Limits
@@ -34,7 +36,7 @@ from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
 EXACT = 1e-9
 SHAPES = [(3, 2), (5,), (4,)]
@@ -85,6 +87,8 @@ def merged_again(
             own = GRADIENTS[worker][first : first + count]
             change = [sum((step[index] for step in own), torch.zeros(SHAPES[index])) for index in indices]
             pending[worker] = line["samples"] ** 2 / max(count, 1), change
+        elif line["kind"] == "discard":
+            del pending[line["worker"]]
         elif line["kind"] == "apply" and line["server"] == 0:
             parts = [pending.pop(worker) for worker in line["workers"]]
             total = sum(weight for weight, _ in parts)
@@ -127,6 +131,29 @@ def test_compression_of_what_is_sent_changes_it_alike(compression: str) -> None:
     assert_equal(found[0], found[1])
 
 
+def test_what_lossy_compression_holds_back_is_all_that_the_servers_lack() -> None:
+    optimizers: list[DistributedOptimizer] = []
+
+    def work(session: Session) -> None:
+        params, optimizer = made(compression={"push": "topk:0.3"})
+        optimizers.append(optimizer)
+        for first in range(0, 20, 4):
+            steps(params, optimizer, 0, first, first + 4)
+            wait_for_answer(session, optimizer)
+        steps(params, optimizer, 0, 20, STEPS)
+
+    with ThreadJob(1, 2, "diloco:4,quorum=1,grace=0,outer_lr=1,outer_momentum=0") as job:
+        job.run(work)
+        held = on_servers(job)
+    reducer = optimizers[0]._reducer
+    assert reducer is not None
+    kept = reducer.residual()["float64"].split([param.numel() for param in START])
+    for index, start in enumerate(START):
+        whole = sum(step[index] for step in GRADIENTS[0])
+        assert_close([start.detach() - held[index] + kept[index].view(SHAPES[index])], [whole], EXACT)
+    assert any(part.abs().sum() > 0 for part in kept)
+
+
 # No worker waits, and nothing is lost.
 
 
@@ -139,6 +166,7 @@ def test_a_worker_whose_push_is_not_answered_goes_on_as_if_it_were_alone(tmp_pat
         if session.rank == 0:
             steps(params, optimizer, 0, 0, 20)
             alone = values(params)
+            assert (optimizer.stats["left_out"], optimizer.stats["averages"]) == (4, 0)
             done.set()
             return alone
         assert done.wait(30)
@@ -278,6 +306,54 @@ def test_a_worker_that_dies_is_not_waited_for_and_comes_back_to_the_newest_value
     assert joins[2:] == [(1, 2)]
 
 
+def test_a_quorum_is_merged_when_its_grace_is_over_though_nothing_else_happens() -> None:
+    done = threading.Event()
+
+    def work(session: Session) -> None:
+        params, optimizer = made()
+        if session.rank == 1:
+            assert done.wait(30)
+            return
+        steps(params, optimizer, 0, 0, 4)
+        wait_for_answer(session, optimizer)
+        done.set()
+
+    with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0.02") as job:
+        job.run(work)
+    assert job.summary["updates"] >= 1
+
+
+def test_a_change_of_too_old_an_anchor_is_dropped_and_its_worker_goes_on_from_the_newest_values(tmp_path: Path) -> None:
+    made_three = threading.Event()
+
+    def work(session: Session) -> list[torch.Tensor] | None:
+        params, optimizer = made()
+        if session.rank == 0:
+            for first in (0, 4, 8):
+                steps(params, optimizer, 0, first, first + 4)
+                wait_for_answer(session, optimizer)
+            made_three.set()
+            return None
+        assert made_three.wait(30)
+        steps(params, optimizer, 1, 0, 4)
+        wait_for_answer(session, optimizer)
+        steps(params, optimizer, 1, 4, 5)
+        return values(params)
+
+    with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0,drop=2", record=tmp_path) as job:
+        found = job.run(work)[1]
+        held = on_servers(job)
+    lines = check_record(tmp_path)
+    reasons = [line["reason"] for line in lines if line["kind"] == "discard"]
+    assert reasons == ["staleness 3 is above 2"]
+    assert_close(held, merged_again(lines, range(3)), EXACT)
+    before = [line for line in lines if line.get("worker") != 1 and line.get("workers") != [1]]
+    newest = merged_again(before, range(3))
+    assert found is not None
+    assert_close(found, [value - step for value, step in zip(newest, GRADIENTS[1][4], strict=True)], EXACT)
+    assert job.summary["discarded"] == 1
+
+
 @pytest.mark.parametrize("copies", [0, 2])
 def test_lost_and_doubled_messages_are_made_good_without_a_wait(copies: int, tmp_path: Path) -> None:
     def work(session: Session) -> None:
@@ -290,6 +366,30 @@ def test_lost_and_doubled_messages_are_made_good_without_a_wait(copies: int, tmp
         job.run(work)
         held = on_servers(job)
     assert_close(held, merged_again(check_record(tmp_path), range(3)), EXACT)
+
+
+def test_a_push_that_is_lost_is_found_by_asking_while_local_steps_go_on() -> None:
+    lost: list[Push] = []
+
+    def fate(message: AnyMessage, outward: bool) -> int:
+        if isinstance(message, Push) and not lost:
+            lost.append(message)
+            return 0
+        return 1
+
+    def work(session: Session) -> None:
+        params, optimizer = made()
+        disturb(session, lambda shard: fate)
+
+        def step_and_look() -> bool:
+            steps(params, optimizer, 0, 0, 1)
+            return bool(optimizer.stats["averages"])
+
+        until(step_and_look, "the merge of a push that was lost")
+
+    with LossyJob(1, 1, "diloco:4,quorum=1,grace=0", retry=0.02) as job:
+        job.run(work)
+    assert len(lost) == 1
 
 
 # Values.
@@ -321,6 +421,80 @@ def test_one_worker_consolidates_alone_and_what_is_unsent_goes_with_its_next_pus
     for index, start in enumerate(START):
         at = [start.detach() - sum(g[index] for g in GRADIENTS[0][:n]) for n in (4, 8)]
         assert_close([found[index], found[3 + index]], at, EXACT)
+
+
+def test_a_consolidation_while_a_push_is_not_merged_loses_nothing(tmp_path: Path) -> None:
+    shown, taken = threading.Event(), threading.Event()
+
+    def work(session: Session) -> list[torch.Tensor] | None:
+        params, optimizer = made()
+        if session.rank == 1:
+            assert shown.wait(30)
+            steps(params, optimizer, 1, 0, 4)
+            assert taken.wait(30)
+            return None
+        steps(params, optimizer, 0, 0, 6)  # the first four are pushed
+        optimizer.consolidate()
+        assert_equal(values(params), values(START))
+        steps(params, optimizer, 0, 6, 7)
+        shown.set()
+        wait_for_answer(session, optimizer)
+        steps(params, optimizer, 0, 7, 8)  # the answer is taken after it; then the fragment has its turn
+        found = values(params)
+        taken.set()
+        return found
+
+    with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0", record=tmp_path) as job:
+        found = job.run(work)[0]
+        held = on_servers(job)
+    lines = check_record(tmp_path)
+    assert_close(held, merged_again(lines, range(3)), EXACT)
+    first = next(index for index, line in enumerate(lines) if line["kind"] == "apply")
+    anchor = merged_again(lines[: first + 1], range(3))
+    assert found is not None
+    own = [sum(step[index] for step in GRADIENTS[0][6:8]) for index in range(3)]
+    assert_close(found, [value - change for value, change in zip(anchor, own, strict=True)], EXACT)
+
+
+def test_module_buffers_travel_with_the_values_where_they_are_averaged() -> None:
+    """In a job of one, with outer rate 1: a consolidation gives back what was merged, the rest follows at the end."""
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(10)]
+
+    def model_of() -> nn.Module:
+        return made_from_seed(3, lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))).double()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Sequence[torch.Tensor]) -> None:
+        for batch in data:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    shown: list[torch.Tensor] = []
+    moved: list[torch.Tensor] = []
+
+    def work(session: Session) -> nn.Module:
+        model = model_of()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buffers="mean")
+        train(model, optimizer, batches[:4])
+        wait_for_answer(session, optimizer)
+        train(model, optimizer, batches[4:6])
+        running = floats(model)[4]
+        optimizer.consolidate()
+        shown.extend(floats(model))
+        moved.append(running - shown[4])
+        return model
+
+    def floats(model: nn.Module) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in model.state_dict().values() if tensor.is_floating_point()]
+
+    with ThreadJob(1, 1, "diloco:4,quorum=1,grace=0,outer_lr=1,outer_momentum=0") as job:
+        (model,) = job.run(work)
+    plain = model_of()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches[:4])
+    assert_close(shown, floats(plain), EXACT)
+    assert moved[0].abs().max() > 1e-3  # the running mean of two more batches
+    assert_close([floats(model)[4]], [shown[4] + moved[0]], EXACT)  # was pushed at the end
 
 
 def test_a_budget_counts_local_steps_and_stops_all() -> None:

@@ -16,7 +16,10 @@ import pytest
 import torch
 from worlds import PATIENCE, Shelf
 
-from polytempo.collectives.world import World, open_by_store
+from polytempo.collectives.world import World, open_by_store, open_in_threads
+from polytempo.errors import UsageError
+from polytempo.launch.job_facts import JobFacts, read_job
+from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 from polytempo.transport.connect import connect
@@ -320,3 +323,17 @@ def test_ranks_of_an_emulated_network_are_hosts_of_their_own() -> None:
         finally:
             for world in worlds.values():
                 world.close()
+
+
+def test_torch_collectives_of_other_back_ends_are_refused() -> None:
+    session = Session(None, JobFacts(2, (), link=(1e6, 0.0)), 0)
+    with pytest.raises(UsageError, match="--link does not slow; use 'auto'"):
+        session.native(open_in_threads(1)[0].all_ranks)
+
+
+def test_the_job_file_has_the_emulated_network(tmp_path: Path) -> None:
+    facts = JobFacts(2, ("tcp://server-0:1",), link=(12.5e6, 0.005), proxies={0: "127.0.0.1:1", 1: "127.0.0.1:2"})
+    facts.write(tmp_path / "job")
+    read = read_job(tmp_path / "job")
+    assert read == facts
+    assert (read.emulated_host(1), read.emulated_host(2)) == (EmulatedHost("worker-1", "127.0.0.1:2"), None)

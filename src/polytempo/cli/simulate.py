@@ -62,7 +62,7 @@ def simulate(
     workers: Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")] = None,
     sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
     via: Annotated[
-        list[str] | None, Option(help="ps, allreduce, ring, halving-doubling, tree, hierarchical; repeatable.")
+        list[str] | None, Option(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
     ] = None,
     step_time: Annotated[str | None, Option(help="Time of a step, such as 0.1 or 80ms (1s).")] = None,
     spread: Annotated[float | None, Option(help="Standard deviation of step times over their mean (0).")] = None,
@@ -239,11 +239,14 @@ def mean_step_time(cluster: Cluster) -> float:
 
 
 def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """Each mode over the server; where bytes take time, those that need no server over all-reduce too, unless told."""
+    """Each mode over the server; where bytes take time, those that need no server over all-reduce too, unless told. Modes
+    that send models have a way of their own."""
     for text in sync:
         spec = parse_spec(text)
         spec.policy(cluster.workers)
         choices = list(vias)
+        if not choices and (spec.averaging is not None or spec.gossip is not None):
+            choices = ["auto"]
         if not choices:
             choices = ["ps"]
             if spec.mode.barrier and spec.mode.all_reduce and cluster.workers > 1 and cluster.link != Link():

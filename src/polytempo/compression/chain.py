@@ -2,6 +2,7 @@
 
     none               all values, unchanged
     bf16, fp16         all values, in two bytes each
+    int8               all values, in one byte each and a scale for each 256
     topk:0.01          the largest hundredth; significant:1e-3 the values beyond a threshold; sign one bit each
     topk:0.01+bf16     a selection, then a cast of the selected values
 
@@ -9,8 +10,8 @@ A lossy chain keeps the residual, the difference between its input and its messa
 feedback): p = g + e; q = C(p); e = p - D(q). So every value is sent in the end, and sent + residual = produced at any time.
 Casts keep their rounding errors too, which papers usually leave out.
 
-A cast given as a bare text is for pushes and pulls. A selection is for pushes alone: a worker would miss the values that it
-leaves out of an answer; {"push": ..., "pull": ...} chooses both.
+A cast given as a bare text is for pushes and pulls, the other codes are for pushes alone: a worker would miss the values
+that a selection leaves out of an answer. {"push": ..., "pull": ...} chooses both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from polytempo.compression.encoding import ByteArray, Code, Dense, NumberFormat, as_bytes, dtype_name
+from polytempo.compression.quantization import Int8
 from polytempo.compression.sign import Sign
 from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import PeerError, UsageError, WrongType, nearest
@@ -30,7 +32,12 @@ from polytempo.options import Syntax, number, parse
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Selections: what makes the code from the argument.
-_CODES: dict[str, Callable[[Any], Code]] = {"topk": TopK, "significant": Significant, "sign": lambda _: Sign()}
+_CODES: dict[str, Callable[[Any], Code]] = {
+    "topk": TopK,
+    "significant": Significant,
+    "sign": lambda _: Sign(),
+    "int8": lambda _: Int8(),
+}
 _SYNTAX = {
     "none": Syntax("none"),
     "bf16": Syntax("bf16"),
@@ -38,8 +45,11 @@ _SYNTAX = {
     "topk": Syntax("topk:0.01", number("a share above 0 and up to 1", lambda share: 0 < share <= 1)),
     "significant": Syntax("significant:1e-3", number("a threshold of at least 0", lambda threshold: threshold >= 0)),
     "sign": Syntax("sign"),
+    "int8": Syntax("int8"),
 }
-KNOWN = "none, bf16, fp16, topk:0.01, significant:1e-3, sign, and a selection with a cast such as topk:0.01+bf16"
+#: Codes whose numbers have a form of their own.
+_UNCASTABLE = {"sign": "single bits", "int8": "single bytes"}
+KNOWN = "none, bf16, fp16, int8, topk:0.01, significant:1e-3, sign, and a selection with a cast such as topk:0.01+bf16"
 
 #: A plus that is not part of a number such as 1e+3.
 PLUS = re.compile(r"(?<![\d.][eE])\+")
@@ -151,8 +161,9 @@ def parse_chain(text: str) -> ChainSpec:
     """Read a chain such as `topk:0.01+bf16`; a `UsageError` says in one line what is wrong."""
     links = [parse(link, "compression", _SYNTAX) for link in PLUS.split(text.strip() or "none")]
     names = [link.name for link in links]
-    if names[0] == "sign" and len(names) == 2 and names[1] in CASTS:
-        raise UsageError(f"sign sends single bits, which cannot be cast, got {text!r}; write sign")
+    if names[0] in _UNCASTABLE and len(names) == 2 and names[1] in CASTS:
+        what = _UNCASTABLE[names[0]]
+        raise UsageError(f"{names[0]} sends {what}, which cannot be cast, got {text!r}; write {names[0]}")
     if len(names) > 1 and not (len(names) == 2 and names[0] in _CODES and names[1] in CASTS):
         raise UsageError(f"expected a selection, a cast, or one of each in this order, got {text!r}; known: {KNOWN}")
     code = _CODES[names[0]](links[0].argument) if names[0] in _CODES else Dense()

@@ -1,7 +1,8 @@
 """The program of the emulated network: `python -m polytempo.launch.link_process`, its configuration on standard input.
 
-It prints the proxy addresses of all workers in one line of JSON, and carries their bytes (`transport/link_relay.py`) until
-its standard input ends: it lives as long as the launcher. Signals that end a job are left to the launcher.
+It prints the proxy addresses of all workers in one line of JSON, and carries their bytes (`transport/link_relay.py`). When
+its standard input ends, the workers have ended, or the launcher has: what they sent before is still carried, and then this
+process ends, too. Signals that end a job are left to the launcher.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from polytempo.transport.link_relay import LinkRelay
 
 #: As in `process_monitor.py`, which loads more than this small program needs.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: Seconds without a byte after which it ends, though a connection is open.
+SILENCE = 5.0
 
 
 def main() -> None:
@@ -27,11 +30,13 @@ def main() -> None:
     config: dict[str, Any] = json.loads(sys.stdin.readline())
     network = EmulatedNetwork(config["bandwidth"], config["latency"])
     relay = LinkRelay(network, config["workers"], config["servers"], time.monotonic)
-    relay.watch_end(sys.stdin.fileno(), lambda: os._exit(0))
+    ending: list[float] = []
+    relay.watch_end(sys.stdin.fileno(), lambda: ending.append(time.monotonic()))
     sys.stdout.write(json.dumps({"ready": relay.proxies}) + "\n")
     sys.stdout.flush()
-    while True:
+    while not ending or (relay.carries() and time.monotonic() < max(ending[0], relay.moved_at) + SILENCE):
         relay.turn()
+    os._exit(0)
 
 
 if __name__ == "__main__":

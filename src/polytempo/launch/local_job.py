@@ -374,6 +374,8 @@ class LocalJob:
             self._coordinator.send(Stop(cause=cause))
         at_once = lambda: end.at_once  # noqa: E731
         self._handle(self._monitor.end(processes.workers, 1.0 if cause else SERVERS_END, at_once))
+        if not cause:
+            self._empty_link()
         status = INTERRUPTED if end.interrupted else int(bool(cause))
         self._coordinator.send(Finish(exit_status=status, cause=cause, save=saves))
         self._wait_for_servers(self.request.grace if saves else SERVERS_END)
@@ -381,6 +383,14 @@ class LocalJob:
         self._checkpoints.clear()
         self.display.close()
         return self._report()
+
+    def _empty_link(self) -> None:
+        """What workers sent last may still be under way on an emulated network: the servers get it before they finish."""
+        link, deadline = self._processes.link, time.monotonic() + SERVERS_END
+        if link is not None:
+            link.ask_to_end()
+            while link.status is None and not self._end.at_once and time.monotonic() < deadline:
+                self._handle(self._monitor.turn(0.1))
 
     def _wait_for_servers(self, patience: float) -> None:
         end, deadline = self._end, time.monotonic() + patience

@@ -278,6 +278,8 @@ class BlockEngine(SimulationEngine):
                 worker.wasted += waiting.pop().seconds / parts
 
     def _finish(self) -> None:
+        if self._learner:
+            self._learner.close()
         for worker in self.workers:
             if worker.alive:
                 self._waste(worker)

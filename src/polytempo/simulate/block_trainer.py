@@ -3,7 +3,8 @@
 A local step is one of the worker's own optimizer. When pushes are merged, the *master* moves: it becomes their mean,
 weighted by samples, or makes an outer step towards it (`optim/outer_step.py`). In decoupled modes a push is the change since
 the values the worker last took, and the mean is that of the changes. A worker takes the master's values as of the moment at
-which its release was decided; what it has changed since it sent its own stays on top.
+which its release was decided; what it has changed since it sent its own stays on top. The model to look at is the newest
+that a worker has taken: an average is worth nothing while it is on its way.
 
 Optimizer state stays with its worker ("keep"), is averaged as the values are ("mean") or dropped ("reset"). Buffers belong
 to each worker, and are merged for evaluation. One worker without an outer step is plain training, bit for bit.
@@ -53,7 +54,7 @@ class Learner:
         self.losses: list[list[float]] = [[] for _ in range(fragments)]  # since the last sending of each fragment
         self.base: list[Weights] = [[] for _ in range(fragments)]  # the values it last took
         self.sent: list[Weights | None] = [None] * fragments  # its own at the sending, until the answer is taken
-        self.fetched: list[tuple[Weights, State]] = [([], [])] * fragments
+        self.fetched: list[tuple[Weights, State, int]] = [([], [], 0)] * fragments  # and the number of merges in them
 
     @property
     def rates(self) -> list[float]:
@@ -80,6 +81,8 @@ class VirtualBlockTrainer:
         self._buffers: dict[int, Weights] = {}
         self._newest: list[Weights] = [self._snapshot(members) for members in self._fragments]
         self._states: list[State] = [[] for _ in self._fragments]  # averaged at the last merge
+        self._merges = [0] * len(self._fragments)
+        self._shown: list[tuple[int, Weights]] = [(0, values) for values in self._newest]  # the newest that were taken
         self.spread = GradientDivergence(self._parameters)
 
     def _outer_step(self, members: list[int]) -> OuterStep | None:
@@ -160,18 +163,21 @@ class VirtualBlockTrainer:
                     mean = [parameter - change for parameter, change in zip(own, mean, strict=True)]
                 outer.step(mean, given[0].rates)
         self._newest[fragment] = self._snapshot(self._fragments[fragment])
+        self._merges[fragment] += 1
         if self._averaging.state == "mean":
             self._states[fragment] = mean_state([block.state for block in given], shares)
         self.spread.look()
 
     def fetch(self, worker: int, fragment: int) -> None:
         """The newest values of a fragment are sent to a worker."""
-        self._learners[worker].fetched[fragment] = self._newest[fragment], self._states[fragment]
+        self._learners[worker].fetched[fragment] = self._newest[fragment], self._states[fragment], self._merges[fragment]
 
     def install(self, worker: int, fragment: int) -> None:
         """They have arrived."""
         learner, members = self._learners[worker], self._fragments[fragment]
-        values, state = learner.fetched[fragment]
+        values, state, merges = learner.fetched[fragment]
+        if merges > self._shown[fragment][0]:
+            self._shown[fragment] = merges, values
         sent, learner.sent[fragment], learner.base[fragment] = learner.sent[fragment], None, values
         with torch.no_grad():
             for place, index in enumerate(members):
@@ -183,9 +189,21 @@ class VirtualBlockTrainer:
         if sent is not None:
             self._treat_state(learner, members, state)
 
+    def close(self) -> None:
+        """The run has ended: what was merged last is the model."""
+        self._shown = list(zip(self._merges, self._newest, strict=True))
+
     def evaluable(self) -> nn.Module:
-        """The master's values with the merged buffers of the workers, in evaluation mode."""
-        return with_merged_buffers(self.master, self._buffers.values()) if self._buffers else self.master.eval()
+        """The newest values that were taken, with the merged buffers of the workers, in evaluation mode."""
+        model = (
+            with_merged_buffers(self.master, self._buffers.values()) if self._buffers else copy.deepcopy(self.master).eval()
+        )
+        own = [p for p in model.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for members, (_, values) in zip(self._fragments, self._shown, strict=True):
+                for index, value in zip(members, values, strict=True):
+                    own[index].copy_(value)
+        return model
 
     # Weights and state.
 

@@ -227,8 +227,9 @@ def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
             released[line["worker"], line["step"]] = line["t"]
         elif line["kind"] == "push" and (line["worker"], line["step"]) in released:
             started = released.pop((line["worker"], line["step"]))
-            seconds.setdefault(line["worker"], []).append(max(line["t"] - started, 1e-9))
-            samples.setdefault(line["worker"], []).append(line.get("samples", 1))
+            count = line.get("count", 1)  # of local steps in a block, which are taken to be of one length
+            seconds.setdefault(line["worker"], []).extend([max(line["t"] - started, 1e-9) / count] * count)
+            samples.setdefault(line["worker"], []).append(line.get("samples", 1) / count)
     missing = [worker for worker in range(workers) if worker not in seconds]
     if missing:
         raise RecordError(f"the record has no step of workers {missing[:8]}; expected a run in which every worker took some")

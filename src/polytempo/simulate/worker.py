@@ -219,6 +219,9 @@ class BlockTrainer(Protocol):
     def install(self, worker: int, fragment: int) -> None:
         """They have arrived: the worker goes on from them, with what it has changed since it sent its own."""
 
+    def close(self) -> None:
+        """The run has ended."""
+
     def end(self, worker: int) -> None:
         """A worker has left; its state is dropped."""
 

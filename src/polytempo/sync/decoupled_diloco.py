@@ -32,7 +32,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 
-from polytempo.errors import OrderError, SpecError
+from polytempo.errors import OrderError, SpecError, counted
 from polytempo.options import ArgumentReader, number, whole_number
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.corrections import Corrections
@@ -151,7 +151,7 @@ class DecoupledDiloco(Policy):
             return Hold(worker, step, named, count, f"1 ahead of worker {named[0]}, bound 0")
         missing = sorted((s, w) for w, s in self.progress.pushed.items() if w not in self._waiting)
         named = tuple(w for _, w in islice(missing, NAMED_AT_MOST))
-        reason = f"the merge has pushes of {len(self._distinct)} workers, its quorum is {self.quorum}"
+        reason = f"the merge has pushes of {counted(len(self._distinct), 'worker')}, its quorum is {self.quorum}"
         return Hold(worker, step, named, len(missing), reason)
 
 

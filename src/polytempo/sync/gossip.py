@@ -186,8 +186,8 @@ class GossipPolicy(Policy):
         return actions
 
     def _forget_old(self) -> None:
-        """Graphs of steps that all members have left behind."""
-        while self._oldest < self.progress.slowest - 1 and self._oldest in self._steps:
+        """Graphs of steps that all members have pushed: each of them has been released into the next."""
+        while self._oldest < self.progress.slowest and self._oldest in self._steps:
             del self._steps[self._oldest]
             self._oldest += 1
 

@@ -42,6 +42,7 @@ class DecoupledTurns:
         self._reducers = dict(zip(map(id, self._fragments), reducers, strict=True))
         self._client: Client = reducers[0].client
         self._session = reducers[0].session
+        self.left_out = 0  #: turns of the first fragment at which nothing was sent
         self._quiet_since, self._moved = time.monotonic(), 0
 
     def after_step(self, steps: int) -> None:
@@ -52,6 +53,8 @@ class DecoupledTurns:
                 fragment.due += max(fragment.reducer.period, 1)
                 if fragment.sent_at is None:
                     self._send(fragment)
+                elif fragment is self._fragments[0]:
+                    self.left_out += 1
 
     def _poll(self) -> None:
         """Take the answers that are there, without waiting."""

@@ -160,6 +160,7 @@ class Fragment:
 
     def show(self, newest: dict[int, list[Bytes]]) -> None:
         """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending."""
+        self._companions.read()
         before = self._sent or self._views
         changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes

@@ -68,7 +68,8 @@ class LocalStepUpdate(StepUpdate):
         return self.fragments[0].reducer.period
 
     def stats(self) -> dict[str, Any]:
-        return {"period": self.period, "averages": self._averages}
+        left_out = {} if self._decoupled is None else {"left_out": self._decoupled.left_out}
+        return {"period": self.period, "averages": self._averages, **left_out}
 
     # Local steps.
 

@@ -387,7 +387,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Load the job's model: the servers' newest values.
 
         With `buffers="mean"` also the mean of all workers' buffers: then all workers must call it. Under `local`, `adacomm`
-        and `diloco` it ends the block of local steps with an average, and all workers must call it.
+        and `diloco` it ends this worker's block of local steps; the average comes when the other workers' blocks end. With a
+        quorum it needs no other worker: local steps that were not pushed yet go with this worker's next push.
         """
         if self._reducer is None:
             return
@@ -430,7 +431,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def stats(self) -> dict[str, Any]:
         """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; in modes
-        with blocks of local steps also period and averages."""
+        with blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent,
+        because the push before was not merged yet."""
         reducer = self._reducer
         known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)

@@ -101,6 +101,7 @@ class LinkRelay:
         self._masks: dict[int, int] = {}
         self._ends: dict[Flow, RelayEnd] = {}
         self._wanted: list[Wanted] = []
+        self.moved_at = clock()  #: the time at which bytes were read or written last
         for rank, listener in enumerate(self._listeners):
             listener.setblocking(False)
             self._on(listener, READ, lambda _, rank=rank: self._accept(rank))  # type: ignore[misc]
@@ -144,9 +145,20 @@ class LinkRelay:
             self._off(sock)
         self._epoll.close()
 
+    def carries(self) -> bool:
+        """Whether a connection is open, or bytes of one that has ended are under way."""
+        return bool(self._ends)
+
     def watch_end(self, descriptor: int, ended: Callable[[], None]) -> None:
         """Call this once the other end of a pipe is closed."""
-        self._actions[descriptor] = lambda state: ended() if not os.read(descriptor, 4096) else None
+
+        def look(_: int) -> None:
+            if not os.read(descriptor, 4096):
+                self._actions.pop(descriptor)
+                self._epoll.unregister(descriptor)
+                ended()
+
+        self._actions[descriptor] = look
         self._epoll.register(descriptor, READ)
 
     # Connections.
@@ -231,6 +243,7 @@ class LinkRelay:
             except OSError:
                 data = b""
             if data:
+                self.moved_at = self._clock()
                 end.under_way.append(data)
                 self._network.send(end.flow, len(data), self._clock())
             else:
@@ -242,6 +255,7 @@ class LinkRelay:
         try:
             while end.delivered and not end.deaf:
                 count = end.sock.send(end.delivered[0])
+                self.moved_at = self._clock()
                 self._network.taken(end.other.flow, count)
                 if count < len(end.delivered[0]):
                     end.delivered[0] = end.delivered[0][count:]
