@@ -64,7 +64,7 @@ def train() -> None:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step(samples=len(x))
             steps += 1
-            if reached is None and steps % 8 == 0 and accuracy() >= options.target:
+            if reached is None and steps % 8 == 0 and accuracy() >= options.target:  # of this worker's copy, as it is
                 reached = time.perf_counter() - began
             if steps == options.steps:
                 break
@@ -96,17 +96,21 @@ def run(mode: str) -> dict[str, float | None]:
 def show() -> None:
     """Run all modes, one after another, and print a row for each."""
     print(f"{options.workers} workers behind links of {options.link}, {options.steps} steps each, of the same samples\n")
-    head = f"{'mode':<22}{f'{100 * options.target:g} % at':>10}{'sooner':>9}{'all steps':>11}{'sent':>10}{'accuracy':>10}"
+    modes = options.sync or MODES
+    wide = max(map(len, modes)) + 2
+    head = (
+        f"{'mode':<{wide}}{f'{100 * options.target:g} % at':>10}{'sooner':>9}{'all steps':>11}{'sent':>10}{'accuracy':>10}"
+    )
     print(head, flush=True)
     first = None
-    for mode in options.sync or MODES:
+    for mode in modes:
         found = run(mode)
         reached = found["reached"]
         first = first or reached
         when = f"{reached:.1f} s" if reached else "-"
         sooner = f"{first / reached:.1f} x" if first and reached else "-"
         rest = f"{found['seconds']:>9.1f} s{found['megabytes']:>7.0f} MB{100 * found['accuracy']:>8.1f} %"
-        print(f"{mode:<22}{when:>10}{sooner:>9}{rest}", flush=True)
+        print(f"{mode:<{wide}}{when:>10}{sooner:>9}{rest}", flush=True)
 
 
 pt.init()  # 1: join the job of `polytempo run`; alone, be a job of one

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from live import SCRIPTS, Bench
 
 SCRIPT = str(SCRIPTS / "neighbours.py")
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 LINE = re.compile(r"worker (\d): error ([\d.]+) before, ([\d.]+) after 60 steps")
 
 
@@ -21,9 +23,20 @@ def test_the_others_learn_beside_a_slow_and_a_dying_worker(sync: str, workers: i
     assert "warning: worker 1 was killed by SIGKILL" in done.stderr
     found = {int(rank): (float(before), float(after)) for rank, before, after in LINE.findall(done.stdout)}
     assert sorted(found) == [rank for rank in range(workers) if rank != 1]
-    assert len({after for _, after in found.values()}) == 1  # the mean of all models
-    assert all(after < before / 20 for before, after in found.values())
+    if sync == "gossip:ring":  # workers that have made the same steps see the same mean
+        assert len({after for _, after in found.values()}) == 1
+    assert all(after < before / 5 for before, after in found.values())
     checked = bench.run("check", "record")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "replay gives the same" in checked.stdout
     assert bench.meta()["options"]["via"] == "peers"
+
+
+@pytest.mark.parametrize("sync", ["gossip:ring", "adpsgd:ring"])
+def test_a_script_that_looks_at_the_model_on_one_worker_alone_learns(sync: str, bench: Bench) -> None:
+    """The example evaluates on rank 0, every few steps and at the end, when others may have left."""
+    done = bench.run("run", "-n", "3", "--sync", sync, "--samples", "6144", DIGITS, "--compute", "0.002")
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"accuracy ([\d.]+) %", done.stdout)
+    assert found is not None
+    assert float(found[1]) > 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polytempo.report.table import scaling_table
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.run import scaling
 
@@ -16,3 +17,12 @@ def test_server_saturates_shards_help_ring_stays_flat() -> None:
     efficiency = [point.efficiency for point in ring.points]
     assert min(efficiency[15:]) > 0.95 * max(efficiency[15:])  # flat from 16 to 64
     assert [len(series.points) for series in (one, ring)] == [64, 64]
+
+
+def test_sizes_that_a_mode_refuses_are_left_out() -> None:
+    (peers,) = scaling(Cluster(model_bytes=1.0), "gossip:torus", most=12, shards=(), rings=("peers",), steps_each=2)
+    assert [point.workers for point in peers.points] == [1, 4, 6, 8, 9, 10, 12]
+    (ps,) = scaling(Cluster(model_bytes=1.0), "diloco:2,quorum=3", most=5, shards=(1,), rings=(), steps_each=2)
+    assert [point.workers for point in ps.points] == [3, 4, 5]
+    assert "n = 4" in scaling_table([peers], "").markdown()
+    assert "n = 2" not in scaling_table([peers], "").markdown()

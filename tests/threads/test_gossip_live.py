@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from helpers import (
     assert_close,
     assert_equal,
     check_record,
+    copied,
     loss_of,
+    made_gradients,
     made_params,
     set_gradients,
     small_batches,
@@ -276,7 +279,7 @@ def test_a_cast_moves_no_mass(sync: str) -> None:
 )
 def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n: int, degree: int) -> None:
     shapes, steps = [(50, 40), (40,)], 5
-    model = sum(numpy.prod(shape) for shape in shapes) * 8
+    model, together = sum(numpy.prod(shape) for shape in shapes) * 8, threading.Barrier(n, timeout=30)
 
     def work(session: Session) -> list[int]:
         params = made_params(shapes)
@@ -286,10 +289,11 @@ def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n:
         for _ in range(steps):
             set_gradients(params, [torch.ones_like(param) for param in params])
             optimizer.step()
-        after = optimizer.stats
+        after, sent = optimizer.stats, [link.payload_sent - counted[rank] for rank, link in messages.links.items()]
+        together.wait()  # none leaves, and hands its own over, before all have counted
         assert after["bytes_sent"] - before["bytes_sent"] < steps * (degree * model + 1000)
         assert after["bytes_received"] - before["bytes_received"] < (steps + 1) * (degree * model + 1000)
-        return [link.payload_sent - counted[rank] for rank, link in messages.links.items()]
+        return sent
 
     with ThreadJob(n, sync=sync, via="auto") as job:
         for sent in job.run(work):
@@ -314,7 +318,7 @@ def test_a_cast_halves_what_travels() -> None:
 
 @pytest.mark.parametrize("sync", ["gossip:ring", "gossip:exp,overlap=1", "gossip:torus"])
 def test_consolidate_is_the_mean_and_keeps_the_sum(sync: str) -> None:
-    model, batches = small_model(), small_batches(12, [3] * 4)
+    model, batches, together = small_model(), small_batches(12, [3] * 4), threading.Barrier(4, timeout=30)
 
     def work(session: Session) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         own = copy.deepcopy(model)
@@ -326,6 +330,7 @@ def test_consolidate_is_the_mean_and_keeps_the_sum(sync: str) -> None:
         before = weights(own)
         optimizer.consolidate()
         mean = weights(own)
+        together.wait()  # none goes on before all have looked
         optimizer.param_groups[0]["lr"] = 0.0
         for each in batches[8:]:
             optimizer.zero_grad()
@@ -341,6 +346,36 @@ def test_consolidate_is_the_mean_and_keeps_the_sum(sync: str) -> None:
         assert not torch.equal(before[0], mean[0])
     later = [sum(parts) / 4 for parts in zip(*(after for _, _, after in found), strict=True)]
     assert_close(later, wanted, rtol=1e-9)
+
+
+def with_made_gradients(sync: str, n: int, looks: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The models after some steps with given gradients; the first worker may look at the mean, alone. What it saw last."""
+    gradients = [made_gradients([(3, 2)], 12, seed=rank) for rank in range(n)]
+
+    def work(session: Session) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        params = made_params([(3, 2)])
+        optimizer = DistributedOptimizer(MAKE(params))
+        for step, each in enumerate(gradients[session.rank]):
+            set_gradients(params, each)
+            optimizer.step()
+            if looks and session.rank == 0 and step % 5 == 4:
+                optimizer.consolidate()
+        own = copied(params)
+        if looks and session.rank == 0:
+            optimizer.consolidate()  # others may have left
+        return [own[0].detach()], [params[0].detach().clone()]
+
+    with ThreadJob(n, sync=sync, via="auto") as job:
+        return job.run(work)
+
+
+@pytest.mark.parametrize("sync", ["gossip:ring", "gossip:exp,overlap=1", "gossip:full"])
+def test_one_worker_may_look_at_the_mean_alone_and_nothing_changes_by_it(sync: str) -> None:
+    looked, plain = with_made_gradients(sync, 4, looks=True), with_made_gradients(sync, 4, looks=False)
+    for (own, _), (wanted, _) in zip(looked, plain, strict=True):
+        assert_close(own, wanted, rtol=1e-12)
+    mean = sum(own[0] for own, _ in looked) / 4
+    assert_close(looked[0][1], [mean], rtol=1e-9)  # at the end: of all, also of those that have left
 
 
 # The record, and what is refused.

@@ -253,20 +253,23 @@ class _Alone:
         return [result]
 
 
-def test_a_script_saves_and_loads_model_optimizer_and_outer_momentum() -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sync", ["diloco:2", "diloco:4,fragments=2", "local:2,momentum=0.5"])
+def test_a_script_saves_and_loads_model_optimizer_and_outer_momentum(way: str, sync: str) -> None:
     batches = small_batches(8, [4, 4])
     saved: dict[int, Any] = {}
 
     def save(optimizer: DistributedOptimizer, model: nn.Module, session: Session) -> None:
         if optimizer.stats["step"] == 4:
+            optimizer.consolidate()
             saved[session.rank] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    whole = train_in_blocks(job_by("shared memory", 2, "diloco:2"), "diloco:2", batches, adam, after_step=save)
+    whole = train_in_blocks(job_by(way, 2, sync), sync, batches, adam, after_step=save)
     models = [small_model(seed=9), small_model(seed=9)]
 
     def go_on(session: Session) -> list[torch.Tensor]:
         model = models[session.rank]
-        optimizer = DistributedOptimizer(adam(list(model.parameters())), model, sync="diloco:2")
+        optimizer = DistributedOptimizer(adam(list(model.parameters())), model, sync=sync)
         model.load_state_dict(saved[session.rank][0])
         optimizer.load_state_dict(saved[session.rank][1])
         for step in batches[4:]:
@@ -275,6 +278,6 @@ def test_a_script_saves_and_loads_model_optimizer_and_outer_momentum() -> None:
             optimizer.step(samples=4)
         return weights(model)
 
-    with job_by("shared memory", 2, "diloco:2") as job:
+    with job_by(way, 2, sync) as job:
         found = job.run(go_on)
     assert_close(found[0], whole[0], EXACT)

@@ -41,6 +41,7 @@ EVALUATIONS = 120  #: of a training run, about
 DEFAULT_MODES = ("bsp", "ssp:3", "dssp:3..15", "asp")
 LIMITS = ("seconds", "steps", "samples", "steps_each")
 DEFAULT_STEPS = 100  # of each worker, in runs without training
+SCALING_STEPS = 10  # of each worker, at least, for each number of workers
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,19 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
 
 def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, quiet: bool) -> None:
     sync = settings.jobs[0][0]
-    rings = ["ring"] if sync == "bsp" else []
-    if settings.cluster.hosts and rings:
+    spec = parse_spec(sync)
+    rings = ["ring"] if spec.mode.barrier and spec.mode.all_reduce else ["peers"] if spec.gossip else []
+    if settings.cluster.hosts and "ring" in rings:
         rings.append("hierarchical")
+    shards = () if spec.gossip else (1, 2, 4, 8)
+    block = spec.averaging.period if spec.averaging else 1
+    steps = -(-SCALING_STEPS // block) * block  # whole blocks
     with _bar(f"{sync}, 1 to 64 workers", quiet) as report:
-        series = measure_scaling(settings.cluster, sync, rings=rings, seed=settings.seed, progress=report)
-    title = f"{sync} over parameter-server shards{' and ring' * bool(rings)}: {_machines(settings)}"
+        series = measure_scaling(
+            settings.cluster, sync, shards=shards, rings=rings, steps_each=steps, seed=settings.seed, progress=report
+        )
+    way = "among peers" if spec.gossip else f"over parameter-server shards{' and ring' * bool(rings)}"
+    title = f"{sync} {way}: {_machines(settings)}"
     _print(scaling_table(series, title))
     _write_json(json_file, [one.as_dict() for one in series])
     if picture:

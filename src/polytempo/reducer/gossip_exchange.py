@@ -1,27 +1,24 @@
 """One worker's exchange with its neighbours in a step of `gossip` (`sync/gossip.py`): send, receive, mix, and leave.
 
-send      (x, w) of now to the out-neighbours of the step, in the background; before the push, which says that it was sent
-mix       after the release of the next step: x = P_ii x + sum of P_ij x_j. A neighbour that is lost, or whose process
-          died before its values were through, brings nothing, and the share meant for it stays here
-leave     a worker that finishes gives its own (x, w) to the out-neighbours of the step that it does not make, in
-          proportion to its column: so the sums of x and w over all workers are kept. Its neighbours learn from their
-          release that it left; what it sent for that step counts only if a note followed, which a crash does not send
+    send      (x, w) of now to the out-neighbours of the step, in the background, and before the push that vouches for it
+    mix       after the release of the next step: x = P_ii x + sum of P_ij x_j. A neighbour that is lost, or whose process
+              died before its values were through, brings nothing, and the share meant for it stays here
+    leave     a worker that finishes hands its (x, w) over to another (`model_mean.py`), which adds them at its next mixing.
+              What it sent for the step that it does not make counts for nothing: its neighbours learn that it left
+
+Others that ask for this worker's values are told those of its last finished step. Where all have made the same steps, the
+sum of these is exact; a worker that is a step further tells what it has then.
 """
 
 from __future__ import annotations
 
-import torch
-
 from polytempo.protocol.values import MixingRow
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.mixing import MixingSum
-from polytempo.reducer.model_message import MessageAllocator
+from polytempo.reducer.model_message import MessageAllocator, ModelMessage
 from polytempo.reducer.neighbour_links import Sending
-from polytempo.reducer.neighbour_reducer import FIRST_VALUES, NeighbourReducer
+from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.transport.buffer_pool import Pool
-
-#: Seconds to wait for the values of a worker that has left: they were sent before the sequencer heard of it.
-PATIENCE = 5.0
 
 
 class GossipExchange:
@@ -30,14 +27,18 @@ class GossipExchange:
     def __init__(self, reducer: NeighbourReducer) -> None:
         self._reducer, self._links = reducer, reducer.links
         self._out, self._in = reducer.new_message(), reducer.new_message()
-        self._note = torch.zeros(1, dtype=torch.float64)
         memory = Pool() if reducer.cast else MessageAllocator(self._out.flats)
         self._own = FlatBuffer(reducer.layout, memory, pinned=False)  # x, as it was when it was sent
+        self._weight = 1.0  # w, likewise
+        self._told = ModelMessage(reducer.layout)  # x and w after the last finished step, for others that ask
         self._sum = MixingSum(reducer.copier.next_buffer())
         self._row: MixingRow | None = reducer.answer.mixing
-        self._sent = False  # the values of this step
         self._sending: Sending = []
-        reducer.session.flushing.append(self.leave)
+        self._models = reducer.share(lambda message: message.fill(self._told.flats, self._told.weight))
+        self._gather()
+        self._tell()
+        if reducer.session.size > 1:
+            self._models.service.start()
 
     @property
     def alone(self) -> bool:
@@ -48,15 +49,27 @@ class GossipExchange:
         """Send the parameters as they are now."""
         if self._row is None:
             return
-        reducer, weight = self._reducer, self._reducer.weight
+        self._gather()
+        self._out.fill(self._own.tensors, self._weight)
+        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], self._reducer.step)
+
+    def _gather(self) -> None:
+        """Take x and w as they are now."""
         self._links.settle(self._sending)
-        reducer.copier.gather(self._own, lambda param: param.detach())
-        if weight != 1.0:
+        self._reducer.copier.gather(self._own, lambda param: param.detach())
+        self._weight = self._reducer.weight
+        if self._weight != 1.0:
             for flat in self._own.tensors.values():
-                flat.mul_(weight)
-        self._out.fill(self._own.tensors, weight)
-        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], reducer.step)
-        self._sent = True
+                flat.mul_(self._weight)
+
+    def _tell(self, model: FlatBuffer | None = None) -> None:
+        """Tell others that ask this model from now on, or what was gathered last."""
+        with self._models.lock:
+            self._told.fill((model or self._own).tensors, self._reducer.weight)
+            if model is not None and self._reducer.weight != 1.0:
+                for flat in self._told.flats.values():
+                    flat.mul_(self._reducer.weight)
+        self._models.finish_step(self._reducer.step)
 
     def mix(self, step: int, change: FlatBuffer | None = None) -> None:
         """Mix what was exchanged in `step`, which was pushed; the release of the next one is there.
@@ -66,20 +79,24 @@ class GossipExchange:
             change: What the optimizer has changed since the values were sent; None where it was sent with them.
         """
         reducer, row = self._reducer, self._row
-        self._row, self._sent = reducer.answer.mixing, False
+        self._row = reducer.answer.mixing
         if row is None:
-            return
+            return  # there is no other worker
         lost, shares, own = set(reducer.answer.lost), dict(row.receive), reducer.session.rank
         self._sum.start()
         for rank in sorted({own, *shares}):
             if rank == own:
                 self._keep(row, lost)
             elif rank in lost:
-                self._take_legacy(rank, step, shares[rank])
+                continue
             elif self._receive(rank, step):
                 self._sum.add(self._in.flats, self._in.weight, shares[rank])
             else:  # it died after its push, and its values did not come through
                 self._take_back(dict(row.send).get(rank, 0.0))
+        with self._models.lock:
+            inherited = self._models.inherit(step)
+        if inherited is not None:  # until the end of this step others may be told too little
+            self._sum.add(inherited.flats, inherited.weight, 1.0)
         reducer.weight = self._sum.finish()
         self._load(change)
 
@@ -87,21 +104,15 @@ class GossipExchange:
         """Add this worker's own part, with the shares that were meant for lost neighbours."""
         if not self._reducer.cast:
             kept = row.keep + sum(share for rank, share in row.send if rank in lost)
-            self._sum.add(self._own.tensors, self._reducer.weight, kept)
+            self._sum.add(self._own.tensors, self._weight, kept)
             return
-        self._sum.add(self._own.tensors, self._reducer.weight, 1.0)
+        self._sum.add(self._own.tensors, self._weight, 1.0)
         self._take_back(-sum(share for rank, share in row.send if rank not in lost))
 
     def _take_back(self, share: float) -> None:
         """A share of what was sent stays here after all; a negative one was sent."""
         if share:
-            self._sum.add(self._out.flats, self._reducer.weight, share)
-
-    def _take_legacy(self, rank: int, step: int, share: float) -> None:
-        """A neighbour left before it pushed: if it finished, it has given its values away."""
-        note = torch.zeros(1, dtype=torch.float64)
-        if self._links.receive(note, rank, _note_tag(step), PATIENCE) and self._receive(rank, step):
-            self._sum.add(self._in.flats, self._in.weight, share * float(note))
+            self._sum.add(self._out.flats, self._weight, share)
 
     def _receive(self, rank: int, step: int) -> bool:
         if self._links.receive(self._in.data, rank, step):
@@ -117,22 +128,11 @@ class GossipExchange:
             for dtype, flat in mixed.tensors.items():
                 flat.add_(change.tensors[dtype])
         copier.scatter({0: mixed.parts[0]})
+        self._tell(mixed)
 
     def leave(self) -> None:
-        """Give this worker's values to the out-neighbours of the step that it does not make: it has finished."""
-        if self._row is None:
-            return
-        there = [(rank, share) for rank, share in self._row.send if not self._links.is_gone(rank)]
-        if not there:
-            return
-        if not self._sent:
-            self.send()
-        self._note[0] = 1.0 / sum(share for _, share in there)
-        note = self._links.send(self._note, [rank for rank, _ in there], _note_tag(self._reducer.step))
-        self._links.settle(self._sending)
-        self._links.settle(note)
-
-
-def _note_tag(step: int) -> int:
-    """Of the note that follows the values of a worker that leaves: by how much its shares grow, since it keeps none."""
-    return FIRST_VALUES - 1 - step
+        """Hand this worker's values over: it has finished."""
+        if self._reducer.session.size > 1:
+            self._gather()
+            self._tell()
+            self._models.leave(list(self._reducer.answer.members), self._reducer.step)

@@ -51,12 +51,22 @@ class ModelMessage:
         """What the message is for."""
         return int(self._trailer[1])
 
+    @mark.setter
+    def mark(self, mark: int) -> None:
+        self._trailer[1] = mark
+
     def fill(self, values: Flats, weight: float, mark: int = 0) -> None:
         """Take these values, cast where that is to be."""
         for dtype, flat in self.flats.items():
             if flat.data_ptr() != values[dtype].data_ptr():  # else they lie in here
                 flat.copy_(values[dtype])
         self._trailer[0], self._trailer[1] = weight, mark
+
+    def add(self, other: ModelMessage) -> None:
+        """Add values and weight of another."""
+        for dtype, flat in self.flats.items():
+            flat.add_(other.flats[dtype])
+        self._trailer[0] += other.weight
 
 
 class MessageAllocator:

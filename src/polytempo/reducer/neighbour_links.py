@@ -46,6 +46,10 @@ class NeighbourLinks:
         """Has a rank left the job, or died?"""
         return rank in self._departed or rank in self._group.engine.messages.left
 
+    def has_crashed(self, rank: int) -> bool:
+        """Has the link to a rank closed without a goodbye?"""
+        return rank in self._group.engine.messages.crashed
+
     # Sending.
 
     def send(self, data: torch.Tensor, to: Iterable[int], tag: int) -> Sending:

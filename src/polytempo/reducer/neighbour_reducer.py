@@ -3,15 +3,15 @@
 Values go from worker to worker (`neighbour_links.py`). The sequencer gets pushes without data, and its releases say with
 which workers the next step is to be mixed. All start from one worker's values, with push-sum weight 1.
 
-`consolidate()` is the one place where values pass through the server: it makes the mean of all models, weighted by their
-push-sum weights, over the workers that are there, and every worker goes on from it. A worker keeps its weight w, so the sum
-of all w x is what it was before: the mean that training is about does not move.
+`consolidate()` asks all other workers for their values and shows the mean, weighted by push-sum weights (`model_mean.py`).
+It is for looking at, and any worker may call it alone: the next `step()` goes on from the worker's own values, with the
+gradient that was computed meanwhile. So nothing is added to the models or lost by it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,13 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.model_mean import FIRST_VALUES, FillMessage, ModelMean
 from polytempo.reducer.model_message import ModelMessage
 from polytempo.reducer.neighbour_links import NeighbourLinks
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.sequencer_client import SequencerClient
-from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
-
-#: Tags of messages: steps are counted from 0, what comes before the first from here downwards.
-FIRST_VALUES = -1
 
 
 class NeighbourReducer(Reducer):
@@ -46,9 +43,9 @@ class NeighbourReducer(Reducer):
             )
         self.links = NeighbourLinks(session)
         self.cast = parse_chain(spec.push_filter).cast
-        self._mean: ServerReducer | None = None  # of all models, once it was asked for
-        self.before_read: Callable[[], None] = lambda: None  #: called before `read_values` changes the parameters
-        self.after_read: Callable[[], None] = lambda: None  #: and afterwards
+        self.models: ModelMean | None = None
+        self._kept: FlatBuffer | None = None  # this worker's values, while the parameters are the mean
+        self._shown: FlatBuffer | None = None  # that mean
         self._clock = SequencerClient(session, spec, self.client_state)
         self.step = self._clock.step
         self.copier = Copier(params, self.layout, Pool())
@@ -106,29 +103,32 @@ class NeighbourReducer(Reducer):
 
     # The mean of all models.
 
+    def share(self, fill: FillMessage) -> ModelMean:
+        """Tell other workers this worker's values when they ask; `fill` puts them into a message."""
+        self.models = ModelMean(self.links, self.layout, fill)
+        return self.models
+
     def read_values(self) -> None:
-        """Load the mean of all models, weighted by their push-sum weights; all workers must call this."""
-        if self.session.size == 1:
+        """Load the mean of all models, weighted by their push-sum weights, to be looked at; `restore` takes it back."""
+        if self.models is None or self.session.size == 1:
             return
-        self.before_read()
-        mean = self._mean_reducer()
-        mean.client_state.take = mean.copier.scatter  # values, not gradients
-        mean.push(mean.buffer_of(lambda param: param.detach())[0], (), samples=self.weight)
-        self.copier.watch.record()
-        self.after_read()
+        self.restore()
+        self._kept, self._shown = (FlatBuffer(self.layout, Pool(), pinned=False) for _ in range(2))
+        self.copier.gather(self._kept, lambda param: param.detach())
+        self.models.load(list(self.answer.members), self.step, self._shown)
+        self.copier.scatter({0: self._shown.parts[0]})
 
-    def meet(self) -> None:
-        """Wait until all workers that are there have come to this call."""
-        mean = self._mean_reducer()
-        mean.client_state.take = lambda parts, absent: None
-        mean.push(None, ())
-
-    def _mean_reducer(self) -> ServerReducer:
-        if self._mean is None:
-            spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=self.spec.tensors, groups=({},))
-            self._mean = ServerReducer(self.session, f"{self.name}/mean", spec, self.copier.params)
-        self._mean.renew(compare=False)
-        return self._mean
+    def restore(self) -> None:
+        """Make the parameters this worker's own again, with what a script has written to them meanwhile."""
+        kept, shown = self._kept, self._shown
+        self._kept = self._shown = None
+        if kept is None or shown is None:
+            return
+        for index, param in enumerate(self.copier.params):
+            now = param.detach().to(kept.views[index].device)
+            if not torch.equal(now, shown.views[index]):
+                kept.views[index].add_(now).sub_(shown.views[index])
+        self.copier.scatter({0: kept.parts[0]})
 
     def traffic(self) -> tuple[int, int]:
         """Bytes to and from neighbours, and to and from the sequencer."""

@@ -121,6 +121,16 @@ class ServerValues:
             self._client.settle(self._name)
 
 
+class ValueTaker:
+    """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
+
+    def __init__(self, install: Callable[[dict[int, list[Bytes]]], None]) -> None:
+        self.install = install  #: where they go
+
+    def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        self.install(parts)
+
+
 class ServerReducer(Reducer):
     """Reduces the gradients of one optimizer on parameter servers.
 
@@ -155,7 +165,7 @@ class ServerReducer(Reducer):
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
         compares = spec.apply != "mean" and blocks is None
         self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=compares)
-        self.install = self.copier.scatter  #: takes the values of an answer
+        self.taker = ValueTaker(self.copier.scatter)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
@@ -178,7 +188,7 @@ class ServerReducer(Reducer):
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self._take_values
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
         if self.spec.pull_filter:
             answered.take = self._take_difference
         with self.session.lock:
@@ -263,12 +273,9 @@ class ServerReducer(Reducer):
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
 
-    def _take_values(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.install(parts)
-
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer
-        self.install(self._shadow.hear(parts, answer.filtered, answer.exchange))
+        self.taker.install(self._shadow.hear(parts, answer.filtered, answer.exchange))
 
     def _keep_filters(self) -> None:
         """A checkpoint is being made: what compression holds back belongs to it."""

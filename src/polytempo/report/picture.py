@@ -74,7 +74,8 @@ def draw_scaling(series: Sequence[Series], path: Path, title: str) -> None:
     """Throughput and efficiency against the number of workers."""
     figure = _figure(title, 4.6)
     speed, efficiency = figure.subplots(1, 2)
-    ideal = series[0].points[0].samples_per_second / (series[0].points[0].efficiency or 1)
+    first = series[0].points[0]
+    ideal = first.samples_per_second / (first.efficiency or 1) / first.workers
     sizes = [point.workers for point in series[0].points]
     speed.plot(sizes, [n * ideal for n in sizes], color="#999999", linestyle="--", linewidth=0.8, label="ideal")
     for one, colour in zip(series, COLOURS * len(series), strict=False):

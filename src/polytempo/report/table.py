@@ -122,11 +122,12 @@ def _time_to(run: Trained, target: float) -> str:
 
 def scaling_table(series: Sequence[Series], title: str) -> TextTable:
     """Throughput (and efficiency) at powers of two, and at the end."""
-    last = len(series[0].points)
-    sizes = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, last) if n <= last})
+    known = [{point.workers: point for point in one.points} for one in series]
+    last = max(known[0])
+    sizes = sorted(n for n in {1, 2, 4, 8, 16, 32, 64, 128, last} if n in known[0])
     rows = tuple(
-        (one.name, *(_cell(one.points[n - 1].samples_per_second, one.points[n - 1].efficiency) for n in sizes))
-        for one in series
+        (one.name, *(_cell(points[n].samples_per_second, points[n].efficiency) for n in sizes))
+        for one, points in zip(series, known, strict=True)
     )
     return TextTable(title, ("samples/s\n(efficiency)", *(f"n = {n}" for n in sizes)), rows)
 

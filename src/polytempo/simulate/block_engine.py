@@ -8,8 +8,8 @@ which it waits if it must. In decoupled modes it never waits: it takes them at t
 they have come, and leaves out a turn whose push before is not answered yet.
 
 Fragments. The model may have P parts, each with a policy (and so a clock) of its own and 1/P of the bytes. A turn comes
-every period / P local steps; turn t is that of fragment t mod P, so all workers send fragments in the same order. A worker
-that joins begins at the turn of the fragment that has made the fewest rounds.
+every period / P local steps; the turns are those of fragments 1, 2, ..., P - 1, 0, on all workers in this order, as in live
+jobs. A worker that joins begins at the turn of the fragment that has made the fewest rounds.
 
 Useful are local steps whose push was merged: for each fragment 1/P of their seconds. What is pending when a worker dies or
 the run ends is wasted. A push that has arrived counts, though its worker may be dead when it is merged.
@@ -103,6 +103,7 @@ class BlockEngine(SimulationEngine):
         self._policies = policies
         self._all_decisions = [self._decisions_of(number) for number in range(len(policies))]
         self._told = self._record
+        self._ended = 0.0  # the last life
         self._fragment = -1  # whose policy decides now
         self._switch(0)
         for policy in policies:
@@ -186,7 +187,7 @@ class BlockEngine(SimulationEngine):
         if not self._averaging.decoupled:
             self._starts[state.turn] = max(state.position, self._starts.get(state.turn, 0))
         turns = range(first, first + count if last else first + 1)
-        numbers = [turn % count for turn in turns]
+        numbers = [(turn + 1) % count for turn in turns]
         return [n for n in numbers if self._may_send(state, state.fragments[n])]
 
     def _may_send(self, state: BlockProgress, part: FragmentProgress) -> bool:
@@ -238,7 +239,8 @@ class BlockEngine(SimulationEngine):
 
     def _wake(self, now: float, worker: Worker, step: int, version: int) -> None:
         self._switch(step)
-        super()._feed(Ticked(), now)
+        if self._policy.members:
+            super()._feed(Ticked(), now)
 
     def _set_alarm(self, wake: Wake, now: float) -> None:
         self._plan(wake.at, WAKE, self.workers[0], step=self._fragment, life=ANY_LIFE)
@@ -255,7 +257,7 @@ class BlockEngine(SimulationEngine):
     def _begin(self, state: BlockProgress, rank: int) -> None:
         """A worker has been admitted by the policies of all fragments: its turn, and its place in the data."""
         count = len(state.fragments)
-        state.turn = min(part.next * count + number for number, part in enumerate(state.fragments))
+        state.turn = min(part.next * count + (number - 1) % count for number, part in enumerate(state.fragments))
         if self._averaging.decoupled:
             state.position = self._positions[rank]
         else:
@@ -263,6 +265,7 @@ class BlockEngine(SimulationEngine):
 
     def _end_life(self, worker: Worker) -> None:
         self._waste(worker)
+        self._ended = self.now
         super()._end_life(worker)
         self._states[worker.rank] = BlockProgress(len(self._policies))
         if self._learner:
@@ -278,6 +281,8 @@ class BlockEngine(SimulationEngine):
                 worker.wasted += waiting.pop().seconds / parts
 
     def _finish(self) -> None:
+        if not self._stopped and not self._policy.members:
+            self.now = self._ended  # alarms may be later
         if self._learner:
             self._learner.close()
         for worker in self.workers:

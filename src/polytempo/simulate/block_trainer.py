@@ -9,7 +9,7 @@ that a worker has taken: an average is worth nothing while it is on its way.
 Optimizer state stays with its worker ("keep"), is averaged as the values are ("mean") or dropped ("reset"). Buffers belong
 to each worker, and are merged for evaluation. One worker without an outer step is plain training, bit for bit.
 
-Fragments are runs of parameters of about equal size.
+Fragments are those of a live job (`optim/fragments.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from polytempo.optim.fragments import cut
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.outer_step import OuterRule, OuterStep
 from polytempo.simulate.datasets import Shards, TensorPair
@@ -75,7 +76,8 @@ class VirtualBlockTrainer:
         self._averaging = spec.averaging
         self._initial = copy.deepcopy(model).train()  # its buffers are those of a joiner
         self._parameters = [p for p in self.master.parameters() if p.requires_grad]
-        self._fragments = cut([p.numel() for p in self._parameters], spec.averaging.fragments)
+        bytes_of = [p.numel() * p.element_size() for p in self._parameters]
+        self._fragments = [list(members) for members in cut(bytes_of, spec.averaging.fragments)]
         self._outer = [self._outer_step(members) for members in self._fragments]
         self._learners: dict[int, Learner] = {}
         self._buffers: dict[int, Weights] = {}
@@ -225,16 +227,6 @@ class VirtualBlockTrainer:
                 for name, value in state[place].items():
                     if parameter in kept and is_averaged(kept[parameter].get(name)):
                         kept[parameter][name].copy_(value)
-
-
-def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """The indices of these sizes in runs of about equal sums."""
-    total, before = sum(sizes) or 1, 0
-    runs: list[list[int]] = [[] for _ in range(parts)]
-    for index, size in enumerate(sizes):
-        runs[min(parts - 1, int(parts * (before + size / 2) / total))].append(index)
-        before += size
-    return runs
 
 
 def is_averaged(value: Any) -> bool:

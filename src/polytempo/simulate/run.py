@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import SpecError, UsageError, nearest
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.block_engine import BlockEngine
 from polytempo.simulate.cluster import Cluster
@@ -126,6 +127,15 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     return best_all_reduce(cluster) if via == "allreduce" else via
 
 
+def _fits(spec: Spec, workers: int) -> bool:
+    """Does the mode take a job of this size?"""
+    try:
+        spec.policy(workers)
+    except SpecError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Point:
     """One size of job."""
@@ -161,6 +171,7 @@ def scaling(
     """Simulate jobs of 1 to `most` workers on machines like this cluster's: servers with these shards, and these rings.
 
     Only what concerns every worker is kept of the cluster: step time, batch, link, hosts, model; not single slow ranks.
+    Sizes that the mode refuses (a torus of 7) are left out.
     """
     even = replace(
         cluster, slow={}, step_times={}, batches={}, links={}, stalls=(), joins=(), leaves=(), crashes=(), workers=1
@@ -170,7 +181,7 @@ def scaling(
     series = []
     for number, (name, via, count) in enumerate(ways):
         points = []
-        for workers in range(1, most + 1):
+        for workers in filter(partial(_fits, parse_spec(sync)), range(1, most + 1)):
             job = replace(even, workers=workers, servers=replace(even.servers, shards=count))
             run = simulate_job(job, sync, via=via, steps_each=steps_each, seed=seed)
             points.append(Point(workers, run.samples_per_second, run.efficiency))

@@ -4,8 +4,7 @@
     step        the optimizer steps on the snapshot; what was asked is finished; x = x + what the optimizer has changed; push
 
 The parameters are written only inside `step()`: averages that others ask for change x alone, so backward always sees the
-values that forward saw. The optimizer and its state are this worker's own. `consolidate()` first lets all workers finish
-what they have asked, so that the mean is of one moment; all go on from it.
+values that forward saw. The optimizer and its state are this worker's own.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ class PairUpdate(StepUpdate):
         self._seen = FlatBuffer(reducer.layout, Pool(), pinned=False)  # the snapshot; in a step, the change since then
         if reducer.session.size > 1:
             self._exchange = PairExchange(reducer)
-            reducer.before_read, reducer.after_read = self._before_mean, self._after_mean
             self._begin(self._exchange)
+            reducer.session.flushing.append(self._exchange.leave)
 
     @property
     def steps(self) -> int:
         return self._reducer.step
 
     def step(self, request: StepRequest) -> Any:
+        self._reducer.restore()
         loss = self._local.make(request)
         if self._exchange is not None:
             self._exchange.finish()
-            self._add_change(self._exchange)
+            self._exchange.add(changes_since(self._seen, self._reducer.copier.params))
         self._reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
         if self._exchange is not None:
             self._begin(self._exchange)
@@ -53,26 +53,3 @@ class PairUpdate(StepUpdate):
         exchange.snapshot(self._seen)
         copier.scatter({0: self._seen.parts[0]})
         exchange.begin()
-
-    def _add_change(self, exchange: PairExchange) -> None:
-        changes_since(self._seen, self._reducer.copier.params)
-        exchange.add(self._seen)
-
-    # The mean of all models.
-
-    def _before_mean(self) -> None:
-        """Finish all averages, here and elsewhere; the parameters are then what this worker has."""
-        exchange = self._exchange
-        assert exchange is not None
-        exchange.finish()
-        self._reducer.meet()
-        exchange.hold_gifts()
-        self._add_change(exchange)  # what the script has written since the last step
-        exchange.snapshot(self._seen)
-        self._reducer.copier.scatter({0: self._seen.parts[0]})
-
-    def _after_mean(self) -> None:
-        assert self._exchange is not None
-        self._add_change(self._exchange)
-        self._exchange.snapshot(self._seen)
-        self._exchange.accept_gifts()

@@ -35,6 +35,7 @@ from polytempo.session.session import Session
 from polytempo.sync.local_sgd import Averaging
 from polytempo.train.companions import Companions
 from polytempo.train.downpour import Made
+from polytempo.train.model_tables import dense_segments, dense_state
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 
@@ -76,7 +77,7 @@ class Fragment:
         self._differences = self._on_servers and reducer.spec.apply == "server"
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            self._landing, reducer.install = own, self._land
+            self._landing, reducer.taker.install = own, self._land
         elif any(rule != PLAIN for rule in rules):
             self._outer = OuterStep(self._views, groups, rules)
             reducer.digests = self._digests  # type: ignore[attr-defined]
@@ -108,6 +109,7 @@ class Fragment:
         """
         made, self.made = self.made, Made()
         self.sent_at, self._rates = step, list(rates)
+        self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
         about["nonfinite"] = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
@@ -179,40 +181,56 @@ class Fragment:
     # Values that the script has written.
 
     def record(self) -> None:
-        """This library, or the local optimizer, has written to the parameters."""
+        """This library has written to the parameters."""
         self.reducer.copier.watch.touched = ""
         self.reducer.copier.watch.record()
+
+    @property
+    def _at_start(self) -> bool:
+        """Is this the start of a block, where the values are an anchor's?"""
+        anchored = (self._differences or self._outer is not None) and not self._alone
+        return anchored and self.made.count == 0 and self.sent_at is None
 
     def look(self) -> None:
         """Find what the script has written. Inside a block it is this worker's progress. Where there is an anchor, and no
         local step was made since it was taken, the values are the new anchor, on all workers alike."""
-        self.reducer.renew(compare=False)
-        if self.reducer.copier.watch.touched:
-            self.carry()
-        self.reducer.copier.watch.touched = ""
+        if self._at_start:
+            self.reducer.renew(compare=False)
+            if self.reducer.copier.watch.touched:
+                self.carry()
 
     def carry(self) -> None:
         """At the start of a block: the values of now are the anchor. That all workers have the same is looked at with the
         next round."""
-        fresh = self.made.count == 0 and self.sent_at is None
-        if self._alone or not fresh or not (self._differences or self._outer is not None):
+        if not self._at_start:
             return
+        self.reducer.renew(compare=False)
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.detach())
         self.reducer.push_values()
         self._written = self.reducer.copier.watch.touched
         self.record()
 
-    # The outer momentum, where it is kept here.
+    # The outer momentum.
 
     def momentum(self) -> list[torch.Tensor | None]:
-        """Of each tensor; empty where it is not kept here."""
-        return self._outer.momentum() if self._outer is not None else []
+        """Of each tensor, kept here or on servers; empty without an outer step, and in decoupled modes, where reading it
+        would mean to wait."""
+        if self._outer is not None:
+            return self._outer.momentum()
+        if not self._differences or self._alone:
+            return []
+        numbers = range(len(self._tensors))
+        found = dense_state(self.reducer.read_state(), self.reducer.spec.tensors, numbers)
+        return [found.get(index, {}).get("momentum_buffer") for index in numbers]
 
     def load_momentum(self, momentum: Sequence[torch.Tensor | None]) -> None:
         """Go on from it."""
         if self._outer is not None:
             self._outer.load(self._views, momentum)
+        elif self._differences and not self._alone:
+            state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
+            self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
 
 def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:

@@ -5,8 +5,7 @@
                     x = sum of P_ij x_j of the old values + what the optimizer has changed (D-PSGD as printed)
 
 The parameters are the model z = x / w. A step moves z by what the optimizer says. The optimizer and its state are this
-worker's own and are not mixed. With `overlap=1` `consolidate()` is for looking at: the values that were sent before it are
-mixed, and training goes on from these; their mean is the same.
+worker's own and are not mixed.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class GossipUpdate(StepUpdate):
         self._sent: FlatBuffer | None = None  # the model when it was sent, where that is before the step
         if overlap:
             self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False)
-            reducer.before_read, reducer.after_read = (lambda: self._shift(-1)), (lambda: self._shift(1))
             self._send_ahead()
+        reducer.session.flushing.append(self._leave)
 
     @property
     def steps(self) -> int:
@@ -71,6 +70,7 @@ class GossipUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         reducer, step = self._reducer, self._reducer.step
+        reducer.restore()
         loss = self._local.make(request)
         change = None if self._sent is None else changes_since(self._sent, reducer.copier.params)
         if self._sent is None:
@@ -80,16 +80,13 @@ class GossipUpdate(StepUpdate):
         self._send_ahead()
         return loss
 
+    def _leave(self) -> None:
+        self._reducer.restore()
+        self._exchange.leave()
+
     # Overlap.
 
     def _send_ahead(self) -> None:
         if self._sent is not None and not self._exchange.alone:
             self._reducer.copier.gather(self._sent, lambda param: param.detach())
             self._exchange.send()
-
-    def _shift(self, sign: int) -> None:
-        """`consolidate()` is no change of the model: before it and after it, so that the difference cancels."""
-        assert self._sent is not None
-        for index, param in enumerate(self._reducer.copier.params):
-            view = self._sent.views[index]
-            view.add_(param.detach().to(view.device), alpha=sign)

@@ -99,8 +99,6 @@ class LocalStepUpdate(StepUpdate):
                 step_unwrapped(wrapped.optimizer)
             else:
                 result = wrapped.optimizer.step(request.closure)
-        for fragment in self.fragments:
-            fragment.record()
         if self._loss is not None:
             given = result if request.loss is None else request.loss
             self._loss.add(given, request.samples, request.scale, request.unscaled)
@@ -220,7 +218,6 @@ class LocalStepUpdate(StepUpdate):
                 "them before DistributedOptimizer()"
             )
         for fragment in self.fragments:
-            fragment.look()
             fragment.carry()
 
     def join(self) -> None:
@@ -237,7 +234,7 @@ class LocalStepUpdate(StepUpdate):
     # Optimizer state beside the wrapped optimizer's.
 
     def outer_state(self) -> list[Any]:
-        """The outer momentum of each fragment, where workers keep it."""
+        """The outer momentum of each fragment."""
         return [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
 
     def load_outer_state(self, state: Sequence[Any]) -> None:

@@ -36,7 +36,7 @@ class LossWatch:
     def note(self, session: Session, loss: torch.Tensor) -> None:
         """Backward was called on this, by a thread of that session."""
         if session is self._session:
-            value = loss.detach().reshape(()).double()
+            value = _wide(loss)
             self._seen = value if self._seen is None else self._seen + value
 
     def take(self) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ class BlockLoss:
         """
         seen = self._watch.take()
         if given is not None:
-            seen = torch.as_tensor(given).detach().double().reshape(())
+            seen = _wide(torch.as_tensor(given))
         elif seen is not None and unscaled:
             raise UsageError("the loss was scaled by a GradScaler, and unscale_() hides by how much; call step(loss=loss)")
         elif seen is not None and scale is not None:
@@ -131,3 +131,9 @@ def _note(roots: Sequence[torch.Tensor]) -> None:
         if root.numel() == 1 and root.is_floating_point():
             for watch in list(_watches):
                 watch.note(session, root)
+
+
+def _wide(loss: torch.Tensor) -> torch.Tensor:
+    """One number, detached; of two bytes it is summed in four."""
+    value = loss.detach().reshape(())
+    return value.float() if value.element_size() < 4 else value

@@ -13,6 +13,9 @@ optimizer on the mean, whatever `apply` says. Alone, without a launcher, the wra
 How gradients travel is the reducer's business (`reducer/reducer.py`), where the update is made the update's (`update.py`):
 both are chosen once, here, and a step asks neither what it is.
 
+In modes with blocks of local steps (`local`, `adacomm`, `diloco`) the wrapped optimizer always runs here, on this worker's
+own gradients, and values are averaged at the end of each block (`local_steps.py`).
+
 Given the model, it also carries its sparse embeddings and its `ServerEmbedding`s: their rows go with the same pushes.
 """
 
@@ -83,8 +86,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         via: How gradients travel: "ps", "allreduce" or "auto".
         apply: Where the update is made: "server", or "delta" for an optimizer that only runs on the worker.
         compression: A compression chain for pushes, or a mapping with "push" and "pull".
-        buffers: "mean" averages module buffers in `consolidate()`; "local" leaves them.
-        clip_norm: Clip the gradient to this norm: in barrier modes the agreed mean, otherwise each worker's own.
+        buffers: "mean" averages module buffers of floating point in `consolidate()`, and in modes with blocks of local steps
+            with every average of the values; "local" leaves each worker's own.
+        clip_norm: Clip the gradient to this norm: in barrier modes the agreed mean; in others, and in blocks of local steps,
+            each worker's own.
         nonfinite: "count" gradients that are not finite, or "refuse" them with the parameter's name.
 
     Raises:

@@ -1,0 +1,178 @@
+"""The mean of all models, for the one worker that asks; and the values that leaving workers hand over.
+
+    read        a worker asks all others for their (x, w); each answers from a thread with the values of its last finished
+                step. The mean is the sum of x over the sum of w. Nothing changes by it, so one worker may look alone.
+                In `gossip`, where steps have an order, a worker that is behind the asker answers when it has caught up, or
+                after `PATIENCE`: so if all look after the same step, all see the mean of that step
+    hand over   a worker that finishes gives its (x, w) to the lowest rank that is there, which takes them into its own in
+                its next step: sums over all workers are kept. From then on it has weight 0
+
+Values travel in full here, whatever cast the steps use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polytempo.protocol.layout import Layout
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.mixing import MixingSum
+from polytempo.reducer.model_message import ModelMessage
+from polytempo.reducer.neighbour_links import LAST_WORDS, NeighbourLinks
+from polytempo.reducer.request_service import RequestService
+from polytempo.transport.deadline import Deadline
+
+#: Tags of messages: steps are counted from 0.
+FIRST_VALUES, READ, ANSWER, HAND_OVER, AVERAGE = -1, -2, -3, -4, -5
+
+#: Seconds in which a worker that is behind the asker may catch up, before it answers as it is.
+PATIENCE = 2.0
+
+#: Fills a message with this worker's x and w. Called under the lock.
+FillMessage = Callable[[ModelMessage], None]
+
+
+class ModelMean:
+    """What one worker asks of all, and tells them. `lock` guards the values that are told."""
+
+    def __init__(self, links: NeighbourLinks, layout: Layout, fill: FillMessage) -> None:
+        self._links, self._layout, self._fill = links, layout, fill
+        self.lock = threading.Lock()
+        self.service = RequestService(links)
+        self.finished: int | None = None  #: steps this worker has finished, where others wait for them
+        self.left = False  #: it has handed its values over
+        self._looking = False  # at the mean
+        self._asked = torch.zeros(1, dtype=torch.int64)
+        self._gift = ModelMessage(layout)
+        self._estates: list[tuple[int, ModelMessage]] = []  # handed over, by whom, and not in this worker's values yet
+        self._givers: set[int] = set()
+        self._came = threading.Condition(self.lock)
+        self._later: list[tuple[int, int]] = []  # ranks that asked for steps which this worker has not made yet
+        self.service.on(READ, self._asked, self._read)
+        self.service.on(HAND_OVER, self._gift.data, self._accept)
+
+    # Telling.
+
+    def _read(self, source: int) -> None:
+        with self.lock:
+            step = int(self._asked[0])
+            waits = not (self.left or self._looking) and self.finished is not None and self.finished < step
+            if waits:
+                self._later.append((source, step))
+        if waits:
+            timer = threading.Timer(PATIENCE, self._tell_waiting, (lambda rank, _: rank == source,))
+            timer.daemon = True
+            timer.start()
+        else:
+            self._tell(source)
+
+    def _tell_waiting(self, is_due: Callable[[int, int], bool]) -> None:
+        """Answer those that wait for this worker to make more steps, if they are to wait no longer."""
+        with self.lock:
+            due = [rank for rank, step in self._later if is_due(rank, step)]
+            self._later = [(rank, step) for rank, step in self._later if not is_due(rank, step)]
+        for rank in due:
+            self._tell(rank)
+
+    def _tell(self, rank: int) -> None:
+        message = ModelMessage(self._layout)
+        with self.lock:
+            self._fill_all(message)
+        self._links.send(message.data, [rank], ANSWER)
+
+    def _fill_all(self, message: ModelMessage, without: Sequence[int] = ()) -> None:
+        """Fill a new message with this worker's values, and what was handed over to it; once it has left, with nothing.
+        `without`: ranks whose values are known."""
+        if self.left:
+            return
+        self._fill(message)
+        for giver, estate in self._estates:
+            if giver not in without:
+                message.add(estate)
+
+    def finish_step(self, steps: int) -> None:
+        """This worker has made this number of steps: answer those that waited for it."""
+        self.finished = steps
+        if self._later:
+            self._tell_waiting(lambda _, step: step <= steps)
+
+    # Asking.
+
+    def load(self, members: list[int], steps: int, target: FlatBuffer) -> None:
+        """Make `target` the mean of all models.
+
+        Args:
+            members: The workers of the job, those that have left among them.
+            steps: The steps that this worker has made.
+            target: Receives the mean.
+
+        Raises:
+            PeerError: A worker that is there has not answered; the error names it.
+        """
+        self._looking = True
+        self._tell_waiting(lambda *_: True)  # it will not make a step before it has looked
+        others = [rank for rank in members if rank != self._links.rank]
+        there = [rank for rank in others if not self._links.is_gone(rank)]
+        request, answer = torch.tensor([steps]), ModelMessage(self._layout)
+        self._links.settle(self._links.send(request, there, READ))
+        total = MixingSum(target)
+        for rank in list(there):
+            if not self._links.receive(answer.data, rank, ANSWER):
+                answer = ModelMessage(self._layout)  # should its answer come after all, it must not be written over another
+                there.remove(rank)
+            elif answer.weight:
+                total.add(answer.flats, answer.weight, 1.0)
+            else:
+                there.remove(rank)  # it has just handed its values over
+        self._await_gifts([rank for rank in others if rank not in there], there)
+        own = ModelMessage(self._layout)
+        with self.lock:
+            self._fill_all(own, without=there)  # some may have left since they answered
+            self._looking = False
+        total.add(own.flats, own.weight, 1.0)
+        total.finish()
+
+    def _await_gifts(self, gone: list[int], there: list[int]) -> None:
+        """Workers that left since the last step have handed over to the lowest rank: what they sent is accepted soon."""
+        if there and min(there) < self._links.rank:
+            return
+        deadline = Deadline(self._links.rank, LAST_WORDS)
+        with self._came:
+            while not deadline.over and any(not self._links.has_crashed(rank) for rank in gone if rank not in self._givers):
+                self._came.wait(deadline.until_next_look)
+
+    # Handing over.
+
+    def _accept(self, source: int) -> None:
+        estate = ModelMessage(self._layout)
+        estate.fill(self._gift.flats, self._gift.weight, self._gift.mark)
+        with self._came:
+            self._estates.append((source, estate))
+            self._givers.add(source)
+            self._came.notify_all()
+
+    def inherit(self, step: int) -> ModelMessage | None:
+        """What workers handed over that did not make this step: it belongs to this worker's values from now on. The caller
+        holds the lock."""
+        due = [estate for _, estate in self._estates if estate.mark <= step]
+        self._estates = [(giver, estate) for giver, estate in self._estates if estate.mark > step]
+        for estate in due[1:]:
+            due[0].add(estate)
+        return due[0] if due else None
+
+    def leave(self, members: list[int], steps: int) -> None:
+        """This worker has finished after this number of steps: give its values to the lowest rank that is there."""
+        there = [rank for rank in sorted(members) if rank != self._links.rank and not self._links.is_gone(rank)]
+        message = ModelMessage(self._layout)
+        with self.lock:
+            self._fill_all(message)
+            message.mark = steps
+            self.left = True
+            later, self._later = self._later, []
+        sending = self._links.send(message.data, there[:1], HAND_OVER)
+        for rank, _ in later:
+            self._tell(rank)
+        self._links.settle(sending)

@@ -1,0 +1,58 @@
+"""Answers other workers at any time, while the worker itself computes: one thread for all kinds of requests of an optimizer.
+
+A kind of request has a tag and memory for one message. Its handler is called with the rank that sent it; the next message of
+the kind is received after that. The thread ends when the links are closed, or when all other workers are gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from polytempo.collectives.tasks import Task
+from polytempo.reducer.neighbour_links import NeighbourLinks
+
+#: Called with the rank that a message came from.
+Handler = Callable[[int], None]
+
+
+class RequestService:
+    """The requests of one optimizer."""
+
+    def __init__(self, links: NeighbourLinks) -> None:
+        self._links = links
+        self._kinds: dict[int, tuple[torch.Tensor, Handler]] = {}
+        self._came: SimpleQueue[tuple[int, Task]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="polytempo-requests", daemon=True)
+
+    def on(self, tag: int, data: torch.Tensor, handle: Handler) -> None:
+        """Receive requests of a kind into `data`; before `start`."""
+        self._kinds[tag] = data, handle
+
+    def start(self) -> None:
+        """Answer from now on."""
+        for tag in self._kinds:
+            self._listen(tag)
+        self._thread.start()
+
+    def _listen(self, tag: int) -> None:
+        self._links.listen(self._kinds[tag][0], tag).when_done(lambda task: self._came.put((tag, task)))
+
+    def _serve(self) -> None:
+        left = set(self._kinds)
+        with torch.no_grad():
+            while left:
+                tag, task = self._came.get()
+                if task.error is not None:
+                    left.discard(tag)
+                    continue
+                try:
+                    self._kinds[tag][1](int(task.result))
+                except Exception:  # noqa: BLE001  the workers that ask must be answered, and this one must hear of it
+                    sys.stderr.write(f"polytempo: rank {self._links.rank} failed to answer:\n{traceback.format_exc()}")
+                self._listen(tag)
