@@ -24,7 +24,7 @@ import polytempo as pt
 from polytempo.simulate.datasets import digits
 
 #: AdaComm looks at the loss every second: a run takes a few.
-MODES = ["bsp", "local:8", "adacomm:16,every=1", "diloco:8", "gossip:ring"]
+MODES = ["bsp", "local:8", "adacomm:16,every=1", "gossip:ring"]
 
 parser = argparse.ArgumentParser(description="Train a network of 2 MB on handwritten digits over a slow link.")
 parser.add_argument("--link", default="100Mb/s,1ms", help="BANDWIDTH[,LATENCY] of each worker")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Link
 
 HERE = Path(__file__).parent
@@ -59,14 +60,34 @@ def curve(sync: str, via: str, bandwidth: float) -> list[tuple[float, float]]:
     return list(run.curve)
 
 
-def draw(path: Path = HERE / "local-steps.png") -> None:
+def all_curves() -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Of each mode on each link."""
+    return {name: {sync: curve(sync, via, bandwidth) for sync, via in MODES} for name, bandwidth in SPEEDS}
+
+
+def reached(points: list[tuple[float, float]]) -> float | None:
+    """The first second at which the loss was seen, or None."""
+    return next((at for at, loss in points if loss <= TARGET), None)
+
+
+def table(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> TextTable:
+    """Seconds to the loss, by mode and link."""
+    cells = {name: {sync: reached(points) for sync, points in on.items()} for name, on in curves.items()}
+    rows = []
+    for sync, _ in MODES:
+        seconds = [cells[name][sync] for name, _ in SPEEDS]
+        rows.append((sync, *("never" if one is None else f"{one:,.0f}" if one >= 100 else f"{one:.1f}" for one in seconds)))
+    return TextTable(f"seconds to a loss of {TARGET:g}", ("mode", *(name for name, _ in SPEEDS)), tuple(rows))
+
+
+def draw(curves: dict[str, dict[str, list[tuple[float, float]]]], path: Path = HERE / "local-steps.png") -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    for axes, (name, bandwidth) in zip(panels, SPEEDS, strict=True):
-        for (sync, via), colour in zip(MODES, COLOURS, strict=True):
-            _draw_curve(axes, curve(sync, via, bandwidth), sync, colour)
+    for axes, (name, on) in zip(panels, curves.items(), strict=True):
+        for (sync, points), colour in zip(on.items(), COLOURS, strict=True):
+            _draw_curve(axes, points, sync, colour)
         axes.axhline(TARGET, color="#999999", linestyle="--", linewidth=0.8)
         axes.set_xscale("log")
         axes.set_xlim(left=0.8)
@@ -86,13 +107,14 @@ def draw(path: Path = HERE / "local-steps.png") -> None:
 def _draw_curve(axes: Any, points: list[tuple[float, float]], name: str, colour: str) -> None:
     seconds, losses = zip(*[point for point in points if point[0] > 0], strict=True)
     axes.plot(seconds, losses, color=colour, label=name, linewidth=2.4 if name == "bsp" else 1.6)
-    reached = next((at for at, loss in points if loss <= TARGET), None)
-    if reached is not None:
-        axes.plot([reached], [TARGET], "o", color=colour, markersize=6, zorder=3)
+    if (at := reached(points)) is not None:
+        axes.plot([at], [TARGET], "o", color=colour, markersize=6, zorder=3)
 
 
 def main() -> None:
-    draw()
+    curves = all_curves()
+    draw(curves)
+    print(table(curves).markdown())
     print(f"written: {HERE.name}/local-steps.png")
 
 

@@ -21,7 +21,7 @@ _RATES = {f"{unit}/s": value for unit, value in _SIZES.items()} | {
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
 #: The slowest link, in bytes a second, and the longest latency, in seconds, that `--link` takes.
-SLOWEST_LINK, LONGEST_LATENCY = 1e4, 1.0
+SLOWEST_LINK, LONGEST_LATENCY = 1e6 / 8, 1.0
 
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
@@ -91,6 +91,6 @@ def parse_link(text: str) -> tuple[float, float]:
     except ClusterError as error:
         raise ClusterError(f"expected {what}, got {text!r}: {error}") from None
     if rate < SLOWEST_LINK or seconds > LONGEST_LATENCY:
-        limits = f"at least {SLOWEST_LINK / 1e3:g}kB/s and at most {LONGEST_LATENCY:g}s"
+        limits = f"at least {SLOWEST_LINK * 8 / 1e6:g}Mb/s and at most {LONGEST_LATENCY:g}s"
         raise ClusterError(f"expected {what}, {limits}, got {text!r}")
     return rate, seconds

@@ -32,7 +32,7 @@ def noticed_after(bench: Bench, worker: int) -> float:
     return next(e["t"] for e in bench.events() if e["kind"] == "fault" and e["worker"] == worker) - died
 
 
-MODES = ["asp", "ssp:2", "dssp:1..3", "every:4", "bsp+backup:1", "delay:1", "bsp", "gossip:ring", "gossip:exp,overlap=1"]
+MODES = ["asp", "ssp:2", "dssp:1..3", "every:4", "bsp+backup:1", "delay:1", "bsp", "gossip:exp,overlap=1"]
 
 
 @pytest.mark.parametrize("sync", MODES)

@@ -25,9 +25,9 @@ from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import Averaging, FixedPeriod
 from polytempo.sync.spec import parse_spec
 
-moderately = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+moderately = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
-MODES = ("local:4", "local:3,after=2", "local:4,after=decay,momentum=0.3", "adacomm:8", "adacomm:16,every=2", "diloco:4")
+MODES = ("local:3,after=2", "adacomm:16,every=2", "diloco:4")
 
 
 def periods(actions: Sequence[Action]) -> set[int]:

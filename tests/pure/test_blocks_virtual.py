@@ -73,6 +73,11 @@ def test_the_end_of_the_budget_wastes_an_open_block() -> None:
     assert outcome.efficiency == pytest.approx(40 / 50)
 
 
+def test_a_push_that_is_not_merged_before_the_end_is_wasted() -> None:
+    outcome = simulate_job(speeds(1.0, 2.0), "local:10", seconds=15)
+    assert (outcome.steps, outcome.efficiency) == (0, 0.0)
+
+
 def test_a_joiner_starts_at_the_open_block() -> None:
     lines: list[RecordLine] = []
     cluster = Cluster(workers=2, joins=(Arrival(2, 12.0),))
@@ -198,3 +203,28 @@ def test_a_recorded_run_with_blocks_gives_its_machines_back() -> None:
     cluster = cluster_from_record(lines, 2)
     assert cluster.batches == {0: 32, 1: 32}
     assert simulate_job(cluster, "bsp", steps_each=20).seconds == pytest.approx(40.0)
+
+
+@pytest.mark.parametrize("sync", ["local:3", "local:4,after=3", "diloco:4,overlap=2", "diloco:3,quorum=2,drop=1"])
+@pytest.mark.parametrize("via", ["auto", "ps"])
+def test_every_local_step_is_merged_once_or_lost(sync: str, via: str) -> None:
+    """What the figures say is what the record shows, on clusters on which everything happens."""
+    for seed in range(40, 52):
+        cluster = random_cluster(seed)
+        if cluster.workers == 1:
+            continue
+        lines: list[RecordLine] = []
+        outcome = simulate_job(cluster, sync, seed=seed, via=via, steps_each=25, record=lines.append)
+        pending: dict[int, list[int]] = {}
+        merged = 0
+        for line in lines:
+            if line["kind"] == "push":
+                pending.setdefault(line["worker"], []).append(line.get("count", 1))
+            elif line["kind"] == "discard":
+                pending[line["worker"]].pop()
+            elif line["kind"] == "apply" and line["server"] == 0:
+                merged += sum(pending[worker].pop(0) for worker in line["workers"])
+        assert outcome.steps == merged
+        assert outcome.discarded == sum(line["kind"] == "discard" for line in lines)
+        seconds = sum(worker.computing_s for worker in outcome.workers)
+        assert outcome.efficiency * sum(worker.present_s for worker in outcome.workers) <= seconds + 1e-9

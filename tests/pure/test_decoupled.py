@@ -24,14 +24,12 @@ from polytempo.sync.events import Joined, Left, Pushed, Ticked
 from polytempo.sync.spec import parse_spec
 
 MODES = (
-    "diloco:4,quorum=1,grace=0",
     "diloco:4,quorum=2,grace=0",
     "diloco:4,quorum=2,grace=1.5",
     "diloco:4,quorum=3",
     "diloco:4,quorum=2,grace=auto,drop=1",
     "diloco:4,quorum=1,grace=0,drop=0",
     "diloco:4,quorum=2,grace=inf",
-    "diloco:4,quorum=3,grace=2,fragments=2,drop=2",
 )
 
 every_mode = under_each(MODES)
@@ -368,7 +366,7 @@ def test_an_unbounded_grace_decides_as_rounds_do(pair: tuple[str, str], game: Ga
     assert answers(rounds, job) == [unweighted(actions) for _, _, actions in job.history]
 
 
-@under_each([1, 2, 3, 4, 5])
+@under_each([1, 3])
 def test_a_quorum_of_all_and_an_unbounded_grace_are_diloco(workers: int, game: Game) -> None:
     job = played(f"diloco:4,quorum={workers},grace=inf", replace(game, workers=workers))
     assert answers("diloco:4", job) == [unweighted(actions) for _, _, actions in job.history]
@@ -378,6 +376,7 @@ def unweighted(actions: list[Action]) -> list[Action]:
     return [replace(action, weights=()) if isinstance(action, Apply) else action for action in actions]
 
 
+@pytest.mark.long
 def test_the_games_reach_what_they_are_meant_to_reach() -> None:
     seen: dict[str, set[str]] = {sync: set() for sync in MODES}
 
@@ -487,7 +486,7 @@ def look_at_merges(before: Job, after: Job, kind: str, worker: int, actions: lis
     ("sync", "workers", "steps", "states"),
     [
         ("diloco:4,quorum=1,grace=0", 2, 3, 230),
-        ("diloco:4,quorum=2,grace=0", 3, 2, 1000),
+        pytest.param("diloco:4,quorum=2,grace=0", 3, 2, 1000, marks=pytest.mark.long),
         pytest.param("diloco:4,quorum=2,grace=10", 3, 2, 1000, marks=pytest.mark.long),
         ("diloco:4,quorum=3,grace=10", 3, 2, 1000),
         pytest.param("diloco:4,quorum=2,grace=10", 3, 3, 4000, marks=pytest.mark.long),

@@ -51,6 +51,16 @@ def test_both_ends_of_an_exchange_count() -> None:
     assert route.send(1, [2], 0.0)[1] == [10.0]  # its link is busy until 4
 
 
+def test_a_worker_mixes_when_the_values_have_come() -> None:
+    """The slow worker's values leave its own link after 6 s, but the other's link takes 8 s for them."""
+    cluster = Cluster(
+        workers=2, step_times={0: 5.0, 1: 0.1}, link=Link(0.0, 8.0), links={1: Link(0.0, 1.0)}, model_bytes=8.0
+    )
+    outcome = simulate_job(cluster, "gossip:exp", steps_each=1)
+    assert outcome.workers[0].present_s == pytest.approx(8.1)  # what worker 1 sent took that long
+    assert outcome.workers[1].present_s == pytest.approx(13.0)
+
+
 def test_a_stall_spreads_by_one_neighbour_a_step() -> None:
     """Workers far from a slow one go on: the local barrier is not a barrier."""
     stalled = Cluster(workers=16, hiccup=Hiccup(0.02, 10.0))

@@ -97,20 +97,31 @@ def test_without_rate_all_models_stay_what_they_were_through_joins_and_crashes(s
     assert torch.allclose(values(run.model), values(TASK.model), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("sync", ["gossip:ring", "gossip:exp", "gossip:full,overlap=1", "adpsgd:ring"])
-def test_the_sums_of_x_and_w_are_kept(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joiner adds nothing; what a crashed worker held is gone. Weights are looked at whenever the model is."""
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sum of all push-sum weights, whenever the model is looked at."""
     seen: list[float] = []
+    look = VirtualGossipTrainer.observe
 
-    def look(self: VirtualGossipTrainer, now: float) -> None:
-        given = [*self._models.values(), *self._finished.values()]
-        seen.append(sum(one.weight for one in given))
+    def watch(self: VirtualGossipTrainer, now: float) -> None:
+        seen.append(sum(one.weight for one in (*self._models.values(), *self._finished.values())))
+        look(self, now)
 
-    monkeypatch.setattr(VirtualGossipTrainer, "observe", look)
-    cluster = Cluster(workers=4, batch=16, joins=(Arrival(4, 6.5), Arrival(5, 9.5)), link=Link(0.01))
-    with pytest.raises(IndexError):  # the curve is empty: nothing was evaluated
-        _ = train(sync, SGD, cluster, 30).accuracy
-    assert seen[-1] == pytest.approx(4.0, abs=1e-12)
+    monkeypatch.setattr(VirtualGossipTrainer, "observe", watch)
+    return seen
+
+
+@pytest.mark.parametrize("sync", ["gossip:ring", "gossip:exp", "gossip:full,overlap=1", "adpsgd:ring"])
+def test_joiners_add_no_mass(sync: str, weights: list[float]) -> None:
+    train(sync, SGD, Cluster(workers=4, batch=16, joins=(Arrival(4, 6.5), Arrival(5, 9.5)), link=Link(0.01)), 30)
+    assert weights[-1] == pytest.approx(4.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("sync", ["gossip:ring", "gossip:full", "adpsgd:ring"])
+def test_a_worker_that_is_lost_takes_along_its_own_mass_only(sync: str, weights: list[float]) -> None:
+    run = train(sync, REST, Cluster(workers=4, batch=16, crashes=(Crash(1, 4.5, 0.5),)), 20)
+    assert weights[-1] == pytest.approx(3.0, abs=1e-12)
+    assert torch.allclose(values(run.model), values(TASK.model), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sync", ["gossip:ring", "gossip:exp", "gossip:ring,overlap=1", "adpsgd:ring"])
@@ -118,8 +129,3 @@ def test_members_come_and_go(sync: str) -> None:
     run = train(sync, MOMENTUM, EVENTFUL, 100)
     assert torch.isfinite(values(run.model)).all()
     assert run.accuracy > 0.7
-
-
-def test_survivors_keep_the_share_of_a_lost_neighbour() -> None:
-    run = train("gossip:ring", REST, Cluster(workers=4, batch=16, crashes=(Crash(1, 4.5, 0.5),)), 20)
-    assert torch.allclose(values(run.model), values(TASK.model), rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.transport import deadline
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -227,6 +229,36 @@ def test_each_fragment_has_merges_of_its_own(sync: str, tmp_path: Path) -> None:
         assert_close([held[index] for index in part], merged_again(lines, part), EXACT)
 
 
+@pytest.mark.parametrize("jobs", [range(6), pytest.param(range(6, 100), marks=pytest.mark.long)], ids=["few", "many"])
+def test_random_jobs_end_and_merge_each_change_once(jobs: range, tmp_path: Path) -> None:
+    """Any quorum, up to all; workers that leave at any moment wait for each other's merges, of every fragment."""
+    for seed in jobs:
+        dice = random.Random(seed)
+        workers, fragments = dice.randint(2, 4), dice.randint(1, 3)
+        quorum, grace = dice.randint(workers - 1, workers), dice.choice(("0", "0.001", "auto"))
+        period, drop = fragments * dice.randint(1, 3), dice.choice(("", ",drop=1"))
+        sync = f"diloco:{period},quorum={quorum},grace={grace},fragments={fragments}{drop}"
+        counts = [dice.randint(0, STEPS) for _ in range(workers)]
+
+        def work(session: Session, counts: list[int] = counts, seed: int = seed) -> None:
+            params, optimizer = made()
+            own = random.Random(f"{seed} {session.rank}")
+            for step in range(counts[session.rank]):
+                steps(params, optimizer, session.rank, step, step + 1, samples=1.0 + session.rank)
+                if own.random() < 0.03:
+                    optimizer.consolidate()
+
+        with ThreadJob(workers, dice.randint(1, 2), sync, record=tmp_path / str(seed)) as job:
+            job.run(work)
+            names = list(job.sequencer.clocks)
+            held = on_servers(job, names)
+        assert check_record(tmp_path / str(seed))
+        parts: list[tuple[int, ...]] = {1: [(0, 1, 2)], 2: [(0,), (1, 2)], 3: [(0,), (1,), (2,)]}[fragments]
+        for name, part in zip(names, parts, strict=True):
+            lines = list(of_optimizer(read_events(tmp_path / str(seed)), name))
+            assert_close([held[index] for index in part], merged_again(lines, part), EXACT)
+
+
 def test_a_worker_that_stood_still_catches_up(tmp_path: Path) -> None:
     """Worker 2 makes two steps and stops; the others merge without it. Then it goes on, and its work is merged."""
     stopped, others = threading.Event(), threading.Barrier(3)
@@ -321,6 +353,27 @@ def test_a_quorum_is_merged_when_its_grace_is_over_though_nothing_else_happens()
     with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0.02") as job:
         job.run(work)
     assert job.summary["updates"] >= 1
+
+
+def test_a_worker_that_leaves_names_the_ranks_whose_pushes_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.1)
+    said: list[str] = []
+
+    def heard() -> bool:
+        said.append(capsys.readouterr().err)
+        return "for workers 1: the merge has pushes of 1 worker, its quorum is 2" in "".join(said)
+
+    def work(session: Session) -> None:
+        params, optimizer = made()
+        if session.rank == 0:
+            steps(params, optimizer, 0, 0, 5)
+        else:
+            until(heard, "a report of rank 0")
+
+    with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0,fragments=2", retry=0.02) as job:
+        job.run(work)
 
 
 def test_a_change_of_too_old_an_anchor_is_dropped_and_its_worker_goes_on_from_the_newest_values(tmp_path: Path) -> None:

@@ -243,6 +243,16 @@ def test_a_server_that_does_not_listen_yet_is_waited_for() -> None:
             bench.carry([(one, b"at last", other)])
 
 
+def test_a_stranger_that_says_more_while_it_waits_is_forgotten() -> None:
+    with benched() as bench:
+        sock = bench.start(0, named("server-1", 1))
+        bench.until(lambda: len(bench.relay._wanted) == 1)
+        sock.send(b"more")
+        assert bench.hear(sock, 1) != b""  # a refusal
+        assert not bench.relay._wanted
+        assert bench.connected(0, server_name(0))
+
+
 def test_an_address_instead_of_a_name_is_refused() -> None:
     with benched() as bench:
         _, reply = bench.ask(0, bytes((5, 1, 0, 1, 127, 0, 0, 1, 0, 80)))

@@ -14,6 +14,7 @@ from sessions import within
 from test_lives import come_back
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from worlds import hosts_of_threads
 
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
@@ -153,6 +154,69 @@ def test_between_hosts_the_sequencer_says_the_period(tmp_path: Path, sync: str) 
     assert_close(among, [param.detach() for param in models["0"]], EXACT)
     lines = check_record(tmp_path)
     assert sum(line.get("count", 1) for line in lines if line["kind"] == "push") == 20
+
+
+@pytest.mark.parametrize("sync", ["bsp", "local:2", "adacomm:2,every=0.000000001", "diloco:2,fragments=2"])
+def test_epochs_of_different_length_end_together_between_hosts(sync: str, tmp_path: Path) -> None:
+    """A worker that has called join() is still a member, for which the sequencer waits."""
+    models, batches = [small_model(), small_model()], small_batches(5, [4, 4])
+
+    def train(session: Session) -> list[torch.Tensor]:
+        optimizer = wrapped(models[session.rank], sync)
+        for _ in range(2):
+            for step in batches[: 2 if session.rank else 5]:
+                step_on(optimizer, models[session.rank], step[session.rank])
+            optimizer.join()
+        return weights(models[session.rank])
+
+    with HostsJob(2, sync, record=tmp_path) as job:
+        one, other = job.run(train)
+    assert_equal(one, other)
+    assert job.summary["steps"] == 14
+    check_record(tmp_path)
+
+
+def test_bytes_between_hosts_fall_as_one_over_the_period() -> None:
+    """Over sockets, as two hosts: a ring of two sends the model once for each average, and a ballot."""
+
+    def sent(sync: str) -> int:
+        model = lambda: nn.Linear(5, 20000, dtype=torch.float64)  # noqa: E731
+        models, batch = [model(), model()], (torch.ones(1, 5).double(), torch.ones(1, 20000).double())
+
+        def train(session: Session) -> int:
+            here.name = f"host {session.rank}"
+            optimizer = wrapped(models[session.rank], sync)
+            step_on(optimizer, models[session.rank], batch)
+            begun = optimizer.stats["bytes_sent"]
+            for _ in range(16):
+                step_on(optimizer, models[session.rank], batch)
+            return int(optimizer.stats["bytes_sent"] - begun)
+
+        with hosts_of_threads() as here, HostsJob(2, sync) as job:
+            return job.run(train)[0]
+
+    each, model_bytes = sent("local:1") / 16, 6 * 20000 * 8
+    assert each == pytest.approx(model_bytes, rel=0.01)
+    assert [sent("local:4"), sent("local:16")] == [4 * each, each]
+    assert sent("adacomm:8,every=0.000000001") == 6 * each  # blocks of 8, 4, 2, 1, 1 and 1, of a loss that is flat
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sync", ["local:4", "diloco:4", "local:4,momentum=0.3"])
+def test_a_block_that_ends_early_may_be_at_another_step_of_a_schedule(way: str, sync: str) -> None:
+    counts, models, batches = (11, 5), [small_model(), small_model()], small_batches(11, [4, 4])
+
+    def train(session: Session) -> int:
+        optimizer = wrapped(models[session.rank], sync)
+        scheduler = StepLR(optimizer, 1, gamma=0.9)
+        for step in batches[: counts[session.rank]]:
+            step_on(optimizer, models[session.rank], step[session.rank])
+            scheduler.step()
+        return int(optimizer.stats["step"])
+
+    with job_by(way, 2, sync) as job:
+        assert job.run(train) == list(counts)
+    assert all(value.isfinite().all() for model in models for value in weights(model))
 
 
 # Checkpoints.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from helpers import assert_close, loss_of, small_batches, small_model, weights
+from helpers import assert_close, assert_equal, loss_of, small_batches, small_model, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from local_blocks import WAYS, Blocks, job_by, train_in_blocks
+from sessions import within
 
 from polytempo.errors import UsageError
 from polytempo.optim.fragments import cut
 from polytempo.session.session import Session
+from polytempo.testing.threads import GroupJob
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,13 +45,11 @@ class Streaming(Blocks):
                     flights[fragment] = (number, *self.send(parts[fragment], fragment))
                     if not overlap:
                         self.take(parts[fragment], *flights.pop(fragment)[1:])
-        order = sorted(range(fragments), key=lambda p: (len(batches) - p * period // fragments) % period, reverse=True)
-        unsent = [p for p in order if p not in flights and any(self.fresh[p])]
-        sent = {p: self.send(parts[p], p) for p in unsent}
         for fragment in list(flights):
             self.take(parts[fragment], *flights.pop(fragment)[1:])
-        for fragment in unsent:
-            self.take(parts[fragment], *sent[fragment])
+        for fragment in sorted(range(fragments), key=lambda p: (p * period // fragments - len(batches) - 1) % period):
+            if any(self.fresh[fragment]):
+                self.take(parts[fragment], *self.send(parts[fragment], fragment))
         return [weights(model) for model in self.models]
 
     def send(self, part: range, fragment: int) -> tuple[list[list[torch.Tensor]], list[float]]:
@@ -118,6 +120,41 @@ def test_workers_that_end_at_different_steps_do_not_block_each_other(way: str, c
 
     with job_by(way, 2, sync) as job:
         assert job.run(train) == list(counts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("death", [1, 2, 3, 5, 6])
+def test_a_worker_that_dies_with_a_fragment_under_way_blocks_no_other(way: str, death: int) -> None:
+    """Worker 2 dies before some step: before, while and after fragments travel; the others end with one model."""
+    models, batches, sync = [small_model() for _ in range(3)], small_batches(9, [4, 2, 3]), "diloco:4,fragments=2,overlap=1"
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def train(session: Session) -> None:
+        model = models[session.rank]
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, sync=sync)
+        for number, step in enumerate(batches):
+            if (session.rank, number) == (2, death):
+                session.abandon() if way == "collectives" else session.close("failed")
+                return
+            optimizer.zero_grad()
+            loss_of(model, step[session.rank]).backward()
+            optimizer.step()
+        optimizer.consolidate()
+        found[session.rank] = weights(model)
+
+    job = GroupJob(3, least=2) if way == "collectives" else job_by(way, 3, sync)
+    sessions = job.sessions if isinstance(job, GroupJob) else [job.session(rank) for rank in range(3)]
+    threads = [threading.Thread(target=within, args=(session, train), daemon=True) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False] * 3
+    assert_equal(found[0], found[1])
+    for session in sessions[:2]:
+        session.abandon() if way == "collectives" else session.close()
+    if not isinstance(job, GroupJob):
+        job.close()
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 20))

@@ -221,7 +221,7 @@ def refused(sync: str, words: str, attempt: Callable[[Session], object]) -> None
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:2", "bsp+backup:1", "every:2", "delay:2"])
 def test_other_modes_cannot_go_without_servers(sync: str) -> None:
-    words = rf"via='allreduce' needs sync='bsp', this is {sync.replace('+', '.')}; use via='ps'"
+    words = rf"via='allreduce' needs sync='bsp', or averages of models, this is {sync.replace('+', '.')}; use via='ps'"
     refused(sync, words, lambda s: DistributedOptimizer(STATEFUL["adam"](copied(START)), via="allreduce"))
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 VIA = "How gradients travel: ps (parameter servers), allreduce (among workers); auto: allreduce unless servers are needed."
 MIN_WORKERS = (
-    "Go on while at least this number of workers is left. Default: all under bsp, 1 in all other modes. "
+    "Go on while at least this number of workers is left. Default: all under bsp, local, adacomm, diloco; 1 in other modes. "
     "A worker whose script fails before its first push ends the job in every mode."
 )
 #: Options that are not fields of a `RunRequest` by their own name.

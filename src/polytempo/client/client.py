@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -163,10 +163,15 @@ class Client:
         state = self.exchanges.states[name]
         self._wait(lambda: exchange not in state.outstanding, "an answer", lambda: self.exchanges.ask_status(state), state)
 
-    def settle(self, name: str) -> None:
-        """Wait until every push of an optimizer is answered."""
-        state = self.exchanges.states[name]
-        self._wait(lambda: not state.outstanding, "its answers", lambda: self.exchanges.ask_status(state), state)
+    def settle(self, *names: str, enough: Callable[[Iterable[bool]], bool] = all) -> None:
+        """Wait until every push of these optimizers is answered; with `enough=any`, all those of one of them."""
+        states = [self.exchanges.states[name] for name in names]
+
+        def again() -> None:
+            for state in states:
+                self.exchanges.ask_status(state)
+
+        self._wait(lambda: enough(not state.outstanding for state in states), "its answers", again, *states)
 
     # Reads.
 
@@ -207,9 +212,7 @@ class Client:
 
     # Waiting.
 
-    def _wait(
-        self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, state: ClientState | None = None
-    ) -> None:
+    def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
         deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
         while not done():
             if self.connections.receive(min(self.retry, 1.0)):
@@ -218,7 +221,8 @@ class Client:
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
-            deadline.report(lambda: f"for {what if state is None else state.waits_for(what)}")
+            held = next((state for state in states if state.held is not None), None)
+            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}")  # noqa: B023  called at once
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()

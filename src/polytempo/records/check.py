@@ -22,6 +22,7 @@ from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.merges import MergeChecker
 from polytempo.records.neighbours import NeighbourRules
+from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")
@@ -73,7 +74,8 @@ class RecordChecker:
         self.spec = spec
         self.workers = workers
         self.rules = rules_for(spec)
-        self._corrections = spec.corrections
+        decoupled = spec.averaging is not None and spec.averaging.decoupled
+        self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
         self._t = float("-inf")
         self._missing = set(range(workers))
@@ -88,7 +90,7 @@ class RecordChecker:
         self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
-        self._merges = MergeChecker(spec, self._require) if spec.averaging and spec.averaging.decoupled else None
+        self._merges = MergeChecker(spec, self._require) if decoupled else None
         self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
         self._group: list[RecordLine] = []
 

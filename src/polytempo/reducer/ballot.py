@@ -28,7 +28,7 @@ class Ballot:
     weight: float
     ran_out: bool = False  #: it has no more data
     skips: bool = False
-    digest: int = 0  #: of its hyper-parameters
+    digest: int = 0  #: of its hyper-parameters; 0 where they are not compared
     changed: frozenset[int] = frozenset()  #: buckets whose gradients have changed since they were launched
     absent: frozenset[int] = frozenset()  #: parameters without a gradient
     touched: bool = False  #: its script has written to parameters, so that replicas may differ
@@ -78,7 +78,8 @@ def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:
     """What all ranks conclude from all ballots."""
     active = [index for index, ballot in enumerate(ballots) if not ballot.ran_out]
     weighing = [index for index in active if ballots[index].weight > 0]
-    unlike = next(((active[0], other) for other in active if ballots[other].digest != ballots[active[0]].digest), None)
+    given = [index for index in active if ballots[index].digest]
+    unlike = next(((given[0], other) for other in given if ballots[other].digest != ballots[given[0]].digest), None)
     skipped = any(ballots[index].skips for index in active)
     again = frozenset[int]() if skipped else frozenset().union(*(ballots[index].changed for index in active))
     return BallotOutcome(

@@ -33,7 +33,7 @@ from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.values import OptimizerSpec
-from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, size_of, unpack
+from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -53,32 +53,79 @@ BUCKET = 8 << 20
 TEXT = 64 << 10
 
 
-class BucketRounds:
-    """The rounds of one optimizer.
+class VotingGroup:
+    """The ranks that make rounds, and the last vote.
+
+    Reducers whose rounds follow one another, in one order on all ranks, share one: where a rank has died, a rank that has
+    gone on to the next reducer forms the group again together with ranks that have not.
 
     Args:
         world: All ranks of the job.
-        number: The optimizer's number in the job, the same on all ranks.
+        number: The number of the first reducer's optimizer in the job, the same on all ranks.
+        least: With fewer ranks left, the death of a rank is raised.
+    """
+
+    def __init__(self, world: World, number: int, least: int) -> None:
+        group = world.new_group(range(world.size))
+        assert group is not None
+        self.world, self.group, self._number, self._least = world, group, number, least
+        self._votes = 0
+        self.ballots: list[bytes] = []  #: of the last vote
+
+    def vote(self, ballot: bytes) -> None:
+        """Give this rank's ballot, and get all."""
+        self.ballots = gather_bytes(self.group, ballot)
+        self._votes += 1
+
+    def form_again(self, error: RankLost) -> bool:
+        """Form the group again without the dead ranks.
+
+        Returns:
+            Whether another rank has seen the vote to its end that this rank has not; its ballots are here then.
+        """
+        if self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
+            raise error
+        before, earlier = self._votes, self.ballots
+        self.group = self.world.reform(self._number, error.ranks)
+        counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
+        self._votes = max(counts)
+        if min(counts) == max(counts):
+            return False
+        knows = counts.index(max(counts))
+        sizes = torch.tensor([len(earlier), len(earlier[0]) if earlier else 0])
+        self.group.broadcast([sizes], knows).wait()
+        count, each = (int(size) for size in sizes)
+        data = torch.zeros(count * each, dtype=torch.uint8)
+        if before == max(counts):
+            data.copy_(torch.frombuffer(bytearray(b"".join(earlier)), dtype=torch.uint8))
+        self.group.broadcast([data], knows).wait()
+        if before == max(counts):
+            return False
+        whole = data.numpy().tobytes()
+        self.ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
+        return True
+
+
+class BucketRounds:
+    """The rounds of one reducer.
+
+    Args:
+        voters: The ranks that make them.
         layout: Where parameters lie in the flat buffers.
         gradients: This rank's gradients.
         mean: Receives the mean.
-        least: With fewer ranks left, the death of a rank is raised.
         compare: Refuses parameters that are not the same on all ranks of a group.
     """
 
     def __init__(
         self,
-        world: World,
-        number: int,
+        voters: VotingGroup,
         layout: Layout,
         gradients: FlatBuffer,
         mean: FlatBuffer,
-        least: int,
         compare: Callable[[RankGroup], None],
     ) -> None:
-        group = world.new_group(range(world.size))
-        assert group is not None
-        self.world, self.group, self._number, self._least, self._compare = world, group, number, least, compare
+        self.voters, self._compare = voters, compare
         self._count = len(layout.places)
         self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
@@ -87,9 +134,7 @@ class BucketRounds:
         params = [bucket.params for bucket in buckets]
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
-        self._total = float(world.size)  # and those of all ranks together
-        self._votes = 0
-        self._ballots: list[bytes] = []  # of the last vote
+        self._total = float(voters.world.size)  # and those of all ranks together
         self._start_over()
 
     def _start_over(self) -> None:
@@ -106,7 +151,10 @@ class BucketRounds:
     def launch(self, weight: float) -> None:
         """Let all buckets travel in the background, at the weight that the ballot will say."""
         self.weight = weight
-        self._scheduler.launch_rest()
+        try:
+            self._scheduler.launch_rest()
+        except RankLost:  # the end of the round deals with it
+            self._start_over()
 
     def _launch(self, number: int) -> None:
         if self._final_weight is None:
@@ -124,13 +172,13 @@ class BucketRounds:
                 target.zero_()
 
     def _reduce(self, number: int, background: bool) -> Task:
-        return self.group.all_reduce([target for _, target in self._parts[number]], "sum", background=background)
+        return self.voters.group.all_reduce([target for _, target in self._parts[number]], "sum", background=background)
 
     # At the end of a step.
 
     def finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         """End the round. The mean lies in its buffer then, unless the step was skipped or all ranks have run out."""
-        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper))
+        weight, ballot = ballot.weight, replace(ballot, digest=digest_of(hyper) if hyper else 0)
         changed = frozenset(self._scheduler.changed() if weight == self.weight else self._scheduler.launched)
         self.weight = weight or self.weight
         while True:
@@ -164,7 +212,7 @@ class BucketRounds:
             task.wait()
         found = self._vote(ballot, changed)
         if found.unlike is not None:
-            raise_difference(self.group, hyper)
+            raise_difference(self.voters.group, hyper)
         repeated = self._to_repeat(found)
         if repeated or found.touched:
             self._expect(found)
@@ -172,7 +220,7 @@ class BucketRounds:
                 self._fill(number, weight)
                 self._reduce(number, False).wait()
             if found.touched:
-                self._compare(self.group)
+                self._compare(self.voters.group)
             return self._vote(replace(ballot, touched=False), frozenset())
         return found
 
@@ -186,14 +234,12 @@ class BucketRounds:
             self._total = found.total
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
-        data = replace(ballot, changed=changed).pack(len(self._parts), self._count)
-        self._ballots = gather_bytes(self.group, data)
-        self._votes += 1
+        self.voters.vote(replace(ballot, changed=changed).pack(len(self._parts), self._count))
         return self._outcome()
 
     def ballots(self) -> list[Ballot]:
         """Those of the last vote."""
-        return [unpack(data, len(self._parts), self._count) for data in self._ballots]
+        return [unpack(data, len(self._parts), self._count) for data in self.voters.ballots]
 
     def _outcome(self) -> BallotOutcome:
         return outcome(self.ballots())
@@ -201,31 +247,9 @@ class BucketRounds:
     # When a rank has died.
 
     def _was_decided(self, error: RankLost) -> bool:
-        """Form the group again without the dead ranks.
-
-        Returns:
-            Whether another rank has seen the vote to its end that this rank has not: the step is decided then.
-        """
-        if self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
-            raise error
-        before, earlier = self._votes, self._ballots
-        self.group = self.world.reform(self._number, error.ranks)
-        counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
-        self._votes = max(counts)
-        if min(counts) == max(counts):
+        """Form the group again; is the step decided, by a vote that another rank has seen to its end?"""
+        if not self.voters.form_again(error):
             return False
-        knows = counts.index(max(counts))
-        size = torch.tensor([len(earlier)])
-        self.group.broadcast([size], knows).wait()
-        each = size_of(len(self._parts), self._count)
-        data = torch.zeros(int(size) * each, dtype=torch.uint8)
-        if before == max(counts):
-            data.copy_(torch.frombuffer(bytearray(b"".join(earlier)), dtype=torch.uint8))
-        self.group.broadcast([data], knows).wait()
-        if before == max(counts):
-            return False
-        whole = data.numpy().tobytes()
-        self._ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
         found = self._outcome()
         if self._to_repeat(found) or found.touched:
             self._expect(found)
@@ -306,16 +330,24 @@ class CollectiveReducer(Reducer):
     needs_join = True
 
     def __init__(
-        self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
+        self,
+        session: Session,
+        name: str,
+        spec: OptimizerSpec,
+        params: Sequence[torch.Tensor],
+        hooked: bool = True,
+        beside: CollectiveReducer | None = None,
     ) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
         self._warned = False  # of equal gradients
         self.copier = Copier(params, self.layout, Pool())
         self.mean = GradientMean(self.copier, FlatBuffer(self.layout, Pool(), pinned=False))
         buffer = self.copier.next_buffer()
-        self._rounds = BucketRounds(
-            session.world(), int(name) + 1, self.layout, buffer, self.mean.buffer, session.least, self._compare
-        )
+        if beside is None:
+            self.voters = VotingGroup(session.world(), int(name) + 1, session.least)
+        else:  # its rounds and these follow one another
+            self.voters = beside.voters
+        self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare)
         self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
         self.step = self._clock.step if self._clock is not None else 0
         self._start(params)
@@ -328,7 +360,7 @@ class CollectiveReducer(Reducer):
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
-        group, text = self._rounds.group, _described(self.spec)
+        group, text = self.voters.group, _described(self.spec)
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:
             raise_difference(group, text)
         with torch.no_grad():
@@ -355,7 +387,8 @@ class CollectiveReducer(Reducer):
             self._clock.wait_for(self.step)
             self._clock.push(hyper, self.traffic(), skip=skip, **about)
             self._clock.step += 1
-        self._hyper = _lines(hyper)
+        early = self._blocks and about.get("count") != self.period  # its worker stands at another step of a schedule
+        self._hyper = "" if early else _lines(hyper)
         self._ballot = Ballot(
             about.get("samples", 1.0),
             skips=skip,
@@ -398,13 +431,18 @@ class CollectiveReducer(Reducer):
         return self.mean.skipped
 
     def join(self) -> bool:
+        if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
+            self._clock.wait_for(self.step)
+            self._clock.push((), self.traffic(), samples=0.0, count=0)
+            self._clock.step += 1
+            self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over
 
     def _round(self, ballot: Ballot, hyper: str) -> None:
         found = self._finish(ballot, hyper)
         self.copier.watch.touched = ""
         if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
-            self._warn_alike(*(self._rounds.group.ranks[index] for index in found.alike))
+            self._warn_alike(*(self.voters.group.ranks[index] for index in found.alike))
 
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
@@ -420,8 +458,8 @@ class CollectiveReducer(Reducer):
             sys.stderr.flush()
 
     def traffic(self) -> tuple[int, int]:
-        sent = sum(link.payload_sent for link in self._rounds.world.engine.messages.links.values())
-        return sent, self._rounds.world.engine.messages.payload_received
+        sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
+        return sent, self.voters.world.engine.messages.payload_received
 
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:

@@ -61,7 +61,12 @@ def make_reducer(
 
 
 def make_value_reducer(
-    session: Session, name: str, spec: OptimizerSpec, tensors: Sequence[torch.Tensor], on_servers: bool
+    session: Session,
+    name: str,
+    spec: OptimizerSpec,
+    tensors: Sequence[torch.Tensor],
+    on_servers: bool,
+    beside: Reducer | None = None,
 ) -> Reducer:
     """A reducer of values, in modes that average models: gradients stay as they are.
 
@@ -71,9 +76,11 @@ def make_value_reducer(
         spec: Its spec.
         tensors: What is averaged.
         on_servers: Do servers hold the values?
+        beside: A reducer of the same optimizer, whose rounds and these follow one another in one order on all workers.
     """
     if on_servers:
         return ServerReducer(session, name, spec, tensors)
     if session.client is not None and session.job.meeting:
         return SharedMemoryReducer(session, name, spec, tensors, hooked=False)
-    return CollectiveReducer(session, name, spec, tensors, hooked=False)
+    other = beside if isinstance(beside, CollectiveReducer) else None
+    return CollectiveReducer(session, name, spec, tensors, hooked=False, beside=other)

@@ -136,3 +136,4 @@ class GossipExchange:
             self._gather()
             self._tell()
             self._models.leave(list(self._reducer.answer.members), self._reducer.step)
+            self._models.service.stop()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +36,15 @@ PATIENCE = 2.0
 FillMessage = Callable[[ModelMessage], None]
 
 
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A rank that has asked for a step which this worker has not made yet."""
+
+    rank: int
+    step: int
+    patience: Deadline
+
+
 class ModelMean:
     """What one worker asks of all, and tells them. `lock` guards the values that are told."""
 
@@ -50,7 +60,8 @@ class ModelMean:
         self._estates: list[tuple[int, ModelMessage]] = []  # handed over, by whom, and not in this worker's values yet
         self._givers: set[int] = set()
         self._came = threading.Condition(self.lock)
-        self._later: list[tuple[int, int]] = []  # ranks that asked for steps which this worker has not made yet
+        self._later: list[Waiting] = []
+        self.service.tick = self._tick
         self.service.on(READ, self._asked, self._read)
         self.service.on(HAND_OVER, self._gift.data, self._accept)
 
@@ -61,21 +72,23 @@ class ModelMean:
             step = int(self._asked[0])
             waits = not (self.left or self._looking) and self.finished is not None and self.finished < step
             if waits:
-                self._later.append((source, step))
-        if waits:
-            timer = threading.Timer(PATIENCE, self._tell_waiting, (lambda rank, _: rank == source,))
-            timer.daemon = True
-            timer.start()
-        else:
+                self._later.append(Waiting(source, step, Deadline(self._links.rank, PATIENCE)))
+        if not waits:
             self._tell(source)
 
-    def _tell_waiting(self, is_due: Callable[[int, int], bool]) -> None:
+    def _tell_waiting(self, is_due: Callable[[Waiting], bool]) -> None:
         """Answer those that wait for this worker to make more steps, if they are to wait no longer."""
         with self.lock:
-            due = [rank for rank, step in self._later if is_due(rank, step)]
-            self._later = [(rank, step) for rank, step in self._later if not is_due(rank, step)]
-        for rank in due:
-            self._tell(rank)
+            due = [waiting for waiting in self._later if is_due(waiting)]
+            self._later = [waiting for waiting in self._later if waiting not in due]
+        for waiting in due:
+            self._tell(waiting.rank)
+
+    def _tick(self) -> bool:
+        """Answer those that have waited for too long; is there another?"""
+        if self._later:
+            self._tell_waiting(lambda waiting: waiting.patience.over)
+        return bool(self._later)
 
     def _tell(self, rank: int) -> None:
         message = ModelMessage(self._layout)
@@ -97,7 +110,7 @@ class ModelMean:
         """This worker has made this number of steps: answer those that waited for it."""
         self.finished = steps
         if self._later:
-            self._tell_waiting(lambda _, step: step <= steps)
+            self._tell_waiting(lambda waiting: waiting.step <= steps)
 
     # Asking.
 
@@ -113,7 +126,7 @@ class ModelMean:
             PeerError: A worker that is there has not answered; the error names it.
         """
         self._looking = True
-        self._tell_waiting(lambda *_: True)  # it will not make a step before it has looked
+        self._tell_waiting(lambda _: True)  # it will not make a step before it has looked
         others = [rank for rank in members if rank != self._links.rank]
         there = [rank for rank in others if not self._links.is_gone(rank)]
         request, answer = torch.tensor([steps]), ModelMessage(self._layout)
@@ -164,7 +177,8 @@ class ModelMean:
         return due[0] if due else None
 
     def leave(self, members: list[int], steps: int) -> None:
-        """This worker has finished after this number of steps: give its values to the lowest rank that is there."""
+        """This worker has finished after this number of steps: give its values to the lowest rank that is there. Stop the
+        service afterwards."""
         there = [rank for rank in sorted(members) if rank != self._links.rank and not self._links.is_gone(rank)]
         message = ModelMessage(self._layout)
         with self.lock:
@@ -173,6 +187,6 @@ class ModelMean:
             self.left = True
             later, self._later = self._later, []
         sending = self._links.send(message.data, there[:1], HAND_OVER)
-        for rank, _ in later:
-            self._tell(rank)
+        for waiting in later:
+            self._tell(waiting.rank)
         self._links.settle(sending)

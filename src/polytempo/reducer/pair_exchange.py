@@ -140,3 +140,4 @@ class PairExchange:
         self.finish()
         with self._answering:  # replies that were begun are on their way
             self._models.leave(list(self._reducer.answer.members), steps=0)  # steps of different workers have no order
+        self._models.service.stop()

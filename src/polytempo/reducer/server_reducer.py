@@ -358,11 +358,18 @@ class ServerReducer(Reducer):
             self.rows.read_mirrored()
         self.copier.watch.touched = ""
 
-    def newest(self) -> dict[int, list[Bytes]]:
-        """The servers' values of now, one list of buffers for each shard; pushes that are not answered stay so."""
+    def newest(self) -> dict[int, list[Bytes]] | None:
+        """The servers' values of now, one list of buffers for each shard; pushes that are not answered stay so.
+
+        Returns:
+            None where newer values have come meanwhile, with an answer.
+        """
         with self.session.lock:
             answers = self.client.read(self.name, "params")
-        self.client_state.version = answers[0][0].version
+        version, state = answers[0][0].version, self.client_state
+        if version < state.version:
+            return None
+        state.version = version
         return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
 
     def _read_parts(self) -> dict[int, list[Bytes]]:

@@ -19,15 +19,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.engine import ANSWERED, ANY_LIFE, ARRIVED, LEAVE, WAKE, Decisions, SimulationEngine
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, BlockTrainer, SentBlock, Trainer, Worker
+from polytempo.summation import in_order
 from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.corrections import Corrections
 from polytempo.sync.events import Event, Pushed, Ticked
 from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.policy import Policy
@@ -37,8 +41,6 @@ from polytempo.sync.policy import Policy
 class BlockPush:
     """A push in flight, or one that waits for its merge."""
 
-    fragment: int
-    step: int
     count: int  #: local steps in it
     seconds: float  #: that these took
     base: int  #: the version of the values they started from
@@ -75,6 +77,45 @@ class BlockProgress:
         self.position = -1  # of the next local step in the worker's data; -1: not known yet
 
 
+class FragmentClock:
+    """One fragment: its policy, the merges that this has decided, and the pushes that wait for one."""
+
+    def __init__(
+        self, number: int, policy: Policy, corrections: Corrections, shards: int, told: Callable[[RecordLine], None] | None
+    ) -> None:
+        self.policy = policy
+        self.version = 0  # merges
+        self.sent: dict[tuple[int, int], deque[BlockPush]] = {}  # by worker and step
+        self.decisions = Decisions(policy, corrections, shards, lambda: self.version, self._base)
+        self.record = told
+        if told is not None and number:
+            self.record = lambda line: told({**line, "optimizer": str(number)})
+        policy.explains = told is not None
+
+    def _base(self, push: Pushed) -> int:
+        return self.sent[push.worker, push.step][0].base
+
+    def settle(self, worker: int, step: int) -> BlockPush:
+        """The oldest push of this worker and step, which is merged or dropped now."""
+        waiting = self.sent[worker, step]
+        push = waiting.popleft()
+        if not waiting:
+            del self.sent[worker, step]
+        return push
+
+    def lose(self, worker: int, step: int, life: int) -> float:
+        """Drop the push of this life if it is still in flight; the seconds that are lost with it."""
+        waiting = self.sent.get((worker, step))
+        if not waiting or waiting[-1].life != life or waiting[-1].arrived:
+            return 0.0
+        return waiting.pop().seconds
+
+    def unmerged(self) -> Iterator[tuple[int, float]]:
+        """Workers and seconds of pushes that have arrived and were not merged."""
+        for (worker, _), waiting in self.sent.items():
+            yield worker, in_order(push.seconds for push in waiting if push.arrived)
+
+
 class BlockEngine(SimulationEngine):
     """One run of a mode with blocks of local steps. `policies` has one policy for each fragment."""
 
@@ -94,39 +135,23 @@ class BlockEngine(SimulationEngine):
         self._overlap: float = math.inf if self._decoupled else averaging.overlap
         self._interval = max(1, averaging.period // len(policies))  # local steps between two turns
         self._states = [BlockProgress(len(policies)) for _ in self.workers]
-        self._versions = [0] * len(policies)
-        self._sent: list[dict[tuple[int, int], deque[BlockPush]]] = [{} for _ in policies]
         self._merged = [0] * len(self.workers)  # local steps, times the number of fragments
         self._merged_by_all = 0
         self._positions = [0] * len(self.workers)  # of each worker's data, over all lives
         self._starts: dict[int, int] = {}  # the position at which each turn's block begins
-        self._policies = policies
-        self._all_decisions = [self._decisions_of(number) for number in range(len(policies))]
-        self._told = self._record
+        shards = cluster.servers.shards
+        self._clocks = [FragmentClock(n, one, self._corrections, shards, self._record) for n, one in enumerate(policies)]
         self._ended = 0.0  # the last life
         self._fragment = -1  # whose policy decides now
         self._switch(0)
-        for policy in policies:
-            policy.explains = self._told is not None
-
-    def _decisions_of(self, number: int) -> Decisions:
-        def used(push: Pushed) -> int:
-            return self._sent[number][push.worker, push.step][0].base
-
-        shards = self._cluster.servers.shards
-        return Decisions(self._policies[number], self._corrections, shards, lambda: self._versions[number], used)
 
     def _switch(self, fragment: int) -> None:
         """Events and actions are this fragment's from now on."""
         if fragment == self._fragment:
             return
-        self._fragment, self._policy = fragment, self._policies[fragment]
-        self._decide, self._decisions = self._policy.handle, self._all_decisions[fragment]
-        told = self._told
-        if told is not None and fragment:
-            self._record = lambda line: told({**line, "optimizer": str(fragment)})
-        else:
-            self._record = told
+        clock = self._clocks[fragment]
+        self._fragment, self._policy, self._record = fragment, clock.policy, clock.record
+        self._decide, self._decisions = clock.policy.handle, clock.decisions
 
     # Local steps and turns.
 
@@ -188,18 +213,16 @@ class BlockEngine(SimulationEngine):
             self._starts[state.turn] = max(state.position, self._starts.get(state.turn, 0))
         turns = range(first, first + count if last else first + 1)
         numbers = [(turn + 1) % count for turn in turns]
-        return [n for n in numbers if self._may_send(state, state.fragments[n])]
-
-    def _may_send(self, state: BlockProgress, part: FragmentProgress) -> bool:
-        return part.made < state.made and part.next <= part.allowed
+        parts = [(number, state.fragments[number]) for number in numbers]
+        return [number for number, part in parts if part.made < state.made and part.next <= part.allowed]
 
     def _send(self, now: float, worker: Worker, fragment: int) -> None:
         state = self._states[worker.rank]
         part = state.fragments[fragment]
         block = self._learner.send(worker.rank, fragment) if self._learner else None
         count, seconds = state.made - part.made, state.seconds - part.seconds
-        push = BlockPush(fragment, part.next, count, seconds, part.base, worker.life, block)
-        self._sent[fragment].setdefault((worker.rank, part.next), deque()).append(push)
+        push = BlockPush(count, seconds, part.base, worker.life, block)
+        self._clocks[fragment].sent.setdefault((worker.rank, part.next), deque()).append(push)
         turn = part.next * len(state.fragments) + fragment
         part.made, part.seconds, part.next = state.made, state.seconds, part.next + 1
         worker.messages += 1
@@ -209,10 +232,11 @@ class BlockEngine(SimulationEngine):
             self._plan(self._route.push(worker.rank, now), ARRIVED, worker, turn)
 
     def _pushed(self, now: float, worker: Worker, step: int, version: int, push: Pushed | None = None) -> None:
-        inner, fragment = divmod(step, len(self._policies))
-        sent = self._sent[fragment][worker.rank, inner][-1]
+        inner, fragment = divmod(step, len(self._clocks))
+        sent = self._clocks[fragment].sent[worker.rank, inner][-1]
         sent.arrived = True
-        loss, lr = (sent.block.loss, sent.block.lr) if sent.block and self._averaging.loss else (None, None)
+        loss = sent.block.loss if sent.block and self._averaging.loss else None
+        lr = sent.block.lr if sent.block and self._averaging.lr else None
         made = Pushed(worker.rank, inner, worker.batch * sent.count, (), sent.count, loss, lr)
         self._switch(fragment)
         super()._pushed(now, worker, inner, NO_WEIGHTS, made)
@@ -233,7 +257,7 @@ class BlockEngine(SimulationEngine):
         if isinstance(event, Pushed):
             super()._feed(event, now)
             return
-        for fragment in range(len(self._policies)):
+        for fragment in range(len(self._clocks)):
             self._switch(fragment)
             super()._feed(event, now)
 
@@ -251,7 +275,7 @@ class BlockEngine(SimulationEngine):
         self._together = 0
         if self._learner and self._fragment == 0:
             self._learner.begin(admit.worker)
-        if self._fragment == len(self._policies) - 1:
+        if self._fragment == len(self._clocks) - 1:
             self._begin(state, admit.worker)
 
     def _begin(self, state: BlockProgress, rank: int) -> None:
@@ -267,18 +291,16 @@ class BlockEngine(SimulationEngine):
         self._waste(worker)
         self._ended = self.now
         super()._end_life(worker)
-        self._states[worker.rank] = BlockProgress(len(self._policies))
+        self._states[worker.rank] = BlockProgress(len(self._clocks))
         if self._learner:
             self._learner.end(worker.rank)
 
     def _waste(self, worker: Worker) -> None:
         """What a worker has computed and not delivered is lost."""
-        state, parts = self._states[worker.rank], len(self._policies)
-        worker.wasted += sum(state.seconds - part.seconds for part in state.fragments) / parts
-        for number, part in enumerate(state.fragments):
-            waiting = self._sent[number].get((worker.rank, part.next - 1))
-            if waiting and waiting[-1].life == worker.life and not waiting[-1].arrived:
-                worker.wasted += waiting.pop().seconds / parts
+        state, parts = self._states[worker.rank], len(self._clocks)
+        worker.wasted += in_order(state.seconds - part.seconds for part in state.fragments) / parts
+        for clock, part in zip(self._clocks, state.fragments, strict=True):
+            worker.wasted += clock.lose(worker.rank, part.next - 1, worker.life) / parts
 
     def _finish(self) -> None:
         if not self._stopped and not self._policy.members:
@@ -288,9 +310,9 @@ class BlockEngine(SimulationEngine):
         for worker in self.workers:
             if worker.alive:
                 self._waste(worker)
-        for sent in self._sent:  # arrived, and not merged
-            for (rank, _), waiting in sent.items():
-                self.workers[rank].wasted += sum(push.seconds for push in waiting if push.arrived) / len(self._policies)
+        for clock in self._clocks:
+            for rank, seconds in clock.unmerged():
+                self.workers[rank].wasted += seconds / len(self._clocks)
         super()._finish()
 
     # Actions.
@@ -303,24 +325,25 @@ class BlockEngine(SimulationEngine):
         part = self._states[worker.rank].fragments[self._fragment]
         part.next = step
         if release.period:
-            self._interval = max(1, release.period // len(self._policies))
+            self._interval = max(1, release.period // len(self._clocks))
         if worker.held_since != NOT_HELD and not self._overlap:
             worker.end_hold(now)
         if self._learner:
             self._learner.fetch(worker.rank, self._fragment)
         if self._route is None:
-            self._answered(now, worker, step * len(self._policies) + self._fragment, self._versions[self._fragment])
+            turn = step * len(self._clocks) + self._fragment
+            self._answered(now, worker, turn, self._clocks[self._fragment].version)
         else:
             self._answers[worker] = step
 
     def _answer(self, route: Route, now: float) -> None:
         arrivals = route.answer([worker.rank for worker in self._answers], now, self._together)
-        version = self._versions[self._fragment]
+        version = self._clocks[self._fragment].version
         for (worker, step), at in zip(self._answers.items(), arrivals, strict=True):
-            self._plan(at, ANSWERED, worker, step * len(self._policies) + self._fragment, version)
+            self._plan(at, ANSWERED, worker, step * len(self._clocks) + self._fragment, version)
 
     def _answered(self, now: float, worker: Worker, step: int, version: int) -> None:
-        inner, fragment = divmod(step, len(self._policies))
+        inner, fragment = divmod(step, len(self._clocks))
         part = self._states[worker.rank].fragments[fragment]
         first = part.base == NO_WEIGHTS
         part.allowed, part.base, part.ready = inner, version, not first
@@ -334,12 +357,11 @@ class BlockEngine(SimulationEngine):
             super()._hold(hold, now)
 
     def _apply(self, apply: Apply, now: float) -> None:
-        fragment, parts = self._fragment, len(self._policies)
-        version = self._versions[fragment]
+        clock, parts = self._clocks[self._fragment], len(self._clocks)
         self._together = len(apply.pushes)
-        merged = [self._delivered(push) for push in apply.pushes]
+        merged = [clock.settle(push.worker, push.step) for push in apply.pushes]
         for push, sent in zip(apply.pushes, merged, strict=True):
-            worker, stale = self.workers[push.worker], version - sent.base
+            worker, stale = self.workers[push.worker], clock.version - sent.base
             self._merged[push.worker] += sent.count
             self._merged_by_all += sent.count
             worker.steps = self._merged[push.worker] // parts
@@ -347,8 +369,8 @@ class BlockEngine(SimulationEngine):
             worker.staleness_max = max(worker.staleness_max, stale)
         if self._learner:
             weights = apply.weights or tuple(push.samples for push in apply.pushes)
-            self._learner.merge(fragment, [sent.block for sent in merged if sent.block], weights)
-        self._versions[fragment] = version + 1
+            self._learner.merge(self._fragment, [sent.block for sent in merged if sent.block], weights)
+        clock.version += 1
         self.updates += 1
         if self._route is not None:
             self._route.applied(now)
@@ -358,20 +380,12 @@ class BlockEngine(SimulationEngine):
     def _charge(self, apply: Apply, parts: int) -> bool:
         used, budget = self._used, self._budget
         used.steps = self._merged_by_all // parts
-        used.samples += sum(push.samples for push in apply.pushes) / parts
+        used.samples += in_order(push.samples for push in apply.pushes) / parts
         return used.steps >= budget.steps or used.samples >= budget.samples
 
     def _drop(self, action: Discard | Refuse, now: float) -> None:
         worker = self.workers[action.worker]
         worker.discarded += 1
-        if (worker.rank, action.step) in self._sent[self._fragment]:
-            push = Pushed(worker.rank, action.step)
-            worker.wasted += self._delivered(push).seconds / len(self._policies)
-
-    def _delivered(self, push: Pushed) -> BlockPush:
-        """The oldest push of this worker and step, which is merged or dropped now."""
-        waiting = self._sent[self._fragment][push.worker, push.step]
-        sent = waiting.popleft()
-        if not waiting:
-            del self._sent[self._fragment][push.worker, push.step]
-        return sent
+        clock = self._clocks[self._fragment]
+        if (worker.rank, action.step) in clock.sent:
+            worker.wasted += clock.settle(worker.rank, action.step).seconds / len(self._clocks)

@@ -78,7 +78,7 @@ class Outcome:
 
     Args:
         sync: The mode.
-        via: "ps", or the all-reduce algorithm.
+        via: "ps", the all-reduce algorithm, or "peers".
         seconds: The length of the run.
         steps: Steps of all workers.
         samples: Samples of all workers.

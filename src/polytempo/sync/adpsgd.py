@@ -17,11 +17,11 @@ same partners.
 
 Members. Roles are those of the members of the moment at which a release is decided, and hold for that step. When a member
 leaves or joins, a worker may therefore be asked while it waits itself: it declines, the asker goes on without an average,
-and no wait depends on another (`pairwise.py`). A member that is gone takes along its own (x, w); a pair that is averaged
-keeps its sum unless one of the two is lost meanwhile. A joiner enters with x = 0 and w = 0 at the slowest worker's step
-(`enters`): its releases name a partner, whichever its role, whose half of (x, w) it has after that, and it computes once it
-has a model. While it has none it pushes with 0 samples. Should no member have a model, it starts from the values it has,
-with weight 1.
+and no wait depends on another (`pairwise.py`). A member that is gone takes along its own (x, w); a live worker that
+finishes hands them over to another first (`reducer/model_mean.py`). A pair that is averaged keeps its sum unless one of the
+two is lost meanwhile. A joiner enters with x = 0 and w = 0 at the slowest worker's step (`enters`): its releases name a
+partner, whichever its role, whose half of (x, w) it has after that, and it computes once it has a model. While it has none
+it pushes with 0 samples. Should no member have a model, it starts from the values it has, with weight 1.
 
 Where this departs from the paper: partners are drawn where the job decides, not by each worker; joins, and the weights w
 that keep the mean of all models true across them.

@@ -14,7 +14,8 @@ leaves after its push keeps its part in the round: an accepted push is applied e
 that is open, whose weights it can read; should it have pushed for that round in an earlier life, both pushes count.
 
 The pushes of a round are applied in order of rank: the update does not depend on the order of arrival. They must have been
-made with equal hyper-parameters; one that differs is refused by name.
+made with equal hyper-parameters; one that differs is refused by name. A worker that has run out of data for now pushes
+without any, and with weight zero; a block that ends early, with its worker's data, is not compared.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Barrier(Policy):
         self._waiting = set()
         self.round += 1
         slowest = self.progress.slowest
-        self.period.close(pushes, now)
+        self.period.close(tuple(push for push in pushes if push.samples) or pushes, now)
         period, released = self.period.now, self.room.admit(lambda step: True)
         return [Apply(pushes, 1.0), *(Release(worker, step, slowest, period) for worker, step in released)]
 
@@ -123,12 +124,16 @@ class Barrier(Policy):
             reason = f"1 ahead of worker {named[0]}, bound 0"
         return Hold(worker, step, named, count, reason)
 
+    def _is_compared(self, push: Pushed) -> bool:
+        """Must its hyper-parameters be those of the others? Not where its worker has run out of data for now, or ends a
+        block early: then it stands at another step of a schedule."""
+        has_no_data = not push.samples and not push.hyper
+        return not has_no_data and self.period.now in (0, push.count)
+
     def _difference(self, push: Pushed) -> str:
         """The first hyper-parameter in which a push differs from the round's first push."""
-        if not self._arrived:
-            return ""
-        first = self._arrived[0]
-        if first.hyper == push.hyper:
+        first = next((arrived for arrived in self._arrived if self._is_compared(arrived)), None)
+        if first is None or not self._is_compared(push) or first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)
         for name in {**theirs, **ours}:

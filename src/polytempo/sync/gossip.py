@@ -24,8 +24,8 @@ Members and mass. The graph of a step is fixed, over the members of that moment,
                                  sent it, about half of a neighbour's (x, w) in `exp`. The sums of x and of w do not change
 
 A member goes on entering until an in-neighbour that has a model has pushed. Should no member have one any more, the next to
-be released starts from the values it has, with weight 1. A live worker that finishes takes nothing along: it gives its
-(x, w) to its out-neighbours and then leaves (`reducer/gossip_exchange.py`); to the policy it is one that leaves.
+be released starts from the values it has, with weight 1. A live worker that finishes takes nothing along: it hands its
+(x, w) over to another and then leaves (`reducer/model_mean.py`); to the policy it is one that leaves.
 
 Where this departs from the papers: they have a fixed set of workers; P is made anew when it changes. SGP's overlap by
 several steps is not built.

@@ -15,7 +15,7 @@ from polytempo.sync.adpsgd import ADPSGD
 from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.asynchronous import ASP
 from polytempo.sync.barrier import BACKUP, BSP
-from polytempo.sync.corrections import OPTIONS, Corrections, corrections_from
+from polytempo.sync.corrections import NOTHING, OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
 from polytempo.sync.diloco import DILOCO
 from polytempo.sync.downpour import DOWNPOUR, LocalSteps
@@ -78,9 +78,11 @@ class Spec:
 
     @property
     def corrections(self) -> Corrections:
-        """The corrections of stale gradients."""
+        """The corrections of stale gradients. Modes that average models have none: their policy drops what is too old."""
+        if self.mode.averaging is not None:
+            return NOTHING
         momentum = self.options.get("momentum")
-        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum == "async"  # a number: block momentum
+        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
         return corrections_from(self.options, adapts)
 
     @property

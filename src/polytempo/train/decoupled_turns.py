@@ -4,8 +4,9 @@
              before is not answered, and what it would have sent goes with the next one
     answer   looked for between two steps; when it is there, x = anchor' + (x - x at the sending), and anchor' is what the
              next push is a difference to
-    end      a worker that leaves pushes what is unsent and waits for its merge. It pushes every fragment then, an empty
-             change too: workers that leave wait for each other's pushes, and none is missing in a merge
+    end      a worker that leaves pushes what is unsent and waits for its merge. Meanwhile it has a push of every fragment
+             pending, an empty one where it has no change: workers that leave at the same time wait for each other's pushes,
+             and none is missing in a merge that another waits for
 
 `consolidate` takes the servers' newest values without a merge and without other workers. What this worker has not pushed
 yet is not in them; it stays with its fragment and goes with the next push.
@@ -39,7 +40,7 @@ class DecoupledTurns:
         self._fragments, self._send, self._took = list(fragments), send, took
         reducers = [fragment.reducer for fragment in fragments if isinstance(fragment.reducer, ServerReducer)]
         assert len(reducers) == len(self._fragments)  # the mode has no other way
-        self._reducers = dict(zip(map(id, self._fragments), reducers, strict=True))
+        self._reducers = reducers
         self._client: Client = reducers[0].client
         self._session = reducers[0].session
         self.left_out = 0  #: turns of the first fragment at which nothing was sent
@@ -58,20 +59,18 @@ class DecoupledTurns:
 
     def _poll(self) -> None:
         """Take the answers that are there, without waiting."""
-        under_way = [fragment for fragment in self._fragments if fragment.sent_at is not None]
-        if not under_way:
+        if all(fragment.sent_at is None for fragment in self._fragments):
             return
         with self._session.lock:
             self._client.poll()
-        for fragment in under_way:
-            if not self._reducers[id(fragment)].client_state.outstanding:
-                self._take(fragment)
+        self._take_answers()
         self._ask_after_silence()
 
-    def _take(self, fragment: Fragment) -> None:
-        """Take the answer, when it is there."""
-        fragment.take()
-        self._took(fragment)
+    def _take_answers(self) -> None:
+        for fragment in self._fragments:
+            if fragment.is_answered():
+                fragment.take()
+                self._took(fragment)
 
     def _ask_after_silence(self) -> None:
         now, moved = time.monotonic(), self._client.connections.moved()
@@ -80,23 +79,25 @@ class DecoupledTurns:
         elif now - self._quiet_since > self._client.retry:
             self._quiet_since = now
             with self._session.lock:
-                for reducer in self._reducers.values():
+                for reducer in self._reducers:
                     self._client.exchanges.ask_status(reducer.client_state)
 
     def flush(self) -> None:
-        """Push all that is unsent, and wait until all pushes are merged."""
-        more = any(fragment.sent_at is not None or fragment.made.count for fragment in self._fragments)
-        while more:
+        """Push all that is unsent, and wait until all changes are merged."""
+        names = [reducer.name for reducer in self._reducers]
+        while any(fragment.made.count or fragment.sent_count for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.sent_at is None:
                     self._send(fragment)
-            more = any(fragment.made.count for fragment in self._fragments)
-            for fragment in self._fragments:
-                self._take(fragment)
+            with self._session.lock:
+                self._client.settle(*names, enough=any)
+            self._take_answers()
+        for reducer in self._reducers:
+            reducer.client_state.outstanding.clear()  # of no change: this worker need not know of their merge
 
     def consolidate(self) -> None:
         """Take the servers' newest values; what is unsent stays for the next push."""
-        for fragment in self._fragments:
-            newest = self._reducers[id(fragment)].newest()
-            self._poll()  # an answer may have come meanwhile, which is older
+        for fragment, reducer in zip(self._fragments, self._reducers, strict=True):
+            newest = reducer.newest()
+            self._poll()  # an answer may have come meanwhile
             fragment.show(newest)

@@ -66,19 +66,23 @@ class Fragment:
         self.made = Made()  #: local steps since the last sending
         self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
+        self.sent_count = 0  #: local steps in the round under way
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
-        own = FlatBuffer(reducer.layout, Pool(), pinned=False)
-        reducer.copier.gather(own, lambda tensor: tensor.detach())
-        self._views = [own.views[index] for index in range(len(self._tensors))]
         self._on_servers = isinstance(reducer, ServerReducer)
         self._differences = self._on_servers and reducer.spec.apply == "server"
+        steps = any(rule != PLAIN for rule in rules)
+        self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
+        if self._on_servers or steps:
+            self._landing = FlatBuffer(reducer.layout, Pool(), pinned=False)
+            reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
+            self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            self._landing, reducer.taker.install = own, self._land
-        elif any(rule != PLAIN for rule in rules):
+            reducer.taker.install = self._land
+        elif steps:
             self._outer = OuterStep(self._views, groups, rules)
             reducer.digests = self._digests  # type: ignore[attr-defined]
 
@@ -108,7 +112,7 @@ class Fragment:
             **about: More fields of the `Push` message.
         """
         made, self.made = self.made, Made()
-        self.sent_at, self._rates = step, list(rates)
+        self.sent_at, self.sent_count, self._rates = step, made.count, list(rates)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
@@ -134,6 +138,10 @@ class Fragment:
         """The learning rate of each group, that of the companions too."""
         return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
 
+    def is_answered(self) -> bool:
+        """Has the round under way ended, over servers? `take` does not wait then."""
+        return self.sent_at is not None and not self.reducer.client_state.outstanding
+
     def take(self) -> None:
         """Wait for the end of the round, and take the new values."""
         self.reducer.finish()
@@ -141,7 +149,7 @@ class Fragment:
 
     def install(self) -> None:
         """Take the new values of a round that has ended."""
-        self.sent_at, mean = None, self.reducer.mean
+        self.sent_at, self.sent_count, mean = None, 0, self.reducer.mean
         if mean is not None and mean.skipped:
             return
         new = self._views
@@ -149,10 +157,11 @@ class Fragment:
             self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
         elif mean is not None:
             new = [mean.buffer.views[index] for index in range(len(self._tensors))]
-        if self._sent:
+        moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
+        if moved:
             self._companions.read()
         for index, tensor in enumerate(self._tensors):
-            if self._sent:
+            if moved:
                 tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
             else:
                 tensor.detach().copy_(new[index])
@@ -160,13 +169,18 @@ class Fragment:
         self._companions.write()
         self.record()
 
-    def show(self, newest: dict[int, list[Bytes]]) -> None:
-        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending."""
+    def show(self, newest: dict[int, list[Bytes]] | None) -> None:
+        """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending.
+
+        Args:
+            newest: The values, one list of buffers for each shard; None: those of the last answer.
+        """
         self._companions.read()
         before = self._sent or self._views
         changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
-        self._land(newest)
+        if newest is not None:
+            self._land(newest)
         if self._sent:
             self._sent = [view.clone() for view in self._views]
         for tensor, view in zip(self._tensors, self._views, strict=True):
@@ -268,13 +282,14 @@ class FragmentBuilder:
     def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
         """The fragments; the first is registered under this name, and takes the companions along."""
         sizes = [param.numel() * param.element_size() for param in model.params]
-        found = []
-        for number, part in enumerate(cut(sizes, self._averaging.fragments)):
-            own = name if number == 0 else self._session.next_optimizer_id()
-            found.append(self._fragment(model, own, part, model.companions if number == 0 else Companions()))
-        return found
+        parts = cut(sizes, self._averaging.fragments)
+        first = self._fragment(model, name, parts[0], model.companions)
+        return [first, *(self._fragment(model, "", part, Companions(), first.reducer) for part in parts[1:])]
 
-    def _fragment(self, model: AveragedModel, name: str, part: range, companions: Companions) -> Fragment:
+    def _fragment(
+        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
+    ) -> Fragment:
+        name = name or self._session.next_optimizer_id()
         more, last = companions.tensors, len(model.hyper)
         rules = [self._rule] * last + [PLAIN] * bool(more)
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
@@ -284,7 +299,7 @@ class FragmentBuilder:
         spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers)
+        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)

@@ -188,27 +188,24 @@ class LocalStepUpdate(StepUpdate):
             if self._decoupled is not None:
                 self._decoupled.flush()
                 return
-            under_way = [fragment for fragment in self._in_turn() if fragment.sent_at is not None]
-            unsent = [fragment for fragment in self._in_turn() if fragment.sent_at is None and fragment.made.count]
-            for fragment in unsent:
+            self._finish_block()
+
+    def _finish_block(self) -> None:
+        """Take what is under way, then send and take what was changed since: one fragment after another, as in a block, so
+        that workers which are in one follow the same order."""
+        for fragment in self._in_turn():
+            if fragment.sent_at is not None:
+                self._take(fragment)
+        for fragment in self._in_turn():
+            if fragment.made.count:
                 self._send(fragment)
-            for fragment in under_way + unsent:
                 self._take(fragment)
 
     def consolidate(self, reducer: Reducer) -> None:
         if self._decoupled is not None:
             self._decoupled.consolidate()
             return
-        for fragment in self._in_turn():
-            if fragment.sent_at is not None:
-                self._take(fragment)
-        changed = [
-            fragment for fragment in self._in_turn() if fragment.made.count
-        ]  # others are as the last average left them
-        for fragment in changed:
-            self._send(fragment)
-        for fragment in changed:
-            self._take(fragment)
+        self._finish_block()
         self._start_turns()
 
     def push_values(self, reducer: Reducer) -> None:

@@ -393,7 +393,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         With `buffers="mean"` also the mean of all workers' buffers: then all workers must call it. Under `local`, `adacomm`
         and `diloco` it ends this worker's block of local steps; the average comes when the other workers' blocks end. With a
-        quorum it needs no other worker: local steps that were not pushed yet go with this worker's next push.
+        quorum it needs no other worker: local steps that were not pushed yet go with this worker's next push. Under `gossip`
+        and `adpsgd` it shows the mean of all workers' models, to be evaluated or saved; any worker may call it alone, and
+        its next `step()` goes on from its own model.
         """
         if self._reducer is None:
             return

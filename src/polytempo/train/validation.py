@@ -116,7 +116,7 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
     if server_tables and (wanted == "allreduce" or not servers):
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
     if wanted == "allreduce" and not possible:
-        raise UsageError(f"via='allreduce' needs sync='bsp', this is {spec.text}; use via='ps'")
+        raise UsageError(f"via='allreduce' needs sync='bsp', or averages of models, this is {spec.text}; use via='ps'")
     if not servers and (wanted == "ps" or not possible):
         raise UsageError("there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'")
     return possible and (not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce"))

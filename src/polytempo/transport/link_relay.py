@@ -36,6 +36,9 @@ FIRST_RETRY, LONGEST_RETRY = 0.02, 0.5
 #: The longest request: head, a name with its length, a port.
 REQUEST_LIMIT = 4 + 256 + 2
 CONNECT_TIMEOUT = 2.0
+#: On links slower than this (bytes a second) the kernel's buffers are kept this small (bytes): what a worker has sent shall
+#: move now and then, as on a real network, and not all at once into a buffer that then takes a minute to empty.
+SLOW_LINK, SMALL_BUFFER = 2.5e6, 128 << 10
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -102,8 +105,10 @@ class LinkRelay:
         self._ends: dict[Flow, RelayEnd] = {}
         self._wanted: list[Wanted] = []
         self.moved_at = clock()  #: the time at which bytes were read or written last
+        self._buffer = SMALL_BUFFER if network.bandwidth < SLOW_LINK else 0
         for rank, listener in enumerate(self._listeners):
             listener.setblocking(False)
+            _shrink(listener, self._buffer)
             self._on(listener, READ, lambda _, rank=rank: self._accept(rank))  # type: ignore[misc]
 
     # The loop.
@@ -183,7 +188,6 @@ class LinkRelay:
             data = b""
         said += data
         if not data or said[0] != VERSION or len(said) > 2 * REQUEST_LIMIT:
-            self._wanted = [wanted for wanted in self._wanted if wanted.sock is not sock]
             return self._off(sock)
         greeting = 2 + (said[1] if len(said) > 1 else 0)
         if len(said) < greeting:
@@ -207,7 +211,7 @@ class LinkRelay:
         return self._off(sock)
 
     def _connect(self, wanted: Wanted) -> None:
-        other = _connected(wanted.place)
+        other = _connected(wanted.place, self._buffer)
         if other is None:
             wanted.again_at = self._clock() + wanted.pause
             wanted.pause = min(2 * wanted.pause, LONGEST_RETRY)
@@ -304,6 +308,7 @@ class LinkRelay:
 
     def _off(self, sock: socket.socket, close: bool = True) -> None:
         descriptor = sock.fileno()
+        self._wanted = [wanted for wanted in self._wanted if wanted.sock is not sock]
         if self._actions.pop(descriptor, None) is not None:
             self._mask(descriptor, 0)
             del self._masks[descriptor]
@@ -311,13 +316,21 @@ class LinkRelay:
             sock.close()
 
 
-def _connected(place: str | tuple[str, int]) -> socket.socket | None:
+def _shrink(sock: socket.socket, size: int) -> None:
+    if size:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
+
+def _connected(place: str | tuple[str, int], buffer: int) -> socket.socket | None:
     """A connection to a path or port of this host; None where nothing listens."""
     sock = socket.socket(socket.AF_UNIX if isinstance(place, str) else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.settimeout(CONNECT_TIMEOUT)
+        _shrink(sock, buffer)
         sock.connect(place)
         sock.setblocking(False)
+        if sock.getsockname() == sock.getpeername():  # a port of the kernel's choice, on which nothing listens: its own
+            raise ConnectionRefusedError
         if not isinstance(place, str):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError:

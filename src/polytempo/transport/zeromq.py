@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # now: it ends at exit what sends without copies need, after all that is registered later
 from zmq.auth.thread import ThreadAuthenticator
 
 from polytempo.errors import PeerError
@@ -147,7 +148,9 @@ class ZmqChannel(Channel):
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        set_options(socket, proxy=self._proxy)
+        set_options(socket)
+        if self._proxy:
+            go_through(socket, self._proxy)
         socket.setsockopt(zmq.IDENTITY, self._identity)
         if self._keys is not None:
             socket.curve_serverkey = self._keys.server_public.encode()
@@ -184,11 +187,9 @@ class ZmqChannel(Channel):
         self._context.term()
 
 
-def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S, proxy: str = "") -> None:
+def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S) -> None:
     """Alike on both sides: no limit on waiting messages (the protocol bounds them), one on frames. A host that acknowledges
-    nothing for `silence` seconds is gone. `proxy`: the SOCKS proxy by which it connects (`link_relay.py`)."""
-    if proxy:
-        socket.setsockopt_string(zmq.SOCKS_PROXY, proxy)
+    nothing for `silence` seconds is gone."""
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
@@ -198,6 +199,14 @@ def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S, proxy: str 
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, silence)
     socket.setsockopt(zmq.TCP_MAXRT, silence * 1000)
     socket.setsockopt(zmq.LINGER, 1000)
+
+
+def go_through(socket: zmq.Socket[bytes], proxy: str = "") -> None:
+    """On an emulated network: connect by way of this proxy (`link_relay.py`), if it is given. The relay is on this host, and
+    reads no faster than the link carries: that it takes nothing for a while does not mean that it is gone."""
+    socket.setsockopt(zmq.TCP_MAXRT, 0)
+    if proxy:
+        socket.setsockopt_string(zmq.SOCKS_PROXY, proxy)
 
 
 def frames_of(header: bytes, buffers: Sequence[Bytes]) -> list[bytes | memoryview]:

@@ -22,7 +22,7 @@ from polytempo.transport.meter import drain
 from polytempo.transport.peer_link import BYE, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.zeromq import ZmqContext, set_options
+from polytempo.transport.zeromq import ZmqContext, go_through, set_options
 
 #: Where in a head the kind is.
 KIND = 2
@@ -48,7 +48,9 @@ class ZmqWires(ZmqContext):
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
         socket = self.context.socket(zmq.PAIR)
-        set_options(socket, SILENCE_S, "" if serves else self._proxy)
+        set_options(socket, SILENCE_S)
+        if self._proxy:
+            go_through(socket, "" if serves else self._proxy)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         if self.keys is not None:
             socket.curve_server = serves
