@@ -228,3 +228,12 @@ def test_every_local_step_is_merged_once_or_lost(sync: str, via: str) -> None:
         assert outcome.discarded == sum(line["kind"] == "discard" for line in lines)
         seconds = sum(worker.computing_s for worker in outcome.workers)
         assert outcome.efficiency * sum(worker.present_s for worker in outcome.workers) <= seconds + 1e-9
+
+
+@pytest.mark.parametrize("sync", ["diloco:4,quorum=2", "diloco:4,quorum=3,grace=0", "diloco:6,fragments=2,overlap=2"])
+@pytest.mark.parametrize("link", [Link(), Link(latency=1.7)])
+def test_nothing_is_left_unmerged_when_workers_finish(sync: str, link: Link) -> None:
+    cluster = Cluster(workers=4, slow={2: 1.3}, link=link)
+    outcome = simulate_job(cluster, sync, steps_each=31)
+    assert outcome.steps == 4 * 31
+    assert outcome.efficiency * sum(worker.present_s for worker in outcome.workers) == pytest.approx(31 * 4.3)

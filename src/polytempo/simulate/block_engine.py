@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -132,6 +132,7 @@ class BlockEngine(SimulationEngine):
         super().__init__(cluster, policies[0], route, budget, trainer=cast(Trainer | None, trainer), **options)
         self._averaging, self._learner = averaging, trainer
         self._decoupled = not averaging.waits
+        self._hurries = self._decoupled and averaging.fragments > 1
         self._overlap: float = math.inf if self._decoupled else averaging.overlap
         self._interval = max(1, averaging.period // len(policies))  # local steps between two turns
         self._states = [BlockProgress(len(policies)) for _ in self.workers]
@@ -174,7 +175,8 @@ class BlockEngine(SimulationEngine):
 
     def _take_values(self, worker: Worker, state: BlockProgress) -> None:
         for number, part in enumerate(state.fragments):
-            if part.ready and (self._decoupled or state.since >= self._overlap):
+            done = state.position >= self._steps_each
+            if part.ready and (self._decoupled or done or state.since >= self._overlap):
                 part.ready = False
                 if self._learner:
                     self._learner.install(worker.rank, number)
@@ -194,11 +196,8 @@ class BlockEngine(SimulationEngine):
             worker.since = now
             self._go(now, worker)
             return
-        due = self._due(state, last)
         worker.since = now
-        worker.flying += len(due)
-        for fragment in due:
-            self._send(now, worker, fragment)
+        self._send_all(now, worker, self._due(state, last))
         if worker.leaving:
             self._leave(now, worker)
         elif not worker.busy:
@@ -212,9 +211,17 @@ class BlockEngine(SimulationEngine):
         if not self._averaging.decoupled:
             self._starts[state.turn] = max(state.position, self._starts.get(state.turn, 0))
         turns = range(first, first + count if last else first + 1)
-        numbers = [(turn + 1) % count for turn in turns]
+        return self._unsent(state, [(turn + 1) % count for turn in turns])
+
+    def _unsent(self, state: BlockProgress, numbers: Sequence[int]) -> list[int]:
+        """Of these fragments, those that have something to send, and the answer to the push before."""
         parts = [(number, state.fragments[number]) for number in numbers]
         return [number for number, part in parts if part.made < state.made and part.next <= part.allowed]
+
+    def _send_all(self, now: float, worker: Worker, fragments: list[int]) -> None:
+        worker.flying += len(fragments)
+        for fragment in fragments:
+            self._send(now, worker, fragment)
 
     def _send(self, now: float, worker: Worker, fragment: int) -> None:
         state = self._states[worker.rank]
@@ -242,13 +249,17 @@ class BlockEngine(SimulationEngine):
         super()._pushed(now, worker, inner, NO_WEIGHTS, made)
 
     def _stay(self, now: float, worker: Worker) -> None:
-        """An idle worker starts no step now; one that has made its steps, and has all answers, leaves."""
+        """An idle worker starts no step now. One that has made its steps sends what is left, and leaves with all answers.
+        It does not wait for those of decoupled fragments: two workers could wait for each other in different ones."""
         if worker.held_since == NOT_HELD and self._overlap:
             worker.held_since = now
         state = self._states[worker.rank]
         if state.position < self._steps_each or worker.flying:
             return
-        if all(part.next <= part.allowed for part in state.fragments):
+        self._take_values(worker, state)
+        if left := self._unsent(state, range(len(state.fragments))):
+            self._send_all(now, worker, left)
+        elif self._hurries or all(part.next <= part.allowed for part in state.fragments):
             self._plan(now, LEAVE, worker)
 
     # Membership: every fragment's policy hears of it.

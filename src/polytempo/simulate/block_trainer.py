@@ -152,6 +152,8 @@ class VirtualBlockTrainer:
         """Make the next values of a fragment from these."""
         given = [cast(ModelBlock, block) for block in blocks]
         total = sum(weights)
+        if not total > 0:  # workers that finish have sent nothing new
+            return
         shares = [weight / total for weight in weights]
         mean = weighted_mean([block.values for block in given], shares)
         own = [self._parameters[index] for index in self._fragments[fragment]]
