@@ -138,6 +138,7 @@ DECOUPLED = (
     "diloco:4,quorum=2",
     "diloco:4,quorum=2,grace=0",
     "diloco:4,quorum=2,fragments=2,grace=1",
+    "diloco:6,quorum=2,fragments=3,grace=1",  # two workers once waited for each other at the end, in two fragments
     "diloco:4,quorum=1,drop=1",
 )
 

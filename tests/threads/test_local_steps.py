@@ -11,7 +11,7 @@ from torch import nn
 from polytempo.session.session import Session
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("way", WAYS)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires, pytest.mark.parametrize("way", WAYS)]
 
 EXACT = 1e-9
 STEPS = 8

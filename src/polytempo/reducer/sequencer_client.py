@@ -39,7 +39,7 @@ class SequencerClient:
             hyper=hyper,
             sent=traffic[0],
             received=traffic[1],
-            exchanged=self.waited,
+            exchanged=about.pop("exchanged", self.waited),
             **about,
         )
         with self._session.lock:

@@ -240,7 +240,7 @@ class ServerReducer(Reducer):
             skip=skip,
             sent=self.client.bytes_sent,
             received=self.client.bytes_received,
-            exchanged=self.waited,
+            exchanged=about.pop("exchanged", self.waited),
             **about,
         )
         parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]

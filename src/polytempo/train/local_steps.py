@@ -23,6 +23,7 @@ In decoupled DiLoCo the turns of the fragments are others (`decoupled_turns.py`)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ class LocalStepUpdate(StepUpdate):
         self.fragments = list(fragments)
         self._steps = 0
         self._averages = 0
-        self._computed = 0.0  # seconds since the main fragment was sent
+        self._computed = self._exchanged = 0.0  # seconds since the main fragment was sent
         self._hyper: GroupValues = ()  # of the last local step
         self._about: dict[str, Any] = {}  # more fields of the next push
         self._start_turns()
@@ -75,8 +76,9 @@ class LocalStepUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         """One local step, and what is due after it."""
+        began = time.perf_counter()
         result = self._make(request)
-        computed = request.about.pop("computed", 0.0)
+        computed = request.about.pop("computed", 0.0) + time.perf_counter() - began
         digest = self._about.get("gradient_digest") or request.about.get("gradient_digest", 0)
         self._about = {**request.about, "gradient_digest": digest}
         self._computed += computed
@@ -161,8 +163,8 @@ class LocalStepUpdate(StepUpdate):
         rates = [float(group["lr"]) for group in hyper]
         about: dict[str, Any] = {}
         if fragment is self.fragments[0]:
-            about = {**self._about, "computed": self._computed}
-            self._about, self._computed = {}, 0.0
+            about = {**self._about, "computed": self._computed, "exchanged": self._exchanged}
+            self._about, self._computed, self._exchanged = {}, 0.0, 0.0
             about |= {"lr": rates[0]} if self._averaging.lr else {}
             about |= {"loss": self._loss.take(self._spec.text)} if self._loss is not None and fragment.made.count else {}
         fragment.send(self._steps, hyper, rates, self._wrapped.finite, **about)
@@ -177,6 +179,7 @@ class LocalStepUpdate(StepUpdate):
 
     def _count(self, fragment: Fragment) -> None:
         """The average of a fragment was taken."""
+        self._exchanged += fragment.reducer.waited
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
