@@ -41,7 +41,6 @@ from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBui
 from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
-from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.companions import Companions
@@ -147,8 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         fragments: list[Fragment] = []
         if session.together:
             check_unique(self._params, self._names, on_servers=not among_workers)
-            if spec.averaging is not None:
-                fragments = self._make_fragments(spec.averaging, averaged, not among_workers)
+            fragments = _make_fragments(self, averaged, not among_workers)
             self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
             _take_over(self, self._params, self._names)
             for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
@@ -158,19 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         finite = FiniteWatch(self._names, session.rank, nonfinite)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
-        if fragments and spec.averaging is not None:
-            self._update: StepUpdate = LocalStepUpdate(session, self._wrapped, fragments, spec)
-        else:
-            self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper)
+        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
         session.computing_from(time.perf_counter())
-
-    def _make_fragments(self, averaging: Averaging, model: torch.nn.Module | None, on_servers: bool) -> list[Fragment]:
-        """The parts in which the model's values are averaged; `model`: its buffers too."""
-        companions = Companions(model, self.inner if averaging.state == "mean" else None)
-        described = self._specs.describe(self._params, self._names, self._groups, range(len(self._params)))
-        model_of = AveragedModel(self._params, described, self._hyper.now(), companions)
-        build = FragmentBuilder(self._session, averaging, self._specs, on_servers)
-        return build.fragments(model_of, self._name)
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
         return make_reducer(
@@ -455,10 +442,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         }
 
 
-def _make_update(wrapped: Wrapped, reducer: Reducer | None, spec: Spec, apply: str, hyper: HyperParameters) -> StepUpdate:
+def _make_fragments(optimizer: DistributedOptimizer, model: torch.nn.Module | None, on_servers: bool) -> list[Fragment]:
+    """The parts in which the values are averaged, in modes that do; `model`: its buffers too."""
+    averaging, params, specs = optimizer._spec.averaging, optimizer._params, optimizer._specs
+    if averaging is None:
+        return []
+    companions = Companions(model, optimizer.inner if averaging.state == "mean" else None)
+    described = specs.describe(params, optimizer._names, optimizer._groups, range(len(params)))
+    averaged = AveragedModel(params, described, optimizer._hyper.now(), companions)
+    return FragmentBuilder(optimizer._session, averaging, specs, on_servers).fragments(averaged, optimizer._name)
+
+
+def _make_update(
+    wrapped: Wrapped,
+    reducer: Reducer | None,
+    spec: Spec,
+    apply: str,
+    hyper: HyperParameters,
+    fragments: Sequence[Fragment],
+) -> StepUpdate:
     """Where the update is made, by the mode, `apply` and the reducer."""
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
+    if fragments:
+        return LocalStepUpdate(reducer.session, wrapped, fragments, spec)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
         return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
