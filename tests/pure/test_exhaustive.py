@@ -302,7 +302,7 @@ SHORTEST = (Size(1), Size(2), Size(3, steps=3, join=False), Size(3, steps=2))
 CASES += [replace(dssp(lower, 2, states), sizes=SHORTEST) for lower, states in ((0, 13_000), (1, 6_000))]
 CASES += [
     Case("gossip:ring", 3500, 1, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
-    Case("gossip:exp", 5000, 3, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
+    Case("gossip:exp", 3900, 2, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
     Case("adpsgd:ring", 9000, 4, lambda c, low: True, sizes=SHORTER),
 ]
 

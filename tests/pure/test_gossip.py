@@ -128,11 +128,12 @@ class Models:
         self.past.add((worker, step))
 
     def leave(self, worker: int) -> None:
-        """It takes along what it has, what was given to it for good, and what it cannot take back any more."""
+        """It takes along what it has, what its row of a step it has pushed gives it, and what neither side can take back."""
         del self.rows[worker]
         self.gone = plus(self.gone, self.values.pop(worker))
         for sender, receiver, at in list(self.shares):
-            given = receiver == worker and ((worker, at) in self.pushed or (sender, at) in self.past)
+            given = receiver == worker and (worker, at) in self.pushed
+            assert given or receiver != worker or (sender, at) not in self.past, "its sender cannot take it back any more"
             orphaned = worker in (sender, receiver) and not self.makes(sender, at) and not self.makes(receiver, at)
             if given or orphaned:
                 self.gone = plus(self.gone, self.shares.pop((sender, receiver, at)))

@@ -339,23 +339,23 @@ class Rounds(Opinion):
 
 
 class Neighbours(Opinion):
-    """gossip: held exactly while one whose values it is to receive in the step it pushed has neither pushed it nor left."""
+    """gossip: held exactly while a neighbour, in or out, of the step it pushed has neither pushed it nor left."""
 
     def __init__(self, sync: str, workers: int) -> None:
         super().__init__(sync, workers)
-        self.sources: dict[tuple[int, int], list[int]] = {}  # (worker, step): whose values it is to receive
+        self.neighbours: dict[tuple[int, int], list[int]] = {}  # (worker, step): its neighbours, in and out
 
     def happened(self, job: Job, event: Event, now: float, actions: list[Action]) -> None:
         if isinstance(event, Left):
-            self.sources = {key: others for key, others in self.sources.items() if key[0] != event.worker}
+            self.neighbours = {key: others for key, others in self.neighbours.items() if key[0] != event.worker}
         for release in only(Release, actions):
             assert not self.missing(job, release.worker), "released although a neighbour has not pushed"
-            received = release.mixing.receive if release.mixing else ()
-            self.sources[release.worker, release.step] = [other for other, _ in received]
+            pairs = (*release.mixing.send, *release.mixing.receive) if release.mixing else ()
+            self.neighbours[release.worker, release.step] = sorted({other for other, _ in pairs})
 
     def missing(self, job: Job, worker: int) -> list[int]:
         step = job.steps[worker]
-        return [other for other in self.sources.get((worker, step - 1), []) if job.steps.get(other, step) < step]
+        return [other for other in self.neighbours.get((worker, step - 1), []) if job.steps.get(other, step) < step]
 
     def allowed(self, step: int, slowest: int) -> bool:
         return True

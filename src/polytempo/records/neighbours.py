@@ -1,8 +1,8 @@
 """The promises of modes with neighbours, stated without the policies and the topologies, from the lines of a record alone.
 
 gossip    a joiner starts one step after the furthest release; a worker starts step c + 1 when, and only when, each of
-          its in-neighbours in step c has pushed c or is gone; `lost` names exactly its neighbours of step c that were
-          gone without pushing it; what one sends in a step is what the other receives; what a worker keeps and sends
+          its neighbours in step c, in or out, has pushed c or is gone; `lost` names exactly those of them that were gone
+          without pushing it; what one sends in a step is what the other receives; what a worker keeps and sends
           sums to 1, and so does what it keeps and receives
 adpsgd    no worker is held once the job has begun; a partner is another member, one of the two has an even place among
           the members and the other an odd one, and the one that asks has the even one, unless it has no model
@@ -57,11 +57,12 @@ class NeighbourRules:
             self._rows.pop(old, None)
 
     def awaited(self, worker: int, step: int) -> list[int]:
-        """The in-neighbours of the step before that have not pushed it and are not gone."""
+        """The neighbours of the step before that have not pushed it and are not gone."""
         if self.asynchronous:
             return []
         before = self._rows[step - 1].get(worker, NO_ROW)
-        return [other for other, _ in before["receive"] if self._next.get(other, step) < step]
+        near = dict.fromkeys(other for other, _ in (*before["send"], *before["receive"]))
+        return [other for other in near if self._next.get(other, step) < step]
 
     def released(self, line: RecordLine) -> str:
         """What is wrong with a release; empty when nothing is."""

@@ -3,12 +3,14 @@
 D-PSGD (Lian et al. 2017) on undirected graphs, SGP (Assran et al. 2019) on directed ones; the graphs are in `topology.py`.
 
     step c of worker i    compute; send (x_i, w_i) to the out-neighbours; push c, which carries no data
-    release of c + 1      when every in-neighbour of step c has pushed c or has left; then x_i = P_ii x_i + sum of P_ij x_j,
-                          and w_i alike
+    release of c + 1      when every neighbour of step c, in or out, has pushed c or has left; then x_i = P_ii x_i + sum of
+                          P_ij x_j, and w_i alike
 
-This is a local barrier: workers far apart in the graph may be several steps apart. The push-sum weight w is 1 at the start
-and stays 1 while members neither leave nor join; the model is z = x / w. A local step moves z by what the optimizer says, so
-x by w times that: at weight 1 it is the published rule, and a worker of small weight is not thrown about.
+This is a local barrier: workers far apart in the graph may be several steps apart. In directed graphs the values of
+in-neighbours would be enough; a worker waits for its out-neighbours too, so that it takes a share back when one has left.
+The push-sum weight w is 1 at the start and stays 1 while members neither leave nor join; the model is z = x / w. A local
+step moves z by what the optimizer says, so x by w times that: at weight 1 it is the published rule, and a worker of small
+weight is not thrown about.
 
 `overlap=1` is D-PSGD as printed: x_i = sum of P_ij x_j(c) - eta g(x_i(c)). The values of the step's beginning are sent while
 the gradient is computed; by default those after the local step are sent, which brings the models closer together.
@@ -16,8 +18,7 @@ the gradient is computed; by default those after the local step are sent, which 
 Members and mass. The graph of a step is fixed, over the members of that moment, when the first worker is released into it.
 
     leaves before its push c     neighbours take back the shares meant for it and get none from it (`lost` in their release
-                                 of c + 1): the columns of the others still sum to 1. It takes along its own (x, w), and in
-                                 a directed graph the share of an in-neighbour that had been released into c + 1 already
+                                 of c + 1): the columns of the others still sum to 1. It takes along its own (x, w)
     leaves after its push c      it has its part in step c, and takes along what its row of that step gives it
     joins                        it enters at the first step whose graph is not fixed, with x = 0 and w = 0 (`enters` in its
                                  release): it computes nothing, pushes at once, and has after that step what its neighbours
@@ -54,6 +55,13 @@ class GossipSpec:
     asynchronous: bool = False  #: pairs are averaged without a barrier (`adpsgd`)
 
 
+def neighbours(row: Mixing) -> tuple[int, ...]:
+    """The workers that a worker sends to or receives from, each once."""
+    if row.send is row.receive:  # an undirected graph
+        return tuple(other for other, _ in row.send)
+    return tuple(dict.fromkeys(other for other, _ in (*row.send, *row.receive)))
+
+
 class MixingStep:
     """One step's graph, over the members of the moment at which it was fixed."""
 
@@ -61,28 +69,27 @@ class MixingStep:
 
     def __init__(self, rows: dict[int, Mixing]) -> None:
         self.rows = rows
-        self.missing = {worker: len(row.receive) for worker, row in rows.items()}  # in-neighbours not heard of
+        self.missing = {worker: len(neighbours(row)) for worker, row in rows.items()}  # neighbours not heard of
         self.pushed: set[int] = set()
         self.empty: set[int] = set()  # of these, the ones without a model
         self.lost: set[int] = set()  # left before they pushed
 
     def heard_of(self, worker: int) -> list[int]:
-        """A member has pushed, or is lost: the out-neighbours that waited for it alone."""
+        """A member has pushed, or is lost: the neighbours that waited for it alone."""
         complete = []
-        for other, _ in self.rows[worker].send:
+        for other in neighbours(self.rows[worker]):
             self.missing[other] -= 1
             if not self.missing[other]:
                 complete.append(other)
         return complete
 
     def awaited(self, worker: int) -> list[int]:
-        """The in-neighbours that have neither pushed nor left."""
-        return [other for other, _ in self.rows[worker].receive if other not in self.pushed and other not in self.lost]
+        """The neighbours that have neither pushed nor left."""
+        return [other for other in neighbours(self.rows[worker]) if other not in self.pushed and other not in self.lost]
 
     def lost_to(self, worker: int) -> tuple[int, ...]:
         """The neighbours of a worker that left before they pushed, sorted."""
-        row = self.rows[worker]
-        return tuple(sorted({other for other, _ in (*row.send, *row.receive)} & self.lost)) if self.lost else ()
+        return tuple(sorted(self.lost.intersection(neighbours(self.rows[worker])))) if self.lost else ()
 
     def brought_a_model_to(self, worker: int) -> bool:
         """Has an in-neighbour with a model pushed?"""
@@ -90,7 +97,7 @@ class MixingStep:
 
 
 class GossipPolicy(Policy):
-    """A local barrier: a worker goes on when its in-neighbours have pushed the step it has pushed."""
+    """A local barrier: a worker goes on when its neighbours have pushed the step it has pushed."""
 
     def __init__(self, workers: int, topology: str, static: bool = False) -> None:
         super().__init__(workers)
