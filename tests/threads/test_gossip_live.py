@@ -254,6 +254,7 @@ def test_a_worker_that_finishes_leaves_its_mass(sync: str) -> None:
 def test_a_neighbour_that_dies_after_its_push_and_before_its_values_are_through_is_left_out() -> None:
     """Its neighbours keep the shares that were meant for it: the sum of those that are left stays, at weight 1."""
     starts = numpy.array([0.0, 1.0, 5.0, 7.0])
+    through = threading.Barrier(3)  # its neighbours have its values of the steps before
 
     def work(session: Session) -> tuple[float, float]:
         params = [nn.Parameter(torch.full((4,), starts[session.rank], dtype=torch.float64))]
@@ -264,6 +265,8 @@ def test_a_neighbour_that_dies_after_its_push_and_before_its_values_are_through_
         assert isinstance(reducer, NeighbourReducer)
         for step in range(60):
             set_gradients(params, [torch.zeros(4)])
+            if step == 2 and session.rank != 0:
+                through.wait(30)
             if (session.rank, step) == (2, 2):
                 reducer.begin(None, ({"lr": 0.1},), samples=1.0)
                 session.flushing.clear()
