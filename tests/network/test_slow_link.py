@@ -38,3 +38,29 @@ def test_a_push_that_takes_longer_than_a_retry_is_sent_once(bench: Bench) -> Non
         sent, received = carried(hosts)
     assert STEPS * SIZE <= sent <= 1.2 * STEPS * SIZE
     assert (STEPS + 1) * SIZE <= received <= 1.2 * (STEPS + 1) * SIZE
+
+
+def test_what_crosses_the_link_falls_with_the_period(bench: Bench) -> None:
+    """By all-reduce between hosts, and between neighbours: what host b sends, without what a job sends once at its start."""
+    steps, period = 8, 4
+    script = (str(SCRIPTS / "wide.py"), str(SIZE), str(steps), "0.01")
+
+    def sent_by(sync: str) -> int:
+        before, _ = carried(hosts)
+        listen = f"{hosts.address}:7077"
+        flags = ["--sync", sync, *(() if sync.startswith("gossip") else ("--via", "allreduce"))]
+        flags += ["--listen", listen, "--expect", "1"]
+        job = start(bench, hosts.inside(hosts.a), "run", "-n", "1", *flags, *script)
+        join = ["worker", "--join", listen, "--key-file", str(key_file(bench))]
+        joined = start(bench, hosts.inside(hosts.b), *join, *script)
+        _, err = joined.communicate(timeout=60)
+        assert joined.returncode == 0, err
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 0, err
+        return carried(hosts)[0] - before
+
+    with two_hosts("100mbit") as hosts:
+        bsp, local, gossip = (sent_by(sync) for sync in ("bsp", f"local:{period}", "gossip:ring"))
+    fewer = steps - steps // period
+    assert fewer * SIZE <= bsp - local <= 1.2 * fewer * SIZE
+    assert steps * SIZE <= gossip <= 1.2 * (steps + 1) * SIZE  # to its one neighbour; and its model, handed over at the end
