@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "options": ({"errors"}, set()),
     "units": ({"errors"}, set()),
     "checkpoints": ({"errors"}, set()),
+    "mesh": ({"errors"}, set()),
     "sync": ({"errors", "options"}, set()),
     "records": ({"errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports"}, {"torch"}),
@@ -46,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
     "launch": (
-        {"checkpoints", "errors", "version", "sync", "records", "protocol", "transport", "optim", "server"},
+        {"checkpoints", "errors", "mesh", "version", "sync", "records", "protocol", "transport", "optim", "server"},
         {"rich", "torch"},
     ),
     "client": (
@@ -74,6 +75,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "pipeline": (
         {"checkpoints", "errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
         {"torch", "numpy", "safetensors"},
+    ),
+    "tensor_parallel": ({"errors", "collectives"}, {"torch"}),
+    "strategy": (
+        {
+            *("checkpoints", "errors", "mesh", "options", "summation", "units", "sync", "collectives", "launch", "session"),
+            *("reducer", "train", "pipeline", "tensor_parallel"),
+        },
+        {"torch", "safetensors"},
     ),
     "torch_backend": ({"errors", "lazy_imports", "collectives", "launch", "client"}, {"torch"}),
     "horovod": ({"errors", "session", "reducer", "train"}, {"torch", "numpy", "msgspec"}),
@@ -119,6 +128,7 @@ NAMESPACES = {"tables/__init__.py": {"train"}}
 #: No clock, no dice that are not seeded, no threads, no sockets, no files, no environment.
 PURE = (
     "errors.py",
+    "mesh.py",
     "options.py",
     "summation.py",
     "units.py",
@@ -160,6 +170,7 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "strategy/costs.py",
     "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers split over the ranks of a group."""
