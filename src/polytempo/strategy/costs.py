@@ -28,6 +28,7 @@ class ShardedLayer:
     calls: tuple[TensorCall, ...] = ()
     update_s: float = 0.0  #: seconds of the optimizer's step for its parameters
     state_bytes: float = 0.0  #: optimizer state
+    core_share: float = 1.0  #: the part of its seconds that occupies a core; the rest (a sleep, a device) slows no rank
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class ModelProfile:
     microbatch: int  #: samples
     layers: tuple[ShardedLayer, ...]
     tied: tuple[tuple[int, ...], ...] = ()  #: layers that hold the same parameter
+    loss: ShardedLayer | None = None  #: the loss function, which the last stage computes behind its layers
+    input_bytes: float = 0.0  #: of a microbatch of the model's inputs
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,12 @@ class Machine:
     """Where the ranks are and what lies between them, all measured."""
 
     hosts: tuple[tuple[int, ...], ...]  #: the ranks of each host
-    cores: tuple[int, ...]  #: of each host, that its ranks share
+    cores: tuple[int, ...]  #: of each host: the number of its ranks that compute at full speed side by side
     inside: MeasuredLink  #: a stage's message between two ranks of a host
     between: MeasuredLink | None = None  #: between hosts; None where there is one host
     reduce_inside: MeasuredLink | None = None  #: an all-reduce of two ranks of a host, by bytes of the whole
     reduce_between: MeasuredLink | None = None
     contention: float = 1.0  #: how much longer a layer takes while all cores of its host compute
+    action_s: float = 0.0  #: seconds of a forward or backward of a stage beside its layers and messages
+    data_inside: MeasuredLink | None = None  #: a round of the data axis of two ranks of a host; None: as `reduce_inside`
+    data_between: MeasuredLink | None = None
