@@ -113,9 +113,11 @@ def test_one_stage_accumulates_gradients_without_a_message(microbatches: int) ->
 
 
 def test_a_death_is_named_in_its_pipeline_and_not_noticed_in_another() -> None:
+    models = [trapped(2) for _ in range(4)]  # before there are threads, which share one random generator
+
     def work(session: Session) -> Outcome:
         groups = [new_group(ranks) for ranks in LANES]
-        lane, model = lane_of(session.rank), trapped(2)
+        lane, model = lane_of(session.rank), models[session.rank]
         if session.rank == 2:
             model[3].left, model[3].spring = 6, lambda: dies(session)
         pipe = Pipeline(model, loss=mse, optimizer=ADAM, stages=[2, 2], microbatches=4, group=groups[lane])
