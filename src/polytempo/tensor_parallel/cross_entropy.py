@@ -27,7 +27,7 @@ from polytempo.tensor_parallel.embedding import check_ids
 from polytempo.tensor_parallel.group import TensorGroup
 from polytempo.tensor_parallel.mappings import reduce_from
 
-Loss = Callable[..., Tensor]
+LossFunction = Callable[..., Tensor]
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -162,7 +162,7 @@ def gather_logits(logits: Tensor, group: TensorGroup, classes: int) -> Tensor:
     return group.all_gather(logits, logits.dim() - 1).narrow(-1, 0, classes) if group.size > 1 else logits
 
 
-def as_cross_entropy(loss: Any) -> Loss | None:
+def as_cross_entropy(loss: Any) -> LossFunction | None:
     """A user's loss as a call of `cross_entropy`; None where it is any other function."""
     if isinstance(loss, functools.partial):
         inner = as_cross_entropy(loss.func)
@@ -187,7 +187,7 @@ class _CrossEntropyModule:
         )
 
 
-def parallel_loss(loss: Loss, group: TensorGroup, classes: int) -> Loss:
+def parallel_loss(loss: LossFunction, group: TensorGroup, classes: int) -> LossFunction:
     """A user's loss that is one of torch's or our cross-entropies, to be called with this rank's logits of `classes`."""
     known = as_cross_entropy(loss)
     if known is None:

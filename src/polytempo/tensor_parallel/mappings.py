@@ -21,22 +21,22 @@ from polytempo.tensor_parallel.group import TensorGroup
 
 def copy_to(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Into a split region: each rank computes with the whole tensor, and the gradients of all are added."""
-    return tensor if group.size == 1 else _apply(_Copy, tensor, group)
+    return tensor if group.size == 1 else _apply(_CopyTo, tensor, group)
 
 
 def reduce_from(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Out of a split region: the sum of the ranks' terms."""
-    return tensor if group.size == 1 else _apply(_Reduce, tensor, group)
+    return tensor if group.size == 1 else _apply(_ReduceFrom, tensor, group)
 
 
 def gather_from(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Out of a split region: the ranks' parts behind each other."""
-    return tensor if group.size == 1 else _apply(_Gather, tensor, group, dim)
+    return tensor if group.size == 1 else _apply(_GatherFrom, tensor, group, dim)
 
 
 def split_to(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Into a split region: this rank's part, of parts of equal size."""
-    return tensor if group.size == 1 else _apply(_Split, tensor, group, dim)
+    return tensor if group.size == 1 else _apply(_SplitTo, tensor, group, dim)
 
 
 def part_of(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -56,7 +56,7 @@ def _summed(tensor: Tensor, group: TensorGroup, backward: bool) -> Tensor:
     return total
 
 
-class _Copy(torch.autograd.Function):  # type: ignore[misc]
+class _CopyTo(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -67,7 +67,7 @@ class _Copy(torch.autograd.Function):  # type: ignore[misc]
         return _summed(grad, ctx.group, True), None
 
 
-class _Reduce(torch.autograd.Function):  # type: ignore[misc]
+class _ReduceFrom(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         return _summed(tensor, group, False)
@@ -77,7 +77,7 @@ class _Reduce(torch.autograd.Function):  # type: ignore[misc]
         return grad, None
 
 
-class _Gather(torch.autograd.Function):  # type: ignore[misc]
+class _GatherFrom(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -88,7 +88,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return part_of(grad, ctx.group, ctx.dim), None, None
 
 
-class _Split(torch.autograd.Function):  # type: ignore[misc]
+class _SplitTo(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
