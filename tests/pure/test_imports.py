@@ -170,7 +170,14 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "strategy/balanced_stages.py",
+    "strategy/bytes_moved.py",
     "strategy/costs.py",
+    "strategy/memory.py",
+    "strategy/parallel_plan.py",
+    "strategy/prediction.py",
+    "strategy/search.py",
+    "strategy/step_time.py",
     "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
