@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 from polytempo.strategy.costs import Machine, ModelProfile, ShardedLayer
-from polytempo.strategy.memory import held_memory
+from polytempo.strategy.memory import HeldBytes, held_memory
 from polytempo.strategy.parallel_plan import ParallelPlan
-from polytempo.strategy.step_time import collective_seconds, round_seconds
+from polytempo.strategy.step_time import collective_seconds
 
 #: Slowest stage, bytes that pass between stages.
 _Cost = tuple[float, float]
@@ -27,8 +26,12 @@ def balanced_stages(
 ) -> tuple[int, ...] | None:
     """The layers of each stage for a plan that is otherwise like this one; None where no cut fits into memory."""
     sums = StageSums(like, profile, machine)
-    fits = (lambda stage, first, last: True) if memory is None else lambda *part: sums.memory(*part) <= memory
-    return _search(like, profile, lambda *part: sums.seconds(*part) if fits(*part) else math.inf)
+
+    def cost(stage: int, first: int, end: int) -> float:
+        fits = memory is None or sums.memory(stage, first, end) <= memory
+        return sums.seconds(stage, first, end) if fits else math.inf
+
+    return _search(like, profile, cost)
 
 
 def leanest_stages(like: ParallelPlan, profile: ModelProfile, machine: Machine) -> tuple[int, ...]:
@@ -65,53 +68,56 @@ def _best_end(
     return found
 
 
-@dataclass(frozen=True)
-class _LayerCost:
-    """One layer in a step."""
-
-    seconds: float
-    weights: float
-    kept: float
-    state: float
-
-
 class StageSums:
-    """Costs of stretches of layers, from running sums."""
+    """Costs of stretches of layers, from running sums. Of parameters that several layers hold each counts its own."""
 
     def __init__(self, like: ParallelPlan, profile: ModelProfile, machine: Machine) -> None:
         self._like, self._profile, self._machine = like, profile, machine
         self._group = like.mesh.data_group(0)
-        each = [self._layer(held) for held in profile.layers]
-        self._loss = self._layer(profile.loss) if profile.loss is not None else _LayerCost(0.0, 0.0, 0.0, 0.0)
-        self._seconds, self._weights, self._kept, self._state = (
-            [0.0, *accumulate(getattr(one, name) for one in each)] for name in ("seconds", "weights", "kept", "state")
-        )
+        self._sums = {
+            "seconds": self._running([self._seconds(held) for held in profile.layers]),
+            "weights": self._running([held.layer.weight_bytes for held in profile.layers]),
+            "gradients": self._running([held.gradient_bytes for held in profile.layers]),
+            "state": self._running([held.state_bytes for held in profile.layers]),
+            "kept": self._running([held.layer.kept_bytes for held in profile.layers]),
+        }
 
-    def _layer(self, held: ShardedLayer) -> _LayerCost:
+    def _running(self, values: list[float]) -> list[float]:
+        return [0.0, *accumulate(values)]
+
+    def _of(self, what: str, first: int, end: int) -> float:
+        return self._sums[what][end] - self._sums[what][first]
+
+    def _seconds(self, held: ShardedLayer) -> float:
         like, layer = self._like, held.layer
-        again = 2 if like.actions.recompute else 1
+        again = 2 if like.actions.recompute and like.microbatches > 1 else 1
         group, passes = like.mesh.tensor_group(0), like.microbatches
         seconds = passes * (again * layer.forward_s + layer.backward_s) + held.update_s
-        if len(group) > 1:
-            for call in held.calls:
-                times = passes * (1 if call.backward else again)
-                seconds += times * collective_seconds(call.nbytes, group, self._machine)
-        return _LayerCost(seconds, layer.weight_bytes, layer.kept_bytes, held.state_bytes)
+        for call in held.calls if len(group) > 1 else ():
+            times = passes * (1 if call.backward else again)
+            seconds += times * collective_seconds("tensor", group, call.nbytes, self._machine)
+        return seconds
+
+    def _loss(self, end: int) -> ShardedLayer | None:
+        return self._profile.loss if end == len(self._profile.layers) else None
 
     def seconds(self, stage: int, first: int, end: int) -> float:
         """The work of a step in these layers."""
-        loss = self._loss.seconds if end == len(self._profile.layers) else 0.0
-        whole = self._seconds[end] - self._seconds[first] + loss
+        loss = self._loss(end)
+        whole = self._of("seconds", first, end) + (self._seconds(loss) if loss is not None else 0.0)
         if len(self._group) == 1 or self._like.exchange.servers:
             return whole
-        weights = self._weights[end] - self._weights[first]
-        return whole + round_seconds(weights, self._group, self._machine) / self._like.exchange.period
+        nbytes = self._of("gradients", first, end)
+        return whole + collective_seconds("data", self._group, nbytes, self._machine) / self._like.exchange.period
 
     def memory(self, stage: int, first: int, end: int) -> float:
         """The bytes of a rank with these layers."""
-        weights, kept = self._weights[end] - self._weights[first], self._kept[end] - self._kept[first]
-        state = self._state[end] - self._state[first]
-        if end == len(self._profile.layers):
-            kept += self._loss.kept
-        given = self._profile.layers[first - 1].layer.activation_bytes if first else self._profile.input_bytes
-        return held_memory(weights, kept, given, state, self._like, stage).total
+        loss = self._loss(end)
+        held = HeldBytes(
+            self._of("weights", first, end),
+            self._of("gradients", first, end),
+            self._of("state", first, end),
+            self._of("kept", first, end) + (loss.layer.kept_bytes if loss is not None else 0.0),
+            self._profile.layers[first - 1].layer.activation_bytes if first else self._profile.input_bytes,
+        )
+        return held_memory(held, self._like, stage).total

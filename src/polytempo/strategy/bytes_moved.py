@@ -21,7 +21,7 @@ from polytempo.collectives.cost import Speeds, choose
 from polytempo.collectives.plans import plan_for
 from polytempo.collectives.steps import HostRanks, Place, Put, Send
 from polytempo.strategy.costs import Machine, ModelProfile
-from polytempo.strategy.parallel_plan import ParallelPlan, tied_groups, weight_bytes
+from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 
 #: The head of a message between stages, and what its tensors are padded to.
 HEAD = 64
@@ -97,7 +97,7 @@ def _data(rank: int, stage: int, plan: ParallelPlan, profile: ModelProfile, mach
     group, exchange = plan.mesh.data_group(rank), plan.exchange
     if len(group) == 1:
         return 0.0
-    nbytes = weight_bytes(plan, profile, stage)
+    nbytes = stage_sum(plan, profile, stage, "gradient_bytes")
     if exchange.servers:
         return 2 * nbytes / exchange.period
     if _hosts(group, machine) == 1:

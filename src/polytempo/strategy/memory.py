@@ -1,8 +1,8 @@
 """The memory of each rank, at the moment of a step at which it is largest.
 
 Activations are those of the microbatches between their forward and their backward, of which the schedule says the number
-(`pipeline/check.py`): for each, what autograd keeps, and the stage's input. A schedule that recomputes keeps inputs only, and
-what autograd keeps for one microbatch.
+(`pipeline/check.py`): for each, what autograd keeps, and the stage's input. A schedule that recomputes keeps inputs only,
+and what autograd keeps for one microbatch.
 
 Gradients lie in the flat buffer of the data axis where there is one, and count once. Beside them that axis has a buffer for
 the mean (shared by the ranks of a host, which is not taken into account), modes that average values one for the values too.
@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from polytempo.strategy.costs import ModelProfile
-from polytempo.strategy.parallel_plan import ParallelPlan, weight_bytes
+from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum
+from polytempo.summation import in_order
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of them."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return in_order(getattr(self, field.name) for field in fields(self))
 
 
 def memory_needed(plan: ParallelPlan, profile: ModelProfile) -> tuple[RankMemory, ...]:
@@ -42,23 +43,39 @@ def memory_needed(plan: ParallelPlan, profile: ModelProfile) -> tuple[RankMemory
 
 def stage_memory(plan: ParallelPlan, profile: ModelProfile, stage: int) -> RankMemory:
     """Of each rank of a stage."""
-    held = plan.held_layers(profile, stage)
-    kept, given = sum(one.layer.kept_bytes for one in held), input_bytes(plan, profile, stage)
-    state = sum(one.state_bytes for one in held)
-    return held_memory(weight_bytes(plan, profile, stage), kept, given, state, plan, stage)
+    kept = in_order(one.layer.kept_bytes for one in plan.held_layers(profile, stage))
+    held = HeldBytes(
+        stage_sum(plan, profile, stage, "weight_bytes"),
+        stage_sum(plan, profile, stage, "gradient_bytes"),
+        stage_sum(plan, profile, stage, "state_bytes"),
+        kept,
+        input_bytes(plan, profile, stage),
+    )
+    return held_memory(held, plan, stage)
 
 
-def held_memory(weights: float, kept: float, given: float, state: float, plan: ParallelPlan, stage: int) -> RankMemory:
-    """Of a rank with these bytes of weights and of optimizer state; `kept` and `given`: what a microbatch keeps, its input."""
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a rank has, whatever the schedule."""
+
+    weights: float
+    gradients: float
+    state: float
+    kept: float  #: of a microbatch, for its backward
+    given: float  #: the input of a microbatch
+
+
+def held_memory(held: HeldBytes, plan: ParallelPlan, stage: int) -> RankMemory:
+    """Of a rank of this stage that has these bytes."""
     exchange, replicated, facts = plan.exchange, plan.mesh.data > 1, plan.facts
     on_servers = replicated and exchange.servers and not exchange.values
     return RankMemory(
-        parameters=weights,
-        gradients=weights,
-        state=0.0 if on_servers else state,
-        activations=facts.activations[stage] * kept + facts.in_flight[stage] * given,
-        buffers=weights * (0 if not replicated else 2 if exchange.values else 0 if exchange.servers else 1),
-        stashed=weights * (facts.versions_kept[stage] - 1),
+        parameters=held.weights,
+        gradients=held.gradients,
+        state=0.0 if on_servers else held.state,
+        activations=facts.activations[stage] * held.kept + facts.in_flight[stage] * held.given,
+        buffers=held.gradients * (0 if not replicated else 2 if exchange.values else 0 if exchange.servers else 1),
+        stashed=held.weights * (facts.versions_kept[stage] - 1),
     )
 
 

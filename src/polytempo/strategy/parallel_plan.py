@@ -12,6 +12,7 @@ from polytempo.pipeline.actions import Schedule
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.schedules import make
 from polytempo.strategy.costs import ModelProfile, ShardedLayer
+from polytempo.summation import in_order
 from polytempo.sync.spec import parse_spec
 
 
@@ -118,24 +119,21 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def tied_bytes(profile: ModelProfile, layers: tuple[int, ...]) -> float:
-    """The bytes of a parameter that these layers hold together: those of the layer with the fewest."""
-    return min(profile.layers[number].layer.weight_bytes for number in layers)
-
-
-def weight_bytes(plan: ParallelPlan, profile: ModelProfile, stage: int) -> float:
-    """The parameters of one rank of a stage; one that several of its layers hold counts once."""
+def stage_sum(plan: ParallelPlan, profile: ModelProfile, stage: int, what: str) -> float:
+    """The `weight_bytes`, `gradient_bytes` or `state_bytes` of a rank of a stage; what several layers hold counts once."""
     mine = plan.stage_layers(stage)
-    whole = sum(profile.layers[number].layer.weight_bytes for number in mine)
-    again = (tied_bytes(profile, tied) * (sum(number in mine for number in tied) - 1) for tied in profile.tied)
-    return whole - sum(bytes_ for bytes_ in again if bytes_ > 0)
+    held = (profile.layers[number] for number in mine)
+    whole = in_order(one.layer.weight_bytes if what == "weight_bytes" else getattr(one, what) for one in held)
+    for tied in profile.tied:
+        whole -= getattr(tied, what) * max(0, sum(number in mine for number in tied.layers) - 1)
+    return whole
 
 
 def tied_groups(plan: ParallelPlan, profile: ModelProfile) -> list[tuple[tuple[int, ...], float]]:
-    """The stages that hold the same parameter, where it is in several of them, and its bytes."""
+    """The stages that hold the same parameters, where these are in several of them, and the bytes of their gradients."""
     found = []
     for tied in profile.tied:
-        stages = {stage for stage in range(plan.mesh.pipe) for number in tied if number in plan.stage_layers(stage)}
+        stages = {stage for stage in range(plan.mesh.pipe) for number in tied.layers if number in plan.stage_layers(stage)}
         if len(stages) > 1:
-            found.append((tuple(sorted(stages)), tied_bytes(profile, tied)))
+            found.append((tuple(sorted(stages)), tied.gradient_bytes))
     return found

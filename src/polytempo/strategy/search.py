@@ -1,12 +1,12 @@
 """`strategy="auto"`: of all ways to spread a model over the ranks of a job, the one with the least predicted step time.
 
 All factorisations of the ranks into data x pipe x tensor, schedules that flush, and numbers of microbatches are candidates.
-Each gets the best cut into stages (`balanced_stages.py`). They are simulated in the order of the work of their busiest rank or
-host, which no step is shorter than, until none that is left can be better than the two best. Of equal ones the first counts, in the order data before pipe before
-tensor, fewer microbatches first.
+Each gets the best cut into stages (`balanced_stages.py`). They are simulated in the order of the work of their busiest rank
+or host, which no step is shorter than, until none that is left can be better than the two best. Of equal ones the first
+counts, in the order data before pipe before tensor, fewer microbatches first.
 
-Where a memory limit is given, only what fits counts. Alternatives of the same mesh differ in little; so the second is the best
-of another mesh, where there is one.
+Where a memory limit is given, only what fits counts. Alternatives of the same mesh differ in little; so the second is the
+best of another mesh, where there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from polytempo.strategy.costs import Machine, ModelProfile
 from polytempo.strategy.memory import memory_needed
 from polytempo.strategy.parallel_plan import ParallelPlan, batch_problem, divisors
 from polytempo.strategy.prediction import Prediction, predict
-from polytempo.strategy.step_time import lower_bound
 from polytempo.units import written_bytes, written_seconds
 
 #: By the number of shards and the samples of a microbatch.
@@ -165,9 +164,7 @@ def _candidate(space: SearchSpace, like: ParallelPlan, profiles: Profiles, machi
 def _bound(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
     sums, ends = StageSums(plan, profile, machine), [0, *accumulate(plan.layers)]
     stages = [sums.seconds(stage, *ends[stage : stage + 2]) for stage in range(plan.mesh.pipe)]
-    idle = any(held.core_share < 1 for held in profile.layers)
-    by_rank = [stages[plan.mesh.point(rank).pipe] for rank in range(plan.mesh.size)]
-    return max(stages) if idle else lower_bound(by_rank, machine)
+    return max(stages)
 
 
 def best_of_mesh(

@@ -10,10 +10,11 @@ Ranks of a host share its cores: with more ranks at work than cores, each runs a
 sharing). They all have the same speed then, so a host needs only one clock of work done, and the simulation is exact: events
 are the ends of pieces of work and the arrivals of messages. While several cores compute, each is slower by the measured
 contention. A message takes its link's latency and bytes, delays no other, and costs its sender nothing, as in
-`pipeline/timeline.py`. A collective starts when all its members are there. On one host it is work of each of them, between
-hosts time in which they wait. A collective was measured between two ranks; among p through shared memory each rank puts n
-bytes, adds up n and reads (p - 1) / p n, so its bytes count (3 - 1 / p) / 2.5 times; a round of the data axis (p slots of
-n / p are read, n / p written) (1 + 1 / p) / 1.5 times; by messages between hosts 2 (p - 1) / p instead of 1.
+`pipeline/timeline.py`. A collective starts when all its members are there. It was measured for groups of that size, with all
+groups at it side by side. Its latency is time in which ranks wait; its bytes are work of each rank, which on one host was
+shared as it is here, and between hosts time, too. Where a group of that size was not measured, the figure of two ranks is
+scaled: among p through shared memory each puts n bytes, adds up n and reads (p - 1) / p n, so bytes count (3 - 1 / p) / 2.5
+times; by messages between hosts 2 (p - 1) / p times.
 
 A step ends for a rank when it has updated and has the loss, which the last stage sends after its own update. Steps follow
 each other without a barrier; what is predicted is the time from one to the next once all ranks are in step. In modes that
@@ -31,7 +32,7 @@ from polytempo.errors import BrokenInvariant
 from polytempo.mesh import MeshPoint
 from polytempo.strategy.bytes_moved import HEAD, message_bytes
 from polytempo.strategy.costs import Machine, MeasuredLink, ModelProfile, ShardedLayer
-from polytempo.strategy.parallel_plan import ParallelPlan, tied_groups, weight_bytes
+from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 from polytempo.summation import in_order
 
 #: Steps that are simulated; the time of the last ones counts.
@@ -149,7 +150,7 @@ class _Program:
         self._rank, self._plan, self._profile, self._machine, self._step = rank, plan, profile, machine, step
         self._point = plan.mesh.point(rank)
         self._held = plan.held_layers(profile, self._point.pipe)
-        self._meetings = 0
+        self._meetings: dict[tuple[int, ...], int] = {}
 
     def step(self, exchanged: bool) -> Iterator[Operation]:
         stage, last = self._point.pipe, self._plan.mesh.pipe - 1
@@ -206,32 +207,32 @@ class _Program:
             yield work
             if calls:
                 share = 0.5 if calls[number].op == "all_gather" else 1.0  # there is no adding up, and no second barrier
-                yield from self._collective(
-                    "tensor", group, share * collective_seconds(calls[number].nbytes, group, self._machine)
-                )
+                yield from self._collective("tensor", group, share * calls[number].nbytes)
 
     def _update(self, exchanged: bool) -> Iterator[Operation]:
         stage, mesh = self._point.pipe, self._plan.mesh
         lane, group = mesh.pipe_group(self._rank), mesh.data_group(self._rank)
         for stages, nbytes in tied_groups(self._plan, self._profile):
             if stage in stages:
-                members = tuple(lane[held] for held in stages)
-                yield from self._collective("tied", members, collective_seconds(nbytes, members, self._machine))
+                yield from self._collective("tensor", tuple(lane[held] for held in stages), nbytes)
         update = in_order(held.update_s for held in self._held)
         if mesh.data > 1 and exchanged:
-            exchange, nbytes = self._plan.exchange, weight_bytes(self._plan, self._profile, stage)
+            exchange, nbytes = self._plan.exchange, stage_sum(self._plan, self._profile, stage, "gradient_bytes")
             if exchange.servers:
                 yield Work(update, 2 * link_of(group, self._machine).seconds(nbytes))
                 if exchange.barrier:
-                    yield from self._collective("data", group, 0.0)
+                    yield self._gather(group)
                 return
-            yield from self._collective("data", group, round_seconds(nbytes, group, self._machine))
+            yield from self._collective("data", group, nbytes)
         yield Work(update)
 
-    def _collective(self, what: str, group: tuple[int, ...], seconds: float) -> Iterator[Operation]:
-        yield Gather((self._step, what, group, self._meetings), len(group))
-        self._meetings += 1
-        yield Work(seconds) if _on_one_host(group, self._machine) else Work(0.0, seconds)
+    def _collective(self, axis: str, group: tuple[int, ...], nbytes: float) -> Iterator[Operation]:
+        yield self._gather(group)
+        yield from collective_work(axis, group, nbytes, self._machine)
+
+    def _gather(self, group: tuple[int, ...]) -> Gather:
+        self._meetings[group] = self._meetings.get(group, 0) + 1
+        return Gather((self._step, group, self._meetings[group]), len(group))
 
 
 # Links.
@@ -247,24 +248,31 @@ def link_of(group: Iterable[int], machine: Machine) -> MeasuredLink:
     return machine.inside if _on_one_host(group, machine) else machine.between or machine.inside
 
 
-def collective_seconds(nbytes: float, group: tuple[int, ...], machine: Machine) -> float:
-    """An all-reduce of a group."""
+def reduction_of(axis: str, group: tuple[int, ...], machine: Machine) -> MeasuredLink:
+    """A reduction on an axis among these ranks: as measured for such a group, or scaled from that of two ranks."""
+    if (measured := machine.reduction(axis, group)) is not None:
+        return measured
     size = len(group)
     if _on_one_host(group, machine):
-        link = machine.reduce_inside or machine.inside
-        return link.latency + link.per_byte * nbytes * (3 - 1 / size) / 2.5
-    link = machine.reduce_between or machine.between or machine.inside
-    return link.latency * math.log2(size) + link.per_byte * nbytes * 2 * (size - 1) / size
+        link = (machine.data_inside if axis == "data" else None) or machine.reduce_inside or machine.inside
+        return MeasuredLink(link.latency, link.per_byte * (3 - 1 / size) / 2.5)
+    link = (machine.data_between if axis == "data" else None) or machine.reduce_between or machine.between or machine.inside
+    return MeasuredLink(link.latency * math.log2(size), link.per_byte * 2 * (size - 1) / size)
 
 
-def round_seconds(nbytes: float, group: tuple[int, ...], machine: Machine) -> float:
-    """A round of the data axis."""
-    link = machine.data_inside if _on_one_host(group, machine) else machine.data_between
-    if link is None:
-        return collective_seconds(nbytes, group, machine)
-    size = len(group)
-    factor = (1 + 1 / size) / 1.5 if _on_one_host(group, machine) else 2 * (size - 1) / size
-    return link.latency + link.per_byte * nbytes * factor
+def collective_work(axis: str, group: tuple[int, ...], nbytes: float, machine: Machine) -> list[Work]:
+    """What a reduction is for each of its members, once all are there."""
+    link = reduction_of(axis, group, machine)
+    if not _on_one_host(group, machine):
+        return [Work(0.0, link.seconds(nbytes))]
+    host = next(number for number, ranks in enumerate(machine.hosts) if group[0] in ranks)
+    crowd = max(1.0, len(machine.hosts[host]) / machine.cores[host]) if machine.reduction(axis, group) is not None else 1.0
+    return [Work(0.0, link.latency), Work(link.per_byte * nbytes / crowd)]
+
+
+def collective_seconds(axis: str, group: tuple[int, ...], nbytes: float, machine: Machine) -> float:
+    """The same as seconds of each member."""
+    return in_order(work.core + work.idle for work in collective_work(axis, group, nbytes, machine))
 
 
 # Virtual time.
