@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "train": (
         {
             *("errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "compression", "server"),
-            *("launch", "client", "session", "reducer"),
+            *("launch", "client", "session", "reducer", "mesh", "records"),
         },
         {"torch", "numpy", "msgspec"},
     ),
