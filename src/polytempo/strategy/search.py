@@ -48,7 +48,7 @@ class SearchSpace:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ImpossibleMesh:
     """A mesh that cannot be, and why."""
 
     mesh: Mesh
@@ -62,7 +62,7 @@ class SearchResult:
     best: Prediction
     second: Prediction | None  #: the best of another mesh
     candidates: int  #: plans that were possible
-    refused: tuple[Refused, ...]
+    refused: tuple[ImpossibleMesh, ...]
     too_large: Prediction | None = None  #: a faster one that does not fit
     memory: float | None = None
 
@@ -185,11 +185,11 @@ def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchRe
         UsageError: None is possible, or none fits; the text says the least memory that any needs.
     """
     layers = len(next(iter(profiles.values())).layers)
-    refused: list[Refused] = []
+    refused: list[ImpossibleMesh] = []
     found: list[_Candidate] = []
     for mesh in meshes(space.world):
         if problem := mesh_problem(space, mesh, layers):
-            refused.append(Refused(mesh, problem))
+            refused.append(ImpossibleMesh(mesh, problem))
         else:
             found += [_candidate(space, like, profiles, machine) for like in plans(space, mesh, space.schedules)]
     if not found:
