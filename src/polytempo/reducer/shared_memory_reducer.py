@@ -19,6 +19,7 @@ from polytempo.client.client_state import ClientState
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
+from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -30,6 +31,10 @@ from polytempo.transport.channel import Bytes
 
 #: Flat buffers of different dtypes start at multiples of this in a slot.
 ALIGNMENT = 64
+
+
+#: Shared buffers of optimizers in groups are numbered from here on: some for each optimizer.
+OF_GROUPS, PARTS = 1 << 20, 1 << 10
 
 
 class SlotAllocator:
@@ -80,7 +85,13 @@ class SharedMemoryReducer(Reducer):
         members, peers = self.client_state.answer.members, self.session.local_peers()
         peers.meet(members)
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(peers, members, self.session.next_buffer(), max(size, 1), self._clock.client.watched())
+        return SharedMeanBuffer(peers, members, self._buffer_number(), max(size, 1), self._clock.client.watched())
+
+    def _buffer_number(self) -> int:
+        """Of the shared buffer, the same on all members; a rank may be in groups that others are not in."""
+        if not self.spec.members:
+            return self.session.next_buffer()
+        return OF_GROUPS + number_of(self.name) * PARTS + number_of_part(self.name)
 
     def _start_from(self, root: int) -> None:
         """All workers take the values of one."""
