@@ -50,7 +50,7 @@ def test_the_loss_is_measured_behind_the_last_layer() -> None:
     assert found.loss is not None
     assert found.loss.layer.forward_s > 0
     assert found.loss.layer.backward_s > 0
-    assert found.loss.layer.kept_bytes == 4 * 8 * 4 + 4  # the log-probabilities and their weights' sum, not the targets
+    assert found.loss.layer.kept_bytes == 4 * 8 * 4 + 4 + 4  # log-probabilities, sum of weights, loss; not the targets
     assert found.layers[2].passing_bytes == 4 * 8 * 4
     assert len(found.layers) == 3
 

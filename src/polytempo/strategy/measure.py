@@ -82,6 +82,7 @@ def measure_model(
     measured = list(measure_parts(named, inputs, repeats=repeats, device=device, seconds=share))
     for one, behind, (_, part) in zip(measured, [*measured[1:], None], named, strict=True):
         passing = max(0, one.output_unsaved - (behind.input_saved if behind is not None else 0))
+        passing = 0 if len(found) == len(parts) else passing  # a stage keeps its losses
         found.append(_sharded(one, passing, part, optimizer, repeats, device))
     return ModelProfile(
         model=type(model).__name__ if isinstance(model, nn.Module) else "model",
