@@ -176,8 +176,8 @@ def counted_memory(stage: Stage) -> Iterator[MemoryCount]:
         count.forwarded(number)
         return out
 
-    def counted_backward(number: int, gradients: StageMessage | None) -> StageMessage:
-        back = backward(number, gradients)
+    def counted_backward(number: int, *given: Any) -> StageMessage:
+        back = backward(number, *given)
         count.ended(number)
         return back
 
