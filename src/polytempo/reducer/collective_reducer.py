@@ -465,6 +465,9 @@ class CollectiveReducer(Reducer):
         sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
         return sent, self.voters.world.engine.messages.payload_received
 
+    def handed(self) -> int:
+        return self.voters.world.engine.messages.handed[self.voters.group.context]
+
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:
     return "\n".join(f"{key}={value!r} in group {i}" for i, group in enumerate(hyper) for key, value in group.items())

@@ -79,6 +79,7 @@ class SharedMemoryReducer(Reducer):
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
         self._averages, self._took = True, 0.0  # of the round under way
+        self._handed = 0
 
     def _open_shared_buffer(self) -> SharedMeanBuffer:
         members, peers = self.client_state.answer.members, self.session.local_peers()
@@ -160,7 +161,11 @@ class SharedMemoryReducer(Reducer):
             mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
             nbytes = length * ITEM_SIZES[dtype]
             client.connections.count(nbytes)
+            self._handed += nbytes
             offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received
+
+    def handed(self) -> int:
+        return self._handed
