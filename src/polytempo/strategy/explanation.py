@@ -22,6 +22,7 @@ from polytempo.strategy.search import (
     SearchResult,
     SearchSpace,
     best_of_mesh,
+    cuttable_layers,
     mesh_problem,
 )
 from polytempo.units import written_bytes, written_seconds
@@ -183,7 +184,7 @@ def _alone(
     space: SearchSpace, profiles: Profiles, machine: Machine, best: Prediction | None, schedule: str
 ) -> Iterable[TradeRow]:
     """Data, pipeline and tensor parallelism, each alone, with the best number of microbatches."""
-    layers = len(next(iter(profiles.values())).layers)
+    layers = cuttable_layers(next(iter(profiles.values())))
     for mesh in dict.fromkeys([Mesh(space.world), Mesh(1, space.world), Mesh(1, 1, space.world)]):
         name = ",".join(f"{axis}={count}" for axis, count in axes(mesh) if count > 1) or "data=1"
         problem = mesh_problem(space, mesh, layers)
@@ -199,11 +200,10 @@ def _alone(
 
 #: Columns of the first table behind the name: what is above a head, and the head.
 _TRADE = (
-    ("", "schedule"),
-    ("micro-", "batches"),
+    ("schedule", "x microbatches"),
     ("samples", "a worker"),
-    ("moved a step", "by a worker"),
-    ("", "by all"),
+    ("moved by", "a worker"),
+    ("moved", "by all"),
     ("memory of", "a worker"),
     ("", "balance"),
     ("step", "time"),
@@ -240,8 +240,7 @@ def _axes_of(row: TradeRow) -> str:
 def _figures(one: Prediction, memory: float | None) -> tuple[str, ...]:
     over = "*" if memory is not None and one.largest_memory > memory else ""
     return (
-        one.plan.schedule if one.plan.mesh.pipe > 1 else "-",
-        f"{one.plan.microbatches}",
+        f"{one.plan.schedule} x {one.plan.microbatches}" if one.plan.mesh.pipe > 1 else f"x {one.plan.microbatches}",
         f"{one.plan.samples}",
         written_bytes(one.most_moved),
         written_bytes(one.all_moved),
