@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "train": (
         {
             *("errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "compression", "server"),
-            *("launch", "client", "session", "reducer"),
+            *("launch", "client", "session", "reducer", "mesh", "records"),
         },
         {"torch", "numpy", "msgspec"},
     ),
@@ -170,7 +170,14 @@ PURE = (
     "launch/environment.py",
     "launch/supervisor.py",
     "launch/terminal_output.py",
+    "strategy/balanced_stages.py",
+    "strategy/bytes_moved.py",
     "strategy/costs.py",
+    "strategy/memory.py",
+    "strategy/parallel_plan.py",
+    "strategy/prediction.py",
+    "strategy/search.py",
+    "strategy/step_time.py",
     "strategy/job_options.py",
     "strategy/soundness.py",
     "transport/link_emulation.py",

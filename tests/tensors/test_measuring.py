@@ -36,13 +36,22 @@ def test_bytes_of_weights_gradients_and_optimizer_state() -> None:
     assert all(layer.update_s == layer.state_bytes == 0 for layer in plain.layers)
 
 
+def test_an_output_that_no_backward_needs_only_passes() -> None:
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Tanh(), nn.Linear(16, 4), nn.Flatten(0)]
+    found = measure_model(layers, torch.ones(6, 8), microbatch=6, repeats=1).layers
+    wide, narrow = 4 * 6 * 16, 4 * 6 * 4
+    assert [one.layer.kept_bytes for one in found] == [0, wide, wide, 0, 0]  # tanh keeps what it gives
+    assert [one.passing_bytes for one in found] == [wide, 0, 0, narrow, 0]  # the last is a view of what came in
+
+
 def test_the_loss_is_measured_behind_the_last_layer() -> None:
     inputs, target = torch.ones(2, 8), torch.tensor([1, 3])
     found = measure_model(small(), inputs, microbatch=8, loss=functional.cross_entropy, target=target, repeats=1)
     assert found.loss is not None
     assert found.loss.layer.forward_s > 0
     assert found.loss.layer.backward_s > 0
-    assert found.loss.layer.kept_bytes >= 4 * 8 * 4  # the log-probabilities
+    assert found.loss.layer.kept_bytes == 4 * 8 * 4 + 4  # the log-probabilities and their weights' sum, not the targets
+    assert found.layers[2].passing_bytes == 4 * 8 * 4
     assert len(found.layers) == 3
 
 

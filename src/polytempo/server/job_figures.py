@@ -100,10 +100,13 @@ class JobFigures:
         """For meta.json and the last line."""
         ends = [stats.left_at for stats in self._statistics if stats.left_at is not None]
         updates = sum(clock.version for clock in self._clocks.values() if clock.is_main)
-        return sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
+        groups = {name: list(clock.optimizer_spec.members) for name, clock in self._clocks.items()}
+        summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
         }
+        members = {name: group for name, group in groups.items() if group}
+        return summary | {"members": members} if members else summary
 
 
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ as, the ranks will compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -79,10 +79,10 @@ def measure_model(
         named.append(("loss", ModelPart(layer, (("", layer),))))
     share = seconds / len(named)
     found = []
-    for measured, (_, part) in zip(
-        measure_parts(named, inputs, repeats=repeats, device=device, seconds=share), named, strict=True
-    ):
-        found.append(_with_update(measured, part, optimizer, repeats, device))
+    measured = list(measure_parts(named, inputs, repeats=repeats, device=device, seconds=share))
+    for one, behind, (_, part) in zip(measured, [*measured[1:], None], named, strict=True):
+        passing = max(0, one.output_unsaved - (behind.input_saved if behind is not None else 0))
+        found.append(_sharded(one, passing, part, optimizer, repeats, device))
     return ModelProfile(
         model=type(model).__name__ if isinstance(model, nn.Module) else "model",
         tensor=tensor,
@@ -95,15 +95,18 @@ def measure_model(
 
 
 class _LossLayer(nn.Module):  # type: ignore[misc]
-    """The loss of a microbatch, as a layer behind the last."""
+    """The loss of a microbatch, as a layer behind the last. Targets are inputs, and no memory that it keeps."""
 
     def __init__(self, loss: Loss, target: Any) -> None:
         super().__init__()
         self._loss, self._target = loss, target
+        if isinstance(target, torch.Tensor):
+            self.register_buffer("target", target)
 
     def forward(self, output: Any) -> torch.Tensor:
-        target = _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target
-        return self._loss(output, target)
+        if isinstance(self._target, torch.Tensor):
+            return self._loss(output, self.target)
+        return self._loss(output, _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target)
 
 
 # A microbatch.
@@ -145,17 +148,19 @@ class _Update:
     state_bytes: float = 0.0
 
 
-def _with_update(
-    measured: MeasuredPart, part: ModelPart, optimizer: MakeOptimizer | None, repeats: int, device: Device
+def _sharded(
+    measured: MeasuredPart, passing: int, part: ModelPart, optimizer: MakeOptimizer | None, repeats: int, device: Device
 ) -> ShardedLayer:
+    """`passing`: bytes of its output that neither it nor the layer behind needs again."""
     params = list(dict.fromkeys(param for _, param in part.parameters()))
     update = _measured_update(params, optimizer, repeats, device) if optimizer is not None else _Update()
     return ShardedLayer(
-        layer=measured.layer,
+        layer=replace(measured.layer, made_bytes=measured.layer.kept_bytes - passing),
         update_s=update.seconds,
         state_bytes=update.state_bytes,
         core_share=measured.core_share,
         gradient_bytes=_trained(params),
+        passing_bytes=passing,
     )
 
 
