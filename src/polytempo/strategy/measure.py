@@ -76,7 +76,7 @@ def measure_model(
     named = list(zip(chain.names, parts, strict=True))
     if loss is not None and target is not None:
         layer = _LossLayer(loss, taken(target, microbatch))
-        named.append(("loss", ModelPart(layer, (("", layer),))))
+        named.append(("loss", ModelPart(layer)))
     share = seconds / len(named)
     found = []
     measured = list(measure_parts(named, inputs, repeats=repeats, device=device, seconds=share))

@@ -206,6 +206,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.inner.state.clear()
         return state
 
+    @property
+    def spec(self) -> Spec:
+        """The synchronisation mode."""
+        return self._spec
+
     # It shares everything with the optimizer it wraps.
 
     @property
