@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
 from polytempo.mesh import Mesh, MeshPoint
 from polytempo.pipeline.pipeline import Pipeline
@@ -269,26 +270,24 @@ class DistributedModel:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this rank so far: steps, samples, seconds (computing, waiting), bytes_sent (data, pipe, tensor, all)."""
-        links = self._groups.job.engine.messages.links
-        rank = self._made.session.rank
+        """Figures of this rank so far: steps, samples, seconds (computing, waiting), and bytes_sent by axis (data, pipe,
+        tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, what is exchanged."""
+        handed = self._groups.job.engine.messages.handed
 
-        def sent(ranks: tuple[int, ...]) -> int:
-            return sum(links[other].payload_sent for other in ranks if other in links)
+        def of(*groups: RankGroup | None) -> int:
+            return sum(handed[group.context] + handed[group.context + 1] for group in groups if group is not None)
 
-        client = self._made.session.client
-        to_servers = client.bytes_sent if client is not None else 0
-        sent_by_axis = {
-            "data": sent(self.mesh.data_group(rank)) + to_servers,
-            "pipe": sent(self.mesh.pipe_group(rank)),
-            "tensor": sent(self.mesh.tensor_group(rank)),
+        by_axis = {
+            "data": handed_by(self.optimizer),
+            "pipe": of(self._groups.lane, self.pipeline._built.group),
+            "tensor": of(self._groups.shards),
         }
         waiting = sum(done.waited for done in self.pipeline.log) + self.optimizer.stats["waited_s"]
         return {
             "steps": self.steps,
             "samples": self.samples,
             "seconds": {"computing": max(0.0, self._seconds - waiting), "waiting": waiting},
-            "bytes_sent": {**sent_by_axis, "all": sum(link.payload_sent for link in links.values()) + to_servers},
+            "bytes_sent": {**by_axis, "all": sum(by_axis.values()) + of(self._groups.job, self._groups.replica)},
         }
 
     # Failures.
@@ -310,3 +309,8 @@ class DistributedModel:
         except Exception as error:
             self._failures.cause(error)
             raise
+
+
+def handed_by(optimizer: DistributedOptimizer) -> int:
+    """Bytes that an optimizer has handed to other ranks, or exchanged with servers."""
+    return optimizer._reducer.handed() if optimizer._reducer is not None else 0

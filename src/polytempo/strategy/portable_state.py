@@ -46,7 +46,9 @@ def by_number(state: State, names: Sequence[str], groups: Sequence[State]) -> St
         found = [_settings(of_name[names[number]]) for number in group["params"]]
         if any(other != found[0] for other in found):
             own = [names[number] for number in group["params"]]
-            raise UsageError(f"the saved optimizer has {own[0]} and {own[-1]} in groups with different settings; make it alike")
+            raise UsageError(
+                f"the saved optimizer has {own[0]} and {own[-1]} in groups with different settings; make it alike"
+            )
         made.append({**_settings(group), **(found[0] if found else {}), "params": list(group["params"])})
     numbered = {number: dict(state["state"][name]) for number, name in enumerate(names) if name in state["state"]}
     return {"state": numbered, "param_groups": made}
