@@ -1,4 +1,4 @@
-"""Checks of the batch that a replica trains on: it divides into the microbatches, and all ranks of the replica have the same.
+"""Checks of the batch that a replica trains on: it divides into the microbatches, and the replica's ranks have the same.
 
 The first is checked by each rank for itself, so that all refuse alike and nothing is sent. The second in the first steps
 only, by a digest: a loader that is seeded or shared differently on two ranks differs from the first batch on.

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from polytempo.checkpoints import PARTIAL, digest_of_file, error_text, find_checkpoint, publish, step_name, write_synced
 from polytempo.errors import UsageError
-from polytempo.strategy.portable_state import State
+from polytempo.strategy.portable_state import NamedState
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 #: What a manifest calls this kind of checkpoint.
@@ -37,7 +37,7 @@ class SavedState:
 
     step: int
     model: dict[str, torch.Tensor]
-    optimizer: State = field(default_factory=lambda: {"state": {}, "param_groups": []})
+    optimizer: NamedState = field(default_factory=lambda: {"state": {}, "param_groups": []})
     facts: dict[str, Any] = field(default_factory=dict)  #: samples, positions, the strategy, what the script adds
 
 
@@ -76,14 +76,14 @@ def read_checkpoint(directory: str | Path) -> SavedState:
     except (OSError, SafetensorError) as problem:
         raise UsageError(f"cannot read the checkpoint {path}: {error_text(problem)}") from problem
     about = manifest.pop("optimizer")
-    optimizer: State = {"state": {}, "param_groups": [_tupled(group) for group in about["groups"]]}
+    optimizer: NamedState = {"state": {}, "param_groups": [_tupled(group) for group in about["groups"]]}
     for key, value in [*about["values"].items(), *tensors.items()]:
         name, _, entry = key.rpartition("/")
         optimizer["state"].setdefault(name, {})[entry] = value
     return SavedState(manifest["step"], model, optimizer, manifest)
 
 
-def _apart(optimizer: State) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _apart(optimizer: NamedState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state, and what is none."""
     flat = {f"{name}/{entry}": value for name, own in optimizer["state"].items() for entry, value in own.items()}
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}

@@ -20,7 +20,7 @@ import torch
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
 from polytempo.mesh import Mesh, MeshPoint
-from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.pipeline import Folder, Pipeline
 from polytempo.strategy.batches import COMPARED_STEPS, checked_rows, compare
 from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_checkpoint
 from polytempo.strategy.distribution import Distribution
@@ -31,8 +31,6 @@ from polytempo.strategy.strategy import Strategy
 from polytempo.tensor_parallel.cross_entropy import gather_logits
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.train.optimizer import DistributedOptimizer
-
-Folder = str | Path
 
 
 class DistributedModel:

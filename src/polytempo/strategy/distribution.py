@@ -144,8 +144,8 @@ class Distributor:
         for number, part in enumerate(parts):
             if not any(param.requires_grad for _, param in part.parameters()):
                 raise UsageError(
-                    f"stage {number} of {strategy.pipe} has no parameters to train, and the data axis has nothing to keep in "
-                    f"step there; give stages= with parameters in each, or pipe={strategy.pipe - 1}"
+                    f"stage {number} of {strategy.pipe} has no parameters to train, and the data axis has nothing to keep "
+                    f"in step there; give stages= with parameters in each, or pipe={strategy.pipe - 1}"
                 )
         for stages, params in tied(parts).items():
             held = dict(parts[stages[0]].parameters())

@@ -21,11 +21,11 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.tensor_parallel.sharding import Sharding
 
-State = dict[str, Any]
+NamedState = dict[str, Any]
 Shardings = Mapping[str, Sharding]
 
 
-def by_name(state: State, names: Sequence[str]) -> State:
+def by_name(state: NamedState, names: Sequence[str]) -> NamedState:
     """Torch's state of an optimizer with parameters of these names, in the order of its groups, by name."""
     return {
         "state": {names[number]: dict(entries) for number, entries in state["state"].items()},
@@ -35,7 +35,7 @@ def by_name(state: State, names: Sequence[str]) -> State:
     }
 
 
-def by_number(state: State, names: Sequence[str], groups: Sequence[State]) -> State:
+def by_number(state: NamedState, names: Sequence[str], groups: Sequence[NamedState]) -> NamedState:
     """The state of an optimizer with these parameters, as torch takes it. `groups`: its own, as in its `state_dict()`."""
     of_name = {name: group for group in state["param_groups"] for name in group["params"]}
     missing = [name for name in names if name not in of_name]
@@ -54,7 +54,7 @@ def by_number(state: State, names: Sequence[str], groups: Sequence[State]) -> St
     return {"state": numbered, "param_groups": made}
 
 
-def joined(shares: Sequence[State], shardings: Shardings) -> State:
+def joined(shares: Sequence[NamedState], shardings: Shardings) -> NamedState:
     """The state of a stage, from that of all its shards."""
     first = shares[0]
     whole = {
@@ -77,7 +77,7 @@ def _joined(name: str, key: str, values: list[Any], shardings: Shardings) -> Any
     return sharding.join(values)
 
 
-def sharded(state: State, shardings: Shardings, rank: int, size: int) -> State:
+def sharded(state: NamedState, shardings: Shardings, rank: int, size: int) -> NamedState:
     """The state of one shard: tensors of the shape of a parameter that is cut are cut alike."""
     if size == 1:
         return state
@@ -91,10 +91,10 @@ def sharded(state: State, shardings: Shardings, rank: int, size: int) -> State:
     return {"state": cut, "param_groups": state["param_groups"]}
 
 
-def merged(parts: Sequence[State], names: Sequence[str]) -> State:
+def merged(parts: Sequence[NamedState], names: Sequence[str]) -> NamedState:
     """The state of the whole model, from that of its stages. `names`: of its parameters, in their order."""
-    found: dict[str, State] = {}
-    groups: list[State] = []
+    found: dict[str, NamedState] = {}
+    groups: list[NamedState] = []
     for part in parts:
         found |= part["state"]
         for group in part["param_groups"]:
@@ -109,7 +109,7 @@ def merged(parts: Sequence[State], names: Sequence[str]) -> State:
     return {"state": {name: found[name] for name in names if name in found}, "param_groups": groups}
 
 
-def renamed(state: State, canonical: Mapping[str, str]) -> State:
+def renamed(state: NamedState, canonical: Mapping[str, str]) -> NamedState:
     """The same state with other names: those of a tied parameter become its first."""
     return {
         "state": {canonical.get(name, name): entries for name, entries in state["state"].items()},
@@ -120,7 +120,7 @@ def renamed(state: State, canonical: Mapping[str, str]) -> State:
     }
 
 
-def _settings(group: Mapping[str, Any]) -> State:
+def _settings(group: Mapping[str, Any]) -> NamedState:
     """The hyper-parameters of a group, as plain data: a tensor of one element is a number."""
     return {
         name: float(value) if isinstance(value, torch.Tensor) else tuple(value) if isinstance(value, list) else value

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import UsageError
-from polytempo.strategy.portable_state import State, by_name, by_number, joined, merged, renamed, sharded
+from polytempo.strategy.portable_state import NamedState, by_name, by_number, joined, merged, renamed, sharded
 from polytempo.tensor_parallel.sharding import Sharding
 from polytempo.train.safe_serialization import decode, encode
 
@@ -117,7 +117,7 @@ class SpreadState:
 
     # The optimizer.
 
-    def gather_optimizer(self, state: State, names: list[str]) -> State:
+    def gather_optimizer(self, state: NamedState, names: list[str]) -> NamedState:
         """The optimizer state of the unsplit model, by parameter name, from this rank's. `names`: of its parameters.
 
         All ranks of the replica call this."""
@@ -125,7 +125,7 @@ class SpreadState:
         stage = joined(exchanged(self.shards, mine), self._canonical_shardings())
         return merged(exchanged(self.lane, stage), self.unsplit.parameters)
 
-    def optimizer_share(self, state: State, names: list[str], groups: list[State]) -> State:
+    def optimizer_share(self, state: NamedState, names: list[str], groups: list[NamedState]) -> NamedState:
         """This rank's share of the optimizer state of an unsplit model, as torch numbers it. `groups`: its own."""
         known = [self.unsplit.canonical.get(name, name) for name in names]
         if self.shards is not None:
@@ -136,7 +136,7 @@ class SpreadState:
         return {self.unsplit.canonical.get(name, name): sharding for name, sharding in self.shardings.items()}
 
 
-def _on_cpu(state: State) -> State:
+def _on_cpu(state: NamedState) -> NamedState:
     """Copies of all tensors."""
     entries = {
         name: {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in own.items()}
