@@ -54,7 +54,7 @@ from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
-from polytempo.train.optimizer_group import CountedSteps, optimizer_group
+from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
 from polytempo.train.update import (
     PushChange,
     PushGradient,
@@ -128,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True
         self._session = session = current()
+        sync, via = in_scope(sync, via, group, session)
         self._spec = spec = parse_spec(sync or session.job.sync)
         ranks = optimizer_group(group, session, spec)
         together = session.together and not ranks.is_alone

@@ -46,6 +46,21 @@ class OptimizerGroup:
         return name_in_group(number, self.members, self.main) if self.members else number
 
 
+def in_scope(
+    sync: str | None, via: str | None, group: Group | ReplicaRanks | None, session: Session
+) -> tuple[str | None, str | None]:
+    """Mode and way of an optimizer that is made inside `with strategy.scope():`, where it has none of its own."""
+    scope = session.scope
+    if scope is None or group is not None:
+        return sync, via
+    if scope.is_split:
+        raise UsageError(
+            f"DistributedOptimizer keeps a whole model on each worker, and the strategy {scope.text} splits it; use "
+            "strategy.distribute(model, loss=..., optimizer=...)"
+        )
+    return sync or scope.sync, via or scope.via
+
+
 def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: Spec) -> OptimizerGroup:
     """The members of an optimizer of this mode; `UsageError` where this rank is not one of them, or the mode needs all."""
     if group is None or group.ranks == tuple(range(session.size)):
