@@ -125,8 +125,8 @@ def test_plain_values_survive_json() -> None:
             {"seconds": 0.25, "data_bytes": 4e6, "rank": 1, "memory_bytes": {"activations": 8e5, "other": 1}},
             [
                 "step time",
-                "bytes moved, data       4 MB      4 MB      +0.0 %",
-                "memory, activations     1 MB    800 kB     +25.0 %",
+                "bytes moved, data 4 MB 4 MB +0.0 %",
+                "memory, activations 1 MB 800 kB +25.0 %",
             ],
         ),
     ],

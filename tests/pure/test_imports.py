@@ -116,7 +116,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
                 "train",
                 "pipeline",
             ),
-            *("strategy", "torch_backend"),
+            *("strategy", "tensor_parallel", "torch_backend"),
         },
         set(),
     ),

@@ -127,7 +127,7 @@ class StageSums:
     def memory(self, stage: int, first: int, end: int) -> float:
         """The bytes of a rank with these layers."""
         loss = self._loss(end)
-        passing = self._profile.layers[end - 1].passing_bytes if loss is None else loss.passing_bytes
+        passing = self._profile.layers[end - 1].passing_bytes if stage < self._like.mesh.pipe - 1 else 0.0
         held = HeldBytes(
             self._of("weights", first, end),
             self._of("gradients", first, end),

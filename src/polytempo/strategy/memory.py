@@ -43,8 +43,9 @@ def memory_needed(plan: ParallelPlan, profile: ModelProfile) -> tuple[RankMemory
 
 def stage_memory(plan: ParallelPlan, profile: ModelProfile, stage: int) -> RankMemory:
     """Of each rank of a stage."""
-    layers = plan.held_layers(profile, stage)
-    kept = in_order(one.layer.kept_bytes for one in layers) + layers[-1].passing_bytes
+    kept = in_order(one.layer.kept_bytes for one in plan.held_layers(profile, stage))
+    if stage < plan.mesh.pipe - 1:  # a stage keeps what it has sent
+        kept += profile.layers[plan.stage_layers(stage)[-1]].passing_bytes
     held = HeldBytes(
         stage_sum(plan, profile, stage, "weight_bytes"),
         stage_sum(plan, profile, stage, "gradient_bytes"),
