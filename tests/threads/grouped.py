@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from helpers import Batch, MakeOptimizer, loss_of, made_from_seed, small_model, weights
@@ -11,8 +12,13 @@ from torch import nn
 
 from polytempo.mesh import ReplicaRanks
 from polytempo.session.session import Session
+from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
+T = TypeVar("T")
+
+#: Gradients over servers, through shared memory with a sequencer, and by collectives without one.
+WAYS = ("ps", "allreduce", "collectives")
 GROUPS = ((0, 2), (1, 3))
 #: Of the groups. Everything random is made in the main thread.
 MODELS: tuple[nn.Module, nn.Module] = (
@@ -41,4 +47,14 @@ def trained_in_groups(
         optimizer.zero_grad()
         loss_of(model, step[session.rank]).backward()
         optimizer.step()
+    optimizer.consolidate()
     return weights(model), optimizer
+
+
+def run_in(way: str, work: Callable[[Session], T], sync: str = "bsp", **options: Any) -> list[T]:
+    """Four workers, over one of the ways."""
+    if way == "collectives":
+        with GroupJob(4, least=1) as group_job:
+            return group_job.run(work)
+    with ThreadJob(4, 2, sync, via=way, **options) as job:
+        return job.run(work)

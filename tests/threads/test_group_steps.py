@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped import GROUPS, MODELS, group_of, trained_in_groups
+from grouped import GROUPS, MODELS, WAYS, group_of, run_in, trained_in_groups
 from helpers import MakeOptimizer, assert_close, small_batches, trained_alone
 
 from polytempo.session.session import Session
-from polytempo.testing.threads import GroupJob, ThreadJob
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -19,9 +18,6 @@ def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-WAYS = {"servers": "ps", "shared memory": "allreduce", "collectives": ""}
-
-
 @pytest.mark.parametrize("make", [momentum, lambda p: torch.optim.Adam(p, lr=0.01)], ids=["momentum", "adam"])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_group_equals_one_process_on_its_own_batches(way: str, make: MakeOptimizer) -> None:
@@ -30,12 +26,7 @@ def test_each_group_equals_one_process_on_its_own_batches(way: str, make: MakeOp
     def work(session: Session) -> list[torch.Tensor]:
         return trained_in_groups(session, make, batches)[0]
 
-    if WAYS[way]:
-        with ThreadJob(4, servers=2, via=WAYS[way]) as job:
-            results = job.run(work)
-    else:
-        with GroupJob(4) as group_job:
-            results = group_job.run(work)
+    results = run_in(way, work)
     for group in GROUPS:
         own = [[step[rank] for rank in group] for step in batches]
         wanted = trained_alone(MODELS[group_of(group[0])], make, own)

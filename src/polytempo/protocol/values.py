@@ -63,6 +63,8 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     epoch: int
     taken: int
     sampler: str = ""
+    part: int = -1  #: of the data, which it takes, where that is not its rank's
+    parts: int = 0  #: and of how many
 
 
 class TrainingProgress(msgspec.Struct, array_like=True, frozen=True):

@@ -1,8 +1,8 @@
 """The memory of each rank, at the moment of a step at which it is largest.
 
 Activations are those of the microbatches between their forward and their backward, of which the schedule says the number
-(`pipeline/check.py`): for each, what autograd keeps, and the stage's input. A schedule that recomputes keeps inputs only,
-and what autograd keeps for one microbatch.
+(`pipeline/check.py`): for each, what autograd keeps, the stage's input, and its output. A schedule that recomputes keeps
+inputs only, and the rest for one microbatch.
 
 Gradients lie in the flat buffer of the data axis where there is one, and count once. Beside them that axis has a buffer for
 the mean (shared by the ranks of a host, which is not taken into account), modes that average values one for the values too.
@@ -44,6 +44,8 @@ def memory_needed(plan: ParallelPlan, profile: ModelProfile) -> tuple[RankMemory
 def stage_memory(plan: ParallelPlan, profile: ModelProfile, stage: int) -> RankMemory:
     """Of each rank of a stage."""
     kept = in_order(one.layer.kept_bytes for one in plan.held_layers(profile, stage))
+    if stage < plan.mesh.pipe - 1:  # a stage keeps what it has sent
+        kept += profile.layers[plan.stage_layers(stage)[-1]].passing_bytes
     held = HeldBytes(
         stage_sum(plan, profile, stage, "weight_bytes"),
         stage_sum(plan, profile, stage, "gradient_bytes"),
