@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import should_stop as should_stop
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
+    from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
     from polytempo.train.communication import Group as Group
@@ -78,6 +79,7 @@ _MODULES = {
         *("describe_model", "init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop"),
         *("shutdown", "size"),
     ),
+    "strategy.strategy": ("Strategy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
     "train.communication": (
         *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
@@ -100,6 +102,7 @@ __all__ = [
     "PolytempoError",
     "RankLost",
     "Schedule",
+    "Strategy",
     "Task",
     "UsageError",
     "__version__",

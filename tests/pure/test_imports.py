@@ -97,7 +97,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "server", "transport", "launch", "report", "pipeline"),
-            *("summation", "units"),
+            *("summation", "units", "strategy"),
         },
         {"typer", "rich", "yaml", "torch"},
     ),
@@ -116,7 +116,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
                 "train",
                 "pipeline",
             ),
-            *("pipeline", "torch_backend"),
+            *("strategy", "torch_backend"),
         },
         set(),
     ),
@@ -171,6 +171,8 @@ PURE = (
     "launch/supervisor.py",
     "launch/terminal_output.py",
     "strategy/costs.py",
+    "strategy/job_options.py",
+    "strategy/soundness.py",
     "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.

@@ -31,11 +31,20 @@ from polytempo.report.summary import summary_line
 if TYPE_CHECKING:
     from polytempo.launch.local_job import LocalJob
 
-VIA = "How gradients travel: ps (parameter servers), allreduce (among workers); auto: allreduce unless servers are needed."
+SYNC = "The synchronisation mode, by default bsp; all are listed below."
+VIA = (
+    "How gradients travel: ps (parameter servers), allreduce (among workers); auto, the default: allreduce unless servers "
+    "are needed."
+)
 MIN_WORKERS = (
     "Go on while at least this number of workers is left. Default: all under bsp, local, adacomm, diloco; 1 in other modes. "
     "A worker whose script fails before its first push ends the job in every mode."
 )
+STRATEGY = (
+    "How the model is spread, such as data=2,pipe=2 or pipe=2,tensor=2,microbatches=8; also mirrored, multi_worker, "
+    "parameter_server, central_storage, auto. Without -n it says how many workers there are."
+)
+COUNT = "Number of worker processes on this host; by default 2, or what --strategy needs."
 #: Options that are not fields of a `RunRequest` by their own name.
 OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "link", "max_restarts", "verbose", "quiet")
 
@@ -43,10 +52,11 @@ OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "link", "ma
 def run(
     script: Script,
     arguments: Arguments = None,
-    workers: Workers = 2,
+    workers: Annotated[int | None, Option("--workers", "-n", help=COUNT)] = None,
     servers: Annotated[int | None, Option(help="Parameter-server shards (1 where the mode needs a server).")] = None,
-    sync: Annotated[str, Option(help="The synchronisation mode; all are listed below.")] = "bsp",
-    via: Annotated[str, Option(help=VIA)] = "auto",
+    sync: Annotated[str | None, Option(help=SYNC)] = None,
+    via: Annotated[str | None, Option(help=VIA)] = None,
+    strategy: Annotated[str | None, Option(help=STRATEGY)] = None,
     record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
     steps: StepBudget = None,
     samples: Samples = None,
@@ -84,11 +94,14 @@ def run(
     from polytempo.launch.display import Display
     from polytempo.launch.local_job import LocalJob
     from polytempo.launch.request import RunRequest
+    from polytempo.strategy.job_options import JobOptions
 
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
     fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ())}
+    saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
+    fields |= JobOptions(strategy, workers, expect, sync, via, min_workers, saves).settled()
     request = RunRequest(**fields, limits=limits_of(steps, samples, seconds))
-    job = LocalJob(request.checked(), Display(sync, quiet, verbose))
+    job = LocalJob(request.checked(), Display(request.sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
         _show_summary(job)

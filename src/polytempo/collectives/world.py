@@ -2,6 +2,9 @@
 
 A group that has lost a member can be formed again without it: the surviving ranks first agree on the lost ones, by telling
 each other which ranks they miss until all miss the same.
+
+Every group has a context, which its messages carry. A new group of the world takes the next number, on all ranks. A subgroup
+takes one of its parent's, on the parent's ranks alone, so what one group makes for itself need not be known outside.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ JOIN_TIMEOUT = 60.0
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
 GENERATIONS = 1 << 12
+#: Contexts from here on belong to subgroups, this many for each group.
+WITHIN = 1 << 30
+SUBGROUPS = 1 << 10
 
 
 class World:
@@ -41,6 +47,7 @@ class World:
         engine.when_closed = links.close
         engine.attach(links.links)
         self._groups = 0
+        self._subgroups: dict[int, int] = {}  # of each group, by its context
         self.all_ranks = self._group(range(size), 0)
 
     def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
@@ -53,6 +60,20 @@ class World:
             raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
         self._groups += 1
         return self._group(chosen, self._groups) if self.rank in chosen else None
+
+    def subgroup(self, group: RankGroup, ranks: Sequence[int]) -> RankGroup | None:
+        """A group of some ranks of a group; None on its other ranks. All ranks of the group must ask for the same subgroups
+        in the same order; other ranks need not know."""
+        parent = group.context // 2
+        if parent >= AGAIN:
+            raise UsageError("expected a group of new_group(), got one that was formed again without lost ranks")
+        number = self._subgroups[parent] = self._subgroups.get(parent, -1) + 1
+        if number >= SUBGROUPS:
+            raise UsageError(f"more than {SUBGROUPS} groups were made within the group of ranks {group.ranks}; make another")
+        if not set(ranks) <= set(group.ranks):
+            raise UsageError(f"expected some of the ranks {list(group.ranks)}, got {list(ranks)}")
+        chosen = sorted(ranks)
+        return self._group(chosen, WITHIN + parent * SUBGROUPS + number) if self.rank in chosen else None
 
     def reform(self, number: int = 0, lost: Sequence[int] = ()) -> RankGroup:
         """All surviving ranks, as a new generation of the group of this number. All of them must call this.

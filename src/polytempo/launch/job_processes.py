@@ -119,6 +119,7 @@ class JobProcesses:
             meeting="" if request.expect else str(self.folder.path),
             route=request.listen or "",
             insecure=request.insecure,
+            strategy=request.strategy,
             port=self._port,
         )
 

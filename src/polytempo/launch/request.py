@@ -42,6 +42,7 @@ class RunRequest:
     insecure: bool = False
     checkpoint_errors: str = "stop"
     grace: float = 20.0
+    strategy: str = ""  #: how the script's model is spread, as it was checked; empty without --strategy
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property
@@ -92,7 +93,8 @@ class RunRequest:
         workers = counted(self.workers, "worker")
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
-        return f"starting {workers}{servers}: {self.script}{by}"
+        spread = f", {self.strategy}" if self.strategy else ""
+        return f"starting {workers}{servers}: {self.script}{by}{spread}"
 
     def link_in_words(self) -> str:
         """The line that says that the network is emulated; empty where it is not."""
@@ -219,6 +221,7 @@ class CheckedRequest:
             "hiccup": list(request.hiccup),
             "link": list(request.link) if request.link else None,
             "min_workers": request.least,
+            **({"strategy": request.strategy} if request.strategy else {}),
             "resumed_from": self.resume.name if self.resume else None,
         }
 

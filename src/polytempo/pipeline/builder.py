@@ -1,6 +1,9 @@
 """From a model and a schedule to this rank's stage: partitioned, checked, placed, and connected.
 
-`stages="auto"`: rank 0 measures the model and plans stages for the ranks of the job; all ranks build the same plan.
+A pipeline runs on a group of ranks, all or some: their order is that of the stages. What it needs of groups besides are
+subgroups of that one, so ranks outside need not know of it, and pipelines on disjoint groups run side by side.
+
+`stages="auto"`: the first rank measures the model and plans stages for all; all ranks build the same plan.
 
     auto                          every rank behind a link of 5 GB/s, about the bandwidth of shared memory between processes
     auto:10Gb/s                   the same with another bandwidth
@@ -48,7 +51,7 @@ class StageBuild:
     schedule: Schedule
     facts: Facts
     layout: RankLayout
-    group: RankGroup  #: all ranks
+    group: RankGroup  #: all ranks of the pipeline
     stage: Stage
     p2p: PointToPoint
     runtime: Runtime
@@ -63,13 +66,22 @@ class StageBuild:
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self.group.rank
+        """This rank, of the job."""
+        return self.group.engine.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Is this the first rank of the pipeline?"""
+        return self.rank == self.layout.members[0]
 
     @property
     def replica(self) -> int:
         """Which replica of its stage this rank is."""
-        return self.layout.of(self.group.rank)[1]
+        return self.layout.of(self.rank)[1]
+
+    def position(self, stage: int) -> int:
+        """The index within the group of the first replica of a stage."""
+        return self.group.ranks.index(self.layout.rank(stage, 0))
 
 
 class StageBuilder:
@@ -91,25 +103,35 @@ class StageBuilder:
         self.microbatches, self.replicas = microbatches, replicas
 
     def build(
-        self, world: World, loss: Loss, optimizer: MakeOptimizer, seed: int, device: torch.device | str | None
+        self,
+        world: World,
+        group: RankGroup | None,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        seed: int,
+        device: torch.device | str | None,
     ) -> StageBuild:
-        """This rank's stage, connected to the others; all ranks call this together."""
+        """This rank's stage, connected to the others; all ranks of the group (None: all of the job) call this together."""
+        planning = world.all_ranks if group is None else group
         if self.auto is not None:
-            self.stages = self._planned(self.auto, world, device)
-        schedule = self._schedule(world.size)
+            self.stages = self._planned(self.auto, planning, device)
+        schedule = self._schedule(planning.size)
         facts = _checked(schedule)
         self._check_clipping(schedule)
-        layout = RankLayout(schedule.replicas)
-        if layout.size != world.size:
+        layout = RankLayout(schedule.replicas, planning.ranks)
+        if layout.size != planning.size:
             raise UsageError(
-                f"the schedule needs {layout.size} ranks, one for each replica of a stage {schedule.replicas}; the job has "
-                f"{world.size}; start {layout.size}, or use other stages or replicas"
+                f"the schedule needs {layout.size} ranks, one for each replica of a stage {schedule.replicas}; the "
+                f"{'job' if group is None else 'group'} has {planning.size}; "
+                f"{'start' if group is None else 'give a group of'} {layout.size}, or use other stages or replicas"
             )
         parts = cut(self.model, self._cuts(schedule), self.example)
         number, replica = layout.of(world.rank)
-        group = world.new_group(range(world.size))
+        parent = world.new_group(planning.ranks) if group is None else group
+        assert parent is not None
+        group = world.subgroup(parent, parent.ranks)
         assert group is not None
-        gradient_sync = self._gradient_sync(world, layout, parts, schedule)
+        gradient_sync = self._gradient_sync(world, parent, layout, parts, schedule)
         stage = _stage(parts, number, schedule, facts, loss, optimizer, seed, device)
         p2p = PointToPoint(group, stage.device)
         gradient_sync.broadcast_initial([*stage.params, *stage.part.module.buffers()])
@@ -149,23 +171,23 @@ class StageBuilder:
                 "use a schedule that flushes (1f1b), or clip in the optimizer that you pass"
             )
 
-    def _planned(self, spec: str, world: World, device: torch.device | str | None) -> Cuts:
+    def _planned(self, spec: str, group: RankGroup, device: torch.device | str | None) -> Cuts:
         """Stages by measurement; replicas of one each ask for a straight pipeline."""
         if not isinstance(self.spec, str) or ":" in self.spec:
             raise UsageError(f"stages={spec!r} needs the name of a schedule, such as 1f1b, not a schedule as text")
-        if self.replicas is not None and tuple(self.replicas) != (1,) * world.size:
+        if self.replicas is not None and tuple(self.replicas) != (1,) * group.size:
             raise UsageError(
                 f"stages={spec!r} chooses replicas itself, got replicas={self.replicas}; leave them out, or give "
-                f"replicas={[1] * world.size} for a straight pipeline"
+                f"replicas={[1] * group.size} for a straight pipeline"
             )
-        straight, group = self.replicas is not None, world.all_ranks
+        straight = self.replicas is not None
         found = planned_stages(
             spec, self.model, self.example, group, straight=straight, microbatches=self.microbatches, device=device
         )
-        if len(found.stages) == 1 < world.size and not make(self.spec, 1, world.size, (world.size,)).flushes:
+        if len(found.stages) == 1 < group.size and not make(self.spec, 1, group.size, (group.size,)).flushes:
             raise UsageError(
                 f"the best plan is one stage on all ranks, which needs a schedule that flushes, got {self.spec}; "
-                f"use 1f1b, or replicas={[1] * world.size} for a straight pipeline"
+                f"use 1f1b, or replicas={[1] * group.size} for a straight pipeline"
             )
         return found
 
@@ -220,11 +242,13 @@ class StageBuilder:
 
     # The model.
 
-    def _gradient_sync(self, world: World, layout: RankLayout, parts: list[ModelPart], schedule: Schedule) -> GradientSync:
-        """The groups of this rank; all ranks make all groups, in the same order."""
+    def _gradient_sync(
+        self, world: World, group: RankGroup, layout: RankLayout, parts: list[ModelPart], schedule: Schedule
+    ) -> GradientSync:
+        """The groups of this rank; all ranks of the pipeline make all groups, in the same order."""
         own = layout.of(world.rank)[0]
         replicas = [
-            world.new_group(layout.ranks(stage)) if count > 1 else None for stage, count in enumerate(layout.replicas)
+            world.subgroup(group, layout.ranks(stage)) if count > 1 else None for stage, count in enumerate(layout.replicas)
         ]
         shared = tied(parts)
         if shared and not schedule.flushes:
@@ -234,11 +258,11 @@ class StageBuilder:
                 "use a schedule that flushes (1f1b), or other stages"
             )
         groups = [
-            (world.new_group([rank for stage in stages for rank in layout.ranks(stage)]), params)
+            (world.subgroup(group, [rank for stage in stages for rank in layout.ranks(stage)]), params)
             for stages, params in sorted(shared.items())
         ]
         clipping = None
-        if self.clip_norm is not None and (whole := world.new_group(range(world.size))) is not None:
+        if self.clip_norm is not None and (whole := world.subgroup(group, group.ranks)) is not None:
             elsewhere = {param for stages, params in shared.items() if stages[0] != own for param in params}
             mine = dict.fromkeys(param for _, param in parts[own].parameters() if param not in elsewhere)
             first = world.rank == layout.rank(own, 0)
@@ -299,7 +323,7 @@ def planned_stages(
     microbatches: int | None = None,
     device: torch.device | str | None = None,
 ) -> StagePlan:
-    """The plan that rank 0 makes and prints, on every rank. `straight`: without replicas."""
+    """The plan that the first rank makes and prints, on every rank. `straight`: without replicas."""
     topology = topology_of(spec, group.size)
     if example is None:
         raise UsageError(f"stages={spec!r} measures the model on an example of its inputs, got none; give example=(x,)")
@@ -335,7 +359,7 @@ def topology_of(spec: str, ranks: int) -> Topology:
 
 
 def _broadcast_facts(group: RankGroup, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of rank 0, on every rank."""
+    """The facts of the first rank, on every rank."""
     text = json.dumps(facts).encode()
     size = torch.tensor([len(text)])
     group.broadcast([size], 0).wait()

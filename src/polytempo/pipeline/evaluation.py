@@ -92,7 +92,7 @@ class Evaluation:
         number, lasts = self._batches, self._layout.ranks(self._last)
         own = StageMessage([], number=number, figure=mine, version=examples)
         if self._rank in lasts:
-            for rank in range(self._layout.size):
+            for rank in self._layout.members:
                 if rank != self._rank:
                     self._p2p.send(rank, EVALUATED, own)
         received = [own if rank == self._rank else self._p2p.take(rank, EVALUATED, number) for rank in lasts]

@@ -30,7 +30,8 @@ class Clipping:
         found = [param.grad for param in self._counted if param.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() for gradient in found]
         squares = torch.stack(norms).square().sum().reshape(1).cpu() if norms else torch.zeros(1, dtype=torch.float64)
-        self.group.all_reduce([squares]).wait()
+        if self.group.size > 1:
+            self.group.all_reduce([squares]).wait()
         total = squares.sqrt().squeeze()
         self.norm = float(total)
         nn.utils.clip_grads_with_norm_(params, self._max_norm, total)

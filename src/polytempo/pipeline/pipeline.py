@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polytempo.collectives.group import RankGroup
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.pipeline.actions import Schedule
 from polytempo.pipeline.builder import StageBuilder
@@ -30,7 +31,8 @@ from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.pipeline.state import PipelineState
 from polytempo.pipeline.trace_files import write_trace
 from polytempo.pipeline.training import TrainingLoop
-from polytempo.session.session import current
+from polytempo.session.session import Session, current
+from polytempo.train.communication import Group
 from polytempo.train.progress_reporter import ProgressReporter
 
 Folder = str | Path
@@ -63,9 +65,12 @@ class Pipeline:
         checkpoint_every: Write a checkpoint each time this number of steps is done; 0 for never.
         resume: A directory of checkpoints to resume from, at the last step that is complete at all stages.
         clip_norm: Clip the gradients of the whole model to this norm; not for schedules without a flush.
+        group: The ranks of this pipeline, from `pt.new_group`, in the order of its stages; all ranks of the job by default.
+            Only they make it and call its methods. Pipelines on disjoint groups run side by side.
 
     Raises:
-        UsageError: The model cannot be cut so, or arguments do not fit each other or the number of ranks.
+        UsageError: The model cannot be cut so, or arguments do not fit each other or the number of ranks; or this rank is
+            not in the group.
         RankLost: In any method: the rank and the stage that ended.
 
     Example:
@@ -93,10 +98,11 @@ class Pipeline:
         checkpoint_every: int = 0,
         resume: Folder | None = None,
         clip_norm: float | None = None,
+        group: Group | None = None,
     ) -> None:
         session = current()
         builder = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm)
-        self._built = builder.build(session.world(), loss, optimizer, seed, device)
+        self._built = builder.build(session.world(), _members(group, session), loss, optimizer, seed, device)
         self.schedule, self.facts, self.stage = self._built.schedule, self._built.facts, self._built.stage
         self.microbatches = self._built.microbatches  #: of a batch
         self._broken: Exception | None = None
@@ -316,6 +322,16 @@ class Pipeline:
         name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
         where = f" in {action}" if action is not None else ""
         return PeerError(f"{own} failed{where}: {name}{' '.join(str(error).split())}")
+
+
+def _members(group: Group | None, session: Session) -> RankGroup | None:
+    """The ranks of a pipeline; None for all."""
+    if group is None:
+        return None
+    if group.inner is None:
+        ranks = ", ".join(map(str, group.ranks))
+        raise UsageError(f"rank {session.rank} is not in the group of ranks {ranks}; make its pipeline on these ranks only")
+    return group.inner
 
 
 def pipeline_title(schedule: Schedule) -> str:

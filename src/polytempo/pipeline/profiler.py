@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median, quantiles
-from time import perf_counter
-from typing import Any, TypeAlias
+from time import perf_counter, process_time
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -48,14 +49,39 @@ def profile(
     chain = layers_of(model, inputs)
     count, layers = len(chain.costs), []
     parts = [chain.part(number, number + 1) for number in range(count)]
-    value: Any = inputs if parts[0].spreads or len(inputs) > 1 else inputs[0]
-    with torch.random.fork_rng(devices=_gpus(parts, device)):
-        for number, (name, part) in enumerate(zip(chain.names, parts, strict=True)):
-            layer, value = _measured_or_refused(name, part, value, repeats, device)
-            layers.append(layer)
-            if progress is not None:
-                progress((number + 1) / count)
+    for measured in measure_parts(list(zip(chain.names, parts, strict=True)), inputs, repeats=repeats, device=device):
+        layers.append(measured.layer)
+        if progress is not None:
+            progress(len(layers) / count)
     return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), samples)
+
+
+@dataclass(frozen=True)
+class MeasuredPart:
+    """A measured part of a model. `runs`: how often it ran forward and backward; `core_share`: the part of its seconds in
+    which it kept a core busy, and did not sleep or wait for a device."""
+
+    layer: Layer
+    runs: int
+    core_share: float
+
+
+def measure_parts(
+    parts: Sequence[tuple[str, ModelPart]],
+    inputs: tuple[Any, ...],
+    *,
+    repeats: int = 5,
+    device: Device = None,
+    seconds: float | None = None,
+) -> Iterator[MeasuredPart]:
+    """Measure parts by name, each on what the one before gave, when it is asked for. `seconds`: repeats end when this share
+    of time for each part is used up."""
+    value: Any = inputs if parts[0][1].spreads or len(inputs) > 1 else inputs[0]
+    gpus = _gpus([part for _, part in parts], device)
+    for name, part in parts:
+        with torch.random.fork_rng(devices=gpus):
+            measured, value = _measured_or_refused(name, part, value, repeats, device, seconds)
+        yield measured
 
 
 def _samples(inputs: Sequence[Any]) -> int:
@@ -72,10 +98,12 @@ def _gpus(parts: Sequence[ModelPart], device: Device) -> list[torch.device]:
     return [one for one in found | ({torch.device(device)} if device is not None else set()) if one.type == "cuda"]
 
 
-def _measured_or_refused(name: str, part: ModelPart, value: Any, repeats: int, device: Device) -> tuple[Layer, Any]:
+def _measured_or_refused(
+    name: str, part: ModelPart, value: Any, repeats: int, device: Device, seconds: float | None
+) -> tuple[MeasuredPart, Any]:
     try:
         with _borrowed(part.module, device):
-            return _measured(name, part, _moved(value, device), repeats)
+            return _measured(name, part, _moved(value, device), repeats, seconds)
     except PolytempoError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
@@ -87,8 +115,8 @@ def _measured_or_refused(name: str, part: ModelPart, value: Any, repeats: int, d
         ) from problem
 
 
-def _measured(name: str, part: ModelPart, value: Any, repeats: int) -> tuple[Layer, Any]:
-    """The inputs and outputs of a layer."""
+def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: float | None) -> tuple[MeasuredPart, Any]:
+    """The costs and outputs of a layer."""
     params = {param: None for _, param in part.parameters()}
     made: dict[int, int] = {}
     with _saving(made):
@@ -98,17 +126,32 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int) -> tuple[Lay
     made |= dict(_memory(tensor) for tensor in _tensors(output))
     gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in _tensors(output)]
     _backward(output, gradients)
-    times = [_timed(part, value, gradients) for _ in range(repeats)]
+    times: list[_Times] = []
+    while len(times) < repeats and not (seconds is not None and times and sum(map(_wall, times)) > seconds):
+        times.append(_timed(part, value, gradients))
     layer = Layer(
         name,
-        median(forward for forward, _ in times),
-        median(backward for _, backward in times),
+        median(one.forward for one in times),
+        median(one.backward for one in times),
         sum(tensor.nbytes for tensor in _tensors(output)),
         sum(param.nbytes for param in params),
         sum(size for where, size in made.items() if where not in known),
-        _spread([forward + backward for forward, backward in times]),
+        _spread([_wall(one) for one in times]),
     )
-    return layer, output
+    fastest = min(times, key=_wall)  # which other processes have disturbed least
+    return MeasuredPart(layer, 1 + len(times), min(1.0, fastest.cpu / max(1e-9, _wall(fastest)))), output
+
+
+class _Times(NamedTuple):
+    """Seconds of one forward and of its backward, and of both on all cores of this process."""
+
+    forward: float
+    backward: float
+    cpu: float
+
+
+def _wall(times: _Times) -> float:
+    return times.forward + times.backward
 
 
 def _spread(seconds: Sequence[float]) -> float | None:
@@ -119,15 +162,15 @@ def _spread(seconds: Sequence[float]) -> float | None:
     return (third - first) / 2
 
 
-def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[float, float]:
-    """Seconds of one forward and of its backward."""
+def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:
     inputs = _fresh(value, part.changes_its_input())
     devices = {tensor.device for tensor in _tensors(inputs) if tensor.is_cuda}
-    started = _now(devices)
+    busy, started = process_time(), _now(devices)
     output = _called(part, inputs)
     between = _now(devices)
     _backward(output, gradients)
-    return between - started, _now(devices) - between
+    ended = _now(devices)
+    return _Times(between - started, ended - between, process_time() - busy)
 
 
 def _now(devices: set[torch.device]) -> float:

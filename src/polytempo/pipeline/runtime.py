@@ -40,9 +40,11 @@ class CompletedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Which rank is which replica of which stage: the replicas of the first stage come first."""
+    """Which rank of the job is which replica of which stage. `members`: the ranks of the pipeline in this order, those of
+    the first stage first."""
 
     replicas: tuple[int, ...]
+    members: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -56,16 +58,18 @@ class RankLayout:
 
     def rank(self, stage: int, replica: int) -> int:
         """The rank of a replica of a stage."""
-        return sum(self.replicas[:stage]) + replica
+        return self.members[sum(self.replicas[:stage]) + replica]
 
-    def ranks(self, stage: int) -> range:
+    def ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks of all replicas of a stage."""
-        return range(self.rank(stage, 0), self.rank(stage, self.replicas[stage]))
+        first = sum(self.replicas[:stage])
+        return self.members[first : first + self.replicas[stage]]
 
     def of(self, rank: int) -> tuple[int, int]:
         """Stage and replica of a rank."""
-        stage = next(stage for stage, end in enumerate(accumulate(self.replicas)) if rank < end)
-        return stage, rank - self.rank(stage, 0)
+        place = self.members.index(rank)
+        stage = next(stage for stage, end in enumerate(accumulate(self.replicas)) if place < end)
+        return stage, place - sum(self.replicas[:stage])
 
     def name(self, rank: int) -> str:
         """How messages name a rank: `stage 2.1 (rank 5)`."""

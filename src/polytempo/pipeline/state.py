@@ -40,7 +40,7 @@ class PipelineState:
                 for name, (shape, dtype) in tensors.items()
             }
             if values:
-                self._built.group.broadcast(list(values.values()), self._built.layout.rank(number, 0)).wait()
+                self._built.group.broadcast(list(values.values()), self._built.position(number)).wait()
             found |= values
         return {name: found[name] for name in self._built.names}
 
@@ -71,19 +71,19 @@ class PipelineState:
         if self._built.replica == 0:
             self._write_current(directory)
         self._built.group.barrier().wait()
-        if self._built.rank == 0:
+        if self._built.is_first:
             facts = {"stages": self._stages, "schedule": self._built.schedule.name, "names": self._built.names}
             write_manifest(directory, self._training.steps, facts)
         self._built.group.barrier().wait()
 
     def resume(self, directory: Path) -> None:
-        """Continue from the newest step of which all parts exist; rank 0 finds it."""
+        """Continue from the newest step of which all parts exist; the first rank finds it."""
         step = torch.zeros(1, dtype=torch.int64)
-        if self._built.rank == 0:  # an error here is raised here, before other ranks can fail at their parts
+        if self._built.is_first:  # an error here is raised here, before other ranks can fail at their parts
             step.fill_(newest(directory, self._stages))
             part = self._read(directory, int(step))
         self._built.group.broadcast([step], 0).wait()
-        if self._built.rank != 0:
+        if not self._built.is_first:
             part = self._read(directory, int(step))
         self._load_stage(part["model"])
         if self._stage.optimizer is not None:

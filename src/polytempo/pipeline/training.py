@@ -94,7 +94,7 @@ class TrainingLoop:
 
     def _send_loss(self, number: int, loss: float) -> None:
         self._losses[number] = loss
-        for rank in range(self._layout.size):
+        for rank in self._layout.members:
             if rank != self._built.rank:
                 self._built.p2p.send(rank, LOSS, StageMessage([], number=number, figure=loss))
 

@@ -1,0 +1,255 @@
+"""The machine measured between the ranks of a job: links, reductions, contention. All ranks take part together.
+
+Every figure comes from the mechanism that a step uses, between the ranks that will use it. Nothing is assumed: what was not
+measured is not predicted.
+
+    inside, between   a stage's message, there and back between two ranks (`pipeline/point_to_point.py`), a small and a large
+                      one: latency, and seconds a byte
+    reductions        an all-reduce of a tensor group of each size that divides the ranks, all groups of that size at once
+    contention        the same work on one rank of each host, then on all of them at once; what the number of ranks for each
+                      core explains is taken out, and what is left is shared memory bandwidth and caches
+    action_s          a stage's forward and backward around a layer, less the layer
+    cores             that the ranks of a host may use, by their affinity, for each thread of a rank
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.world import World
+from polytempo.pipeline.partition import ModelPart
+from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
+from polytempo.pipeline.stage import Stage, drawing_apart
+from polytempo.pipeline.stage_message import StageMessage
+from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
+
+#: Bytes of the messages and reductions that are measured, and seconds that each may take.
+SMALL, LARGE = 256, 1 << 20
+SECONDS = 0.05
+#: The largest number of rounds of one measurement, and the least.
+MOST, LEAST = 30, 3
+#: Cores in an affinity mask.
+MASK = 4096
+
+
+def measure_machine(world: World, work: Callable[[], object] | None = None) -> Machine:
+    """Measure what lies between the ranks of a job. All ranks call this together, and get the same.
+
+    Args:
+        world: All ranks of the job.
+        work: What ranks compute while contention is measured, a few milliseconds of it, such as a forward and backward of
+            the model; by default a small perceptron.
+
+    Returns:
+        The machine, as predictions need it.
+    """
+    with drawing_apart(torch.device("cpu")):
+        return _measured(world, work or _perceptron())
+
+
+def _measured(world: World, work: Callable[[], object]) -> Machine:
+    group = world.new_group(range(world.size))
+    assert group is not None
+    hosts = tuple(tuple(host) for host in world.hosts)
+    neighbours = next((host[:2] for host in hosts if len(host) > 1), None)
+    between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
+    inside = _link(group, neighbours) if neighbours is not None else between
+    cores = _cores(group, hosts)
+    reductions = tuple(_tensor_reductions(world, group))
+    return Machine(
+        hosts=hosts,
+        cores=cores,
+        inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
+        between=between,
+        reduce_inside=_of_two(reductions, 1),
+        reduce_between=_of_two(reductions, 2),
+        contention=_contention(group, hosts, cores, work),
+        action_s=_agreed(group, _action_seconds(), group.ranks[0]),
+        reductions=reductions,
+    )
+
+
+def _of_two(reductions: Sequence[MeasuredReduction], hosts: int) -> MeasuredLink | None:
+    return next((one.link for one in reductions if (one.ranks, one.hosts) == (2, hosts)), None)
+
+
+# What all ranks know.
+
+
+def _gathered(group: RankGroup, *values: float) -> list[list[float]]:
+    """The figures of each rank, on every rank."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(group.size)]
+    group.all_gather(rows, mine).wait()
+    return [row.tolist() for row in rows]
+
+
+def _agreed(group: RankGroup, value: float, rank: int) -> float:
+    """The figure of one rank, on every rank."""
+    return _gathered(group, value)[group.ranks.index(rank)][0]
+
+
+def _cores(group: RankGroup, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """For each host: how many of its ranks compute at full speed side by side."""
+    mask = torch.zeros(MASK, dtype=torch.uint8)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    mask[[core % MASK for core in allowed]] = 1
+    masks = [torch.empty_like(mask) for _ in range(group.size)]
+    group.all_gather(masks, mask).wait()
+    threads = max(1, round(max(row[0] for row in _gathered(group, float(torch.get_num_threads())))))
+    together = [torch.stack([masks[rank] for rank in host]).amax(0) for host in hosts]
+    return tuple(max(1, int(one.sum()) // threads) for one in together)
+
+
+# Messages between stages.
+
+
+def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
+    """The link between two ranks; the others wait."""
+    p2p = PointToPoint(group, torch.device("cpu"))
+    times: list[list[float]] = []
+    for size in (SMALL, LARGE):
+        if group.engine.rank == pair[0]:
+            times.append([seconds / 2 for seconds in _ping(p2p, pair[1], size)])
+        elif group.engine.rank == pair[1]:
+            _pong(p2p, pair[0])
+    p2p.settle()
+    mine = _figures(*times) if times else (0.0, 0.0)
+    return MeasuredLink(*_gathered(group, *mine)[group.ranks.index(pair[0])])
+
+
+def _figures(small: Sequence[float], large: Sequence[float]) -> tuple[float, float]:
+    """Latency and seconds a byte: what is usual for a small message, and what a large one takes longer at best. (The
+    difference of medians would be smaller than their noise.)"""
+    per_byte = max(0.0, (min(large) - min(small)) / (LARGE - SMALL))
+    return max(0.0, median(small) - SMALL * per_byte), per_byte
+
+
+def _ping(p2p: PointToPoint, other: int, size: int) -> list[float]:
+    """Seconds there and back. The version says that another round follows."""
+    data, times, number = torch.zeros(size, dtype=torch.uint8), list[float](), 0
+    going = True
+    while going:
+        going = len(times) < MOST and (len(times) < LEAST or sum(times) < SECONDS)
+        started = perf_counter()
+        p2p.send(other, FORWARD, StageMessage([data], number=number, version=int(going)))
+        data = p2p.take(other, BACKWARD, number).values[0]
+        times.append(perf_counter() - started)
+        number += 1
+    return times[1:]  # the first announces the form and makes the memory
+
+
+def _pong(p2p: PointToPoint, other: int) -> None:
+    number, going = 0, True
+    while going:
+        message = p2p.take(other, FORWARD, number)
+        p2p.send(other, BACKWARD, StageMessage(message.values, number=number))
+        number, going = number + 1, bool(message.version)
+
+
+# Reductions.
+
+
+def _tensor_reductions(world: World, group: RankGroup) -> Iterator[MeasuredReduction]:
+    for size in range(2, world.size + 1):
+        if world.size % size == 0:
+            ranks = [range(first, first + size) for first in range(0, world.size, size)]
+            made = [world.new_group(one) for one in ranks]  # all ranks make all groups, in the same order
+            yield from _measured_groups(group, "tensor", ranks, next(one for one in made if one is not None))
+
+
+def _measured_groups(
+    group: RankGroup, axis: str, ranks: Sequence[Sequence[int]], own: RankGroup
+) -> Iterator[MeasuredReduction]:
+    """All groups at once; where several are alike, the slowest counts."""
+    times = []
+    for size in (SMALL, LARGE):
+        tensor = torch.zeros(size // 4)
+
+        def reduce(tensor: torch.Tensor = tensor) -> None:
+            own.all_reduce([tensor]).wait()
+
+        times.append(timed_together(group, reduce))
+    rows = _gathered(group, *_figures(*times))
+    found: dict[int, list[list[float]]] = {}
+    for members in ranks:
+        hosts = sum(1 for host in group.place.hosts if set(host) & set(members))
+        found.setdefault(hosts, []).extend(rows[member] for member in members)
+    for hosts, those in sorted(found.items()):
+        link = MeasuredLink(max(row[0] for row in those), max(row[1] for row in those))
+        yield MeasuredReduction(axis, len(ranks[0]), hosts, link)
+
+
+def timed_together(group: RankGroup, call: Callable[[], object]) -> list[float]:
+    """Seconds of a call that all ranks of a group make equally often, as often as fits into the time of the slowest."""
+    slowest = max(row[0] for row in _gathered(group, median([_seconds(call) for _ in range(LEAST)])))
+    rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
+    group.barrier().wait()
+    return [_seconds(call) for _ in range(rounds)]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
+
+
+# Computing.
+
+
+def _perceptron() -> Callable[[], object]:
+    """Some milliseconds of matrix products and of traffic to memory, as a layer has both."""
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    inputs = torch.ones(256, 256)
+
+    def work() -> None:
+        model(inputs).sum().backward()
+
+    return work
+
+
+def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], cores: Sequence[int], work: Callable[[], object]) -> float:
+    """The largest of all hosts, and at least 1."""
+    if max(map(len, hosts)) == 1:
+        return 1.0
+    rank = group.engine.rank
+    work()
+    first = any(rank == host[0] for host in hosts)
+    alone = median([_seconds(work) for _ in range(LEAST + 2)]) if first else 0.0
+    rounds = max(LEAST, min(MOST, int(2 * SECONDS / max(1e-9, max(row[0] for row in _gathered(group, alone))))))
+    group.barrier().wait()
+    started = perf_counter()
+    for _ in range(rounds):
+        work()
+    rows = _gathered(group, alone, (perf_counter() - started) / rounds)
+    found = [1.0]
+    for host, count in zip(hosts, cores, strict=True):
+        together = sum(rows[member][1] for member in host) / len(host)
+        found.append(together / rows[host[0]][0] / max(1.0, len(host) / count))
+    return max(found)
+
+
+def _action_seconds() -> float:
+    """What a stage adds to its module: half of what it adds to a forward and a backward."""
+    layer, inputs = nn.Linear(8, 8), torch.ones(1, 8)
+    part = ModelPart(nn.Sequential(layer), (("0", layer),))
+    stage = Stage(part, 0, lambda params: torch.optim.SGD(params, 0.0), None)
+    gradient = StageMessage([torch.ones(1, 8)])
+
+    def action() -> None:
+        stage.forward(0, StageMessage([inputs], single=True))
+        stage.backward(0, gradient)
+
+    def module() -> None:
+        part.module(inputs).backward(gradient.values[0])
+
+    action()
+    around, alone = (median([_seconds(call) for _ in range(MOST)]) for call in (action, module))
+    return max(0.0, around - alone) / 2

@@ -1,0 +1,219 @@
+"""A model measured for the predictions of a strategy: its layers at one number of shards and one microbatch size.
+
+Layers are those between which a pipeline can be cut, measured by the pipeline's own profiler (`pipeline/profiler.py`); the
+loss is measured behind the last. For T shards a copy of the model is split as it would be on rank 0 of a tensor group, with
+a group that only notes its collectives: their bytes are known, and their seconds are those of the links (`links.py`). The
+optimizer is made for copies of each layer's parameters and steps on them. Afterwards the model is as it was.
+
+A worker of `polytempo run` has its share of the cores, and torch as many threads: measure where, and with as many threads
+as, the ranks will compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.errors import UsageError
+from polytempo.pipeline.partition import ModelPart, layers_of, tied
+from polytempo.pipeline.profiler import Device, MeasuredPart, measure_parts
+from polytempo.pipeline.stage import Loss, MakeOptimizer
+from polytempo.strategy.costs import ModelProfile, ShardedLayer, TiedWeights
+
+#: Seconds that measuring a model may take beyond one run of each layer.
+BUDGET = 2.0
+
+
+def measure_model(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    *,
+    microbatch: int,
+    tensor: int = 1,
+    optimizer: MakeOptimizer | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
+    repeats: int = 7,
+    seconds: float = BUDGET,
+    device: Device = None,
+) -> ModelProfile:
+    """Measure every layer of a model for one microbatch.
+
+    Args:
+        model: The model, or its layers.
+        example: Its inputs, a tensor or a tuple of them. Rows are taken from the front, and repeated where there are fewer
+            than the microbatch has.
+        microbatch: The number of samples.
+        tensor: The number of ranks of a tensor group.
+        optimizer: Makes the optimizer of some parameters; without it, updates and optimizer state count nothing.
+        loss: The loss function; it is measured where `target` is given, too.
+        target: An example of the targets.
+        repeats: How often each layer is measured; the medians count.
+        seconds: About how long repeats may take altogether.
+        device: Where to measure, if not where the model is.
+
+    Returns:
+        Seconds and bytes of every layer, as one rank has them.
+
+    Raises:
+        UsageError: The example does not fit the model, or a number is less than 1.
+    """
+    for name, value in (("microbatch", microbatch), ("tensor", tensor), ("repeats", repeats)):
+        if value < 1:
+            raise UsageError(f"expected {name} to be at least 1, got {value}")
+    if tensor > 1:
+        raise UsageError(f"expected tensor=1, got {tensor}: layers cannot be split yet")
+    inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
+    inputs = taken(inputs, microbatch)
+    chain = layers_of(model, inputs)
+    parts = [chain.part(number, number + 1) for number in range(len(chain.costs))]
+    named = list(zip(chain.names, parts, strict=True))
+    if loss is not None and target is not None:
+        layer = _LossLayer(loss, taken(target, microbatch))
+        named.append(("loss", ModelPart(layer, (("", layer),))))
+    share = seconds / len(named)
+    found = []
+    for measured, (_, part) in zip(
+        measure_parts(named, inputs, repeats=repeats, device=device, seconds=share), named, strict=True
+    ):
+        found.append(_with_update(measured, part, optimizer, repeats, device))
+    return ModelProfile(
+        model=type(model).__name__ if isinstance(model, nn.Module) else "model",
+        tensor=tensor,
+        microbatch=microbatch,
+        layers=tuple(found[: len(parts)]),
+        tied=_tied(parts, found),
+        loss=found[-1] if len(found) > len(parts) else None,
+        input_bytes=sum(value.nbytes for value in inputs if isinstance(value, torch.Tensor)),
+    )
+
+
+class _LossLayer(nn.Module):  # type: ignore[misc]
+    """The loss of a microbatch, as a layer behind the last."""
+
+    def __init__(self, loss: Loss, target: Any) -> None:
+        super().__init__()
+        self._loss, self._target = loss, target
+
+    def forward(self, output: Any) -> torch.Tensor:
+        target = _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target
+        return self._loss(output, target)
+
+
+# A microbatch.
+
+
+def taken(value: Any, count: int) -> Any:
+    """As many rows of each tensor of an example as a microbatch has."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or not len(tensor):
+            return tensor
+        return tensor[:count] if len(tensor) >= count else tensor[torch.arange(count, device=tensor.device) % len(tensor)]
+
+    return _mapped(rows, value)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return _mapped(lambda tensor: tensor.to(device), value)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(change, one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(change, one) for one in value)
+    return value
+
+
+# The optimizer.
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the optimizer takes for some parameters."""
+
+    seconds: float = 0.0
+    state_bytes: float = 0.0
+
+
+def _with_update(
+    measured: MeasuredPart, part: ModelPart, optimizer: MakeOptimizer | None, repeats: int, device: Device
+) -> ShardedLayer:
+    params = list(dict.fromkeys(param for _, param in part.parameters()))
+    update = _measured_update(params, optimizer, repeats, device) if optimizer is not None else _Update()
+    return ShardedLayer(
+        layer=measured.layer,
+        update_s=update.seconds,
+        state_bytes=update.state_bytes,
+        core_share=measured.core_share,
+        gradient_bytes=_trained(params),
+    )
+
+
+def _trained(params: Sequence[nn.Parameter]) -> int:
+    return sum(param.nbytes for param in params if param.requires_grad)
+
+
+def _measured_update(params: Sequence[nn.Parameter], optimizer: MakeOptimizer, repeats: int, device: Device) -> _Update:
+    """Steps of the optimizer on copies of these parameters; the first makes its state."""
+    if not any(param.requires_grad for param in params):
+        return _Update()
+    copies = [nn.Parameter(param.detach().to(device, copy=True), requires_grad=param.requires_grad) for param in params]
+    gradients = [torch.full_like(copy, 1e-3) if copy.requires_grad else None for copy in copies]
+    made, times = optimizer(copies), []
+    for _ in range(1 + repeats):
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+        times.append(_step_seconds(made, copies[0].device))
+    return _Update(median(times[1:]), sum(tensor.nbytes for tensor in state_tensors(made)))
+
+
+def _step_seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    started = _now(device)
+    optimizer.step()
+    optimizer.zero_grad()
+    return _now(device) - started
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+
+    def within(value: Any) -> Iterator[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for one in value.values():
+                yield from within(one)
+        elif isinstance(value, tuple | list):
+            for one in value:
+                yield from within(one)
+
+    yield from within(dict(optimizer.state))
+
+
+# Tied parameters.
+
+
+def _tied(parts: Sequence[ModelPart], layers: Sequence[ShardedLayer]) -> tuple[TiedWeights, ...]:
+    """Parameters that several layers hold. Their optimizer state is their share of that of the first of these layers."""
+    found = []
+    for holders, params in sorted(tied(parts).items()):
+        first, trained = layers[holders[0]], _trained(params)
+        state = first.state_bytes * trained / first.gradient_bytes if first.gradient_bytes else 0.0
+        found.append(TiedWeights(holders, sum(param.nbytes for param in params), trained, state))
+    return tuple(found)

@@ -1,0 +1,362 @@
+"""`Strategy`: one declaration of how a model is spread over the workers of a job. Loads no torch.
+
+    data=4                                      four replicas (data parallelism)
+    data=2,pipe=2,schedule=gpipe,microbatches=8 two replicas of two stages each
+    pipe=2,tensor=2                             as many replicas as there are workers for
+    data=2,pipe=2,sync=ssp:1                    a mode between the replicas; options of a mode or schedule follow it
+    auto,memory=16GB                            chosen for a model by its predicted step time
+
+A strategy is a text both ways: `Strategy.parse`, `str`. It is checked as far as it can be when it is made (`soundness.py`),
+against the number of workers by `mesh`, and against a model by `distribute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from math import log
+from typing import Any
+
+from polytempo.errors import UsageError, counted, nearest
+from polytempo.mesh import Mesh
+from polytempo.options import whole_number
+from polytempo.pipeline.schedules import make
+from polytempo.strategy.soundness import check_pair
+from polytempo.sync.spec import parse_spec
+from polytempo.units import parse_size
+
+#: The field of a strategy text that an item without a known name continues: it is an option of the mode or the schedule.
+WITH_OPTIONS = ("sync", "schedule")
+AXES = ("data", "pipe", "tensor")
+EXAMPLE = "data=2,pipe=2"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is spread over the workers: replicas, stages and shards, and how replicas synchronise.
+
+    The product of `data`, `pipe` and `tensor` is the number of workers. The same text is what
+    `polytempo run --strategy data=2,pipe=2` takes.
+
+    Args:
+        data: The number of replicas of the model, each with its own part of the data; by default what is left of the
+            workers.
+        pipe: Into how many stages a replica is cut, one after the other.
+        tensor: Into how many shards the layers of a stage are split.
+        sync: The synchronisation mode between replicas; the job's by default. Modes that are not sound for a model that is
+            split are refused with the reason.
+        schedule: The schedule of the stages: "1f1b", "gpipe" or "sequential", with options.
+        microbatches: Into how many parts a replica's batch is split; as many as there are stages by default.
+        via: How gradients travel between replicas: "ps", "allreduce" or "auto"; the job's way by default.
+        automatic: Choose data, pipe, tensor, schedule and microbatches for the model; what `Strategy.auto()` sets.
+        memory: With `automatic`: the bytes that a worker may need.
+
+    Raises:
+        UsageError: A count below 1, an unknown mode or schedule, or a pair that is not sound.
+
+    Example:
+        ```python
+        strategy = pt.Strategy(data=2, pipe=2, microbatches=4)
+        trained = strategy.distribute(model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        for x, y in loader:
+            trained.step(x, y)
+        ```
+    """
+
+    data: int | None = None
+    pipe: int = 1
+    tensor: int = 1
+    sync: str | None = None
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    via: str | None = None
+    automatic: bool = False
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*AXES, "microbatches"):
+            count = getattr(self, name)
+            optional = name in ("data", "microbatches")
+            if (count is None and optional) or (type(count) is int and count >= 1):
+                continue
+            raise UsageError(f"expected {name} to be a whole number of at least 1, got {count!r}; write {name}=2")
+        ways = ("auto", "ps", "allreduce")
+        if self.via is not None and self.via not in ways:
+            raise UsageError(f"expected via to be {', '.join(ways)}, got {self.via!r}{nearest(str(self.via), ways)}")
+        if self.memory is not None and not self.automatic:
+            raise UsageError(
+                "memory= is the limit under which strategy='auto' chooses; leave it out, or use Strategy.auto()"
+            )
+        if self.automatic and (self.data, self.pipe, self.tensor) != (None, 1, 1):
+            raise UsageError(f"auto chooses data, pipe and tensor by itself; write auto, or {EXAMPLE} without auto")
+        make(self.schedule, self.pipe, self.microbatches or self.pipe)  # refuses an unknown one
+        check_pair(self.sync or "bsp", self.pipe, self.tensor, self.schedule)
+
+    # Texts.
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read a strategy from a text.
+
+        Args:
+            text: Such as `data=2,pipe=2,schedule=gpipe,microbatches=8`, `data=2,sync=every:8,wait=2`, `auto,memory=16GB`, or
+                a preset: `mirrored`, `multi_worker`, `parameter_server`, `central_storage`.
+
+        Returns:
+            The strategy; `str(strategy)` is a text that gives it again.
+
+        Raises:
+            UsageError: The text cannot be read, or the strategy is not sound.
+        """
+        head, *rest = [item.strip() for item in text.split(",")]
+        if head in PRESETS and "=" not in head:
+            base, items = PRESETS[head](), rest
+        else:
+            base, items = cls(), [head, *rest]
+        given: dict[str, str] = {}
+        last = ""
+        for item in items:
+            last = _take_item(item, last, given, text)
+        return replace(base, **{name: _value(name, value) for name, value in given.items()})
+
+    def __str__(self) -> str:
+        shown = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) != _DEFAULTS[name]]
+        for name in ("sync", "schedule", "microbatches", "via"):
+            shown += [f"{name}={getattr(self, name)}"] if getattr(self, name) != _DEFAULTS[name] else []
+        shown += [f"memory={self.memory!r}"] if self.memory is not None else []
+        return ",".join((["auto"] if self.automatic else []) + shown) or "data=all"
+
+    # The number of workers.
+
+    @property
+    def each(self) -> int:
+        """The number of workers of one replica."""
+        return self.pipe * self.tensor
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model of a replica is on several workers."""
+        return self.each > 1
+
+    def mesh(self, size: int) -> Mesh:
+        """The mesh of this strategy in a job of a number of workers.
+
+        Args:
+            size: The number of workers.
+
+        Returns:
+            Which rank is which replica, stage and shard.
+
+        Raises:
+            UsageError: The product is another number; the text names the nearest strategies that fit.
+        """
+        if self.automatic:
+            raise UsageError("strategy auto is chosen for a model: use distribute(model, example=...) or explain(...)")
+        data = self.data if self.data is not None else size // self.each
+        if data >= 1 and data * self.each == size:
+            return Mesh(data, self.pipe, self.tensor)
+        asked = _axes(self.data, self.pipe, self.tensor)
+        needed = counted(self.data * self.each, "worker") if self.data is not None else f"a multiple of {self.each} workers"
+        raise UsageError(f"{asked} needs {needed}, the job has {size}; nearest: {' or '.join(self.nearest(size))}")
+
+    def nearest(self, size: int) -> list[str]:
+        """The strategies of this number of workers that are most like this one, and data parallelism.
+
+        Args:
+            size: The number of workers.
+
+        Returns:
+            One or two texts, the nearest first.
+        """
+        wanted = (self.data, self.pipe, self.tensor)
+        found = [
+            (data, pipe, size // data // pipe)
+            for data in range(1, size + 1)
+            for pipe in range(1, size + 1)
+            if size % (data * pipe) == 0
+        ]
+        sound = [one for one in found if _is_sound(self.sync, one[1], one[2])]
+
+        def distance(one: tuple[int, int, int]) -> tuple[float, int, int]:
+            pairs = [(have, want) for have, want in zip(one, wanted, strict=True) if want is not None]
+            apart = sum(abs(log(have / want)) for have, want in pairs)
+            new = sum(have > 1 and want == 1 for have, want in pairs)
+            return apart + new, -one[0], one[2]
+
+        best = min(sound, key=distance)
+        return list(dict.fromkeys([_axes(*best), _axes(size, 1, 1)]))
+
+    def resolved(self, size: int, sync: str = "bsp", via: str | None = None) -> Strategy:
+        """This strategy with all that a job of `size` workers fills in: data, the mode, the number of microbatches.
+
+        Args:
+            size: The number of workers.
+            sync: The job's mode, where the strategy has none.
+            via: The job's way of gradients, where the strategy has none.
+
+        Returns:
+            A strategy without open fields.
+
+        Raises:
+            UsageError: As `mesh`, or the job's mode is not sound for this strategy.
+        """
+        return replace(
+            self,
+            data=self.mesh(size).data,
+            sync=self.sync or sync,
+            via=self.via or via,
+            microbatches=self.microbatches or self.pipe,
+        )
+
+    def describe(self) -> str:
+        """The strategy in words, in one line.
+
+        Returns:
+            Such as `2 replicas x 2 stages = 4 workers: bsp between replicas, 1f1b with 4 microbatches`.
+        """
+        if self.automatic:
+            limit = f" within {self.memory / 1e9:g} GB a worker" if self.memory is not None else ""
+            return f"chosen for the model by predicted step time{limit}"
+        replicas = counted(self.data, "replica") if self.data is not None else "replicas"
+        axes = [replicas, *([counted(self.pipe, "stage")] if self.pipe > 1 else [])]
+        axes += [counted(self.tensor, "shard")] if self.tensor > 1 else []
+        total = f" = {counted(self.data * self.each, 'worker')}" if self.data is not None else ""
+        between = f"{self.sync or 'the mode of the job'} between replicas"
+        between += {"ps": " over parameter servers", "allreduce": " by all-reduce"}.get(self.via or "", "")
+        count = self.microbatches or self.pipe
+        parts = f"{count} microbatch{'es' * (count != 1)}"
+        staged = f", {self.schedule} with {parts}" if self.pipe > 1 else f", {parts}" if count > 1 else ""
+        return f"{' x '.join(axes)}{total}: {between}{staged}"
+
+    # Presets, in TensorFlow's words.
+
+    @classmethod
+    def mirrored(cls) -> Strategy:
+        """A replica on each worker, mirrored: bsp by all-reduce. What `tf.distribute.MirroredStrategy` does with the GPUs
+        of one host; here the workers of the host are the processes that `polytempo run -n` starts.
+
+        Returns:
+            `Strategy(sync="bsp", via="allreduce")`.
+        """
+        return cls(sync="bsp", via="allreduce")
+
+    @classmethod
+    def multi_worker(cls) -> Strategy:
+        """A replica on each worker of all hosts: bsp by all-reduce over all of them. What
+        `tf.distribute.MultiWorkerMirroredStrategy` does. Start it with `--listen` and `--expect`, torchrun, mpirun or srun.
+
+        Returns:
+            `Strategy(sync="bsp", via="allreduce")`; here one host and several are the same strategy.
+        """
+        return cls(sync="bsp", via="allreduce")
+
+    @classmethod
+    def parameter_server(cls, sync: str = "asp") -> Strategy:
+        """Values on parameter servers, to which each worker pushes at its own pace. What
+        `tf.distribute.ParameterServerStrategy` does; here the staleness can be bounded.
+
+        Args:
+            sync: The mode: "asp" as in TensorFlow, or "ssp:3", "dssp:1..6", "every:8" and others.
+
+        Returns:
+            `Strategy(sync=sync, via="ps")`.
+        """
+        return cls(sync=sync, via="ps")
+
+    @classmethod
+    def central_storage(cls) -> Strategy:
+        """Values in one place, replicas on the workers, in step: bsp over a parameter server. What
+        `tf.distribute.experimental.CentralStorageStrategy` does with the host's memory; here it is the server's.
+
+        Returns:
+            `Strategy(sync="bsp", via="ps")`; `--servers 1`, the default, keeps all values on one server.
+        """
+        return cls(sync="bsp", via="ps")
+
+    @classmethod
+    def auto(cls, memory: float | str | None = None, sync: str | None = None) -> Strategy:
+        """Choose data, pipe, tensor, schedule and microbatches for a model: the least predicted step time of all that fit.
+
+        Args:
+            memory: What a worker may need: bytes, or a text such as "16GB"; no limit by default.
+            sync: The mode between replicas; the job's by default.
+
+        Returns:
+            A strategy that is chosen by `distribute`, `fit` and `explain`, which are given a model and an example.
+        """
+        limit = None if memory is None else parse_size(memory, "a memory limit")
+        return cls(automatic=True, memory=limit, sync=sync)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Strategy)}
+
+#: Words that stand for a strategy.
+PRESETS: dict[str, Callable[[], Strategy]] = {
+    "auto": Strategy.auto,
+    "mirrored": Strategy.mirrored,
+    "multi_worker": Strategy.multi_worker,
+    "parameter_server": Strategy.parameter_server,
+    "central_storage": Strategy.central_storage,
+}
+
+
+def _take_item(item: str, last: str, given: dict[str, str], text: str) -> str:
+    """Read one item of a strategy text into `given`; the field that an item behind it may continue."""
+    name, equals, value = item.partition("=")
+    if name in READERS and equals:
+        if name in given:
+            raise UsageError(f"{name} stands twice in strategy {text!r}; give it once")
+        given[name] = value
+        return name
+    if last in WITH_OPTIONS:
+        given[last] += f",{item}"
+        return last
+    known = (*READERS, *PRESETS)
+    raise UsageError(
+        f"expected items NAME=VALUE such as {EXAMPLE}, got {item!r} in strategy {text!r}; known: {', '.join(known)}"
+        f"{nearest(name, known)}"
+    )
+
+
+def _whole(name: str) -> Callable[[str], int]:
+    reader = whole_number(name, at_least=1)
+
+    def read(value: str) -> int:
+        try:
+            return int(reader.read(value))
+        except ValueError:
+            raise UsageError(f"expected {reader.expected}, got {name}={value}; write {name}=2") from None
+
+    return read
+
+
+#: The fields of a strategy text, and how their values are read.
+READERS: dict[str, Callable[[str], Any]] = {
+    "data": lambda value: None if value == "all" else _whole("data")(value),
+    "pipe": _whole("pipe"),
+    "tensor": _whole("tensor"),
+    "sync": lambda value: parse_spec(value).text,
+    "schedule": str,
+    "microbatches": _whole("microbatches"),
+    "via": str,
+    "memory": lambda value: parse_size(value, "a memory limit"),
+}
+
+
+def _value(name: str, value: str) -> Any:
+    return READERS[name](value)
+
+
+def _axes(data: int | None, pipe: int, tensor: int) -> str:
+    """The axes that have several ranks: `data=2,pipe=2`."""
+    counts = {"data": data, "pipe": pipe, "tensor": tensor}
+    shown = [f"{name}={count}" for name, count in counts.items() if count is not None and count > 1]
+    return ",".join(shown) or "data=1"
+
+
+def _is_sound(sync: str | None, pipe: int, tensor: int) -> bool:
+    try:
+        check_pair(sync or "bsp", pipe, tensor, "1f1b")
+    except UsageError:
+        return False
+    return True
