@@ -7,15 +7,17 @@ the result is that of one process, whatever the strategy and the size of the las
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polytempo.pipeline.stage_message import rows
-from polytempo.strategy.batches import SampleSource
-from polytempo.strategy.distributed_model import DistributedModel
+from polytempo.strategy.sample_source import SampleSource
 from polytempo.summation import in_order
 from polytempo.train.communication import all_reduce
+
+if TYPE_CHECKING:
+    from polytempo.strategy.distributed_model import DistributedModel
 
 #: A function of outputs and targets: the mean over the batch, or a value for each sample.
 Metric = Callable[[Any, Any], Any]
@@ -24,61 +26,67 @@ Metric = Callable[[Any, Any], Any]
 def evaluate(
     model: DistributedModel,
     data: Any,
-    loss: Callable[[Any, Any], torch.Tensor],
     *,
     metrics: Mapping[str, Metric] | Sequence[Metric] | None = None,
     batch_size: int | None = None,
 ) -> dict[str, float]:
-    """Evaluate the job's model: replicas share the batches, and sums are over all samples. All ranks call it.
+    """Evaluate the job's model: replicas share the batches, and means are over all samples. All ranks call it.
 
     Args:
         model: The distributed model, such as `history.model`.
         data: As for `fit`; all samples are taken, in their order.
-        loss: A function of outputs and targets.
-        metrics: As for `fit`.
-        batch_size: Samples that a replica evaluates at once.
+        metrics: Functions of outputs and targets, by name or in a list. Each returns a mean over its batch, or a tensor of
+            values, of which the mean is taken over all batches.
+        batch_size: Samples that a replica evaluates at once; the loader's, or 32.
 
     Returns:
-        The loss and each metric by name, the same on all ranks.
+        `loss` and each metric by name, the same on all ranks.
+
+    Example:
+        ```python
+        pt.evaluate(history.model, held_out, metrics={"accuracy": lambda out, y: out.argmax(1) == y})
+        ```
     """
-    source = SampleSource(data, batch_size, False, 0, otherwise=False)
-    return mean_over(model, source, {"loss": loss, **named_metrics(metrics)})
+    return mean_over(model, SampleSource(data, batch_size, False, 0, otherwise=False), named_metrics(metrics))
 
 
-def mean_over(model: DistributedModel, source: SampleSource, functions: Mapping[str, Metric]) -> dict[str, float]:
-    """The mean of each function over all samples, summed in the order of the batches: the same under every strategy."""
+def mean_over(model: DistributedModel, source: SampleSource, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The means of the loss and of each metric over all samples, summed in the order of the batches."""
     replica, replicas = model.point.data, model.mesh.data
     model.consolidate()
     found: list[list[float]] = []
     for x, y in source.evaluation(replica, replicas):
-        outputs = model.predict(x)
-        if has_outputs(model):
-            with torch.no_grad():
-                found.append([part for function in functions.values() for part in _sum_and_count(function, outputs, y)])
+        samples = rows(y)
+        sums = [model.evaluate(x, y) * samples, float(samples)]
+        outputs = model.predict(x) if metrics else None
+        for metric in metrics.values():
+            sums += _sum_and_count(metric, outputs, y, samples)
+        found.append(sums)
     most = torch.tensor([len(found)])
     all_reduce(most, op="max")
-    table = torch.zeros(int(most), replicas, 2 * len(functions), dtype=torch.float64)
-    if found:
+    table = torch.zeros(int(most), replicas, 2 + 2 * len(metrics), dtype=torch.float64)
+    if found and first_of_replica(model):
         table[: len(found), replica] = torch.tensor(found, dtype=torch.float64)
-    all_reduce(table)  # one rank has a batch, the others add nothing
+    all_reduce(table)  # one rank has the sums of a batch, the others add zeros
     columns = [in_order(column) for column in table.flatten(0, 1).T.tolist()]
-    return {name: columns[2 * i] / max(columns[2 * i + 1], 1.0) for i, name in enumerate(functions)}
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    return {name: total / max(count, 1.0) for name, (total, count) in zip(("loss", *metrics), pairs, strict=True)}
 
 
-def _sum_and_count(function: Metric, outputs: Any, y: Any) -> tuple[float, float]:
-    """The sum of a function over a batch, and over how many values: of a mean, the samples of the batch."""
+def _sum_and_count(metric: Metric, outputs: Any, y: Any, samples: int) -> tuple[float, float]:
+    """The sum of a metric over a batch and the number of its values; a mean counts for all samples."""
     if isinstance(y, torch.Tensor) and isinstance(outputs, torch.Tensor):
         y = y.to(outputs.device)
-    value = function(outputs, y)
-    if isinstance(value, torch.Tensor) and value.numel() > 1:
+    with torch.no_grad():
+        value = metric(outputs, y)
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
         return float(value.sum(dtype=torch.float64)), float(value.numel())
-    samples = rows(y)
     return float(value) * samples, float(samples)
 
 
-def has_outputs(model: DistributedModel) -> bool:
-    """Of each replica, the one rank that has the outputs."""
-    return model.point.pipe == model.mesh.pipe - 1 and model.point.tensor == 0
+def first_of_replica(model: DistributedModel) -> bool:
+    """Whether this rank speaks for its replica."""
+    return model.point.pipe == 0 and model.point.tensor == 0
 
 
 def named_metrics(metrics: Mapping[str, Metric] | Sequence[Metric] | None) -> dict[str, Metric]:

@@ -11,34 +11,38 @@ evaluation, and all carry out both. Evaluations, checkpoints and stops need no o
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from polytempo.checkpoints import step_name
+from polytempo.checkpoints import MANIFEST, remove_checkpoint, step_name, whole_checkpoints
 from polytempo.errors import UsageError, WrongType, nearest
 from polytempo.session.session import init, is_initialized, log, rank, should_stop, size
-from polytempo.strategy.batches import Batch, Part, SampleSource
-from polytempo.strategy.distributed_model import DistributedModel
-from polytempo.strategy.evaluate import Metric, has_outputs, mean_over, named_metrics
-from polytempo.strategy.fit_checkpoint import newest_run, save_run
+from polytempo.strategy.evaluate import Metric, first_of_replica, mean_over, named_metrics
 from polytempo.strategy.fit_history import Callback, EarlyStop, History
 from polytempo.strategy.fit_progress import FitProgress
-from polytempo.strategy.strategy import Strategy, current_strategy
+from polytempo.strategy.sample_source import Batch, Part, SampleSource
+from polytempo.strategy.strategy import Strategy
 from polytempo.summation import in_order
-from polytempo.train.communication import all_reduce
+from polytempo.train.communication import all_reduce, barrier
+
+if TYPE_CHECKING:
+    from polytempo.strategy.distributed_model import DistributedModel
 
 #: Why a run has stopped, in the order in which reasons count.
 REASONS = ("budget", "max_steps", "callback")
 #: Steps between votes where callbacks may stop the run.
 VOTE_EVERY = 10
+#: `fit` itself removes checkpoints: all but the last and the best.
+EVERY_CHECKPOINT = 1 << 31
 
 
 def fit(
@@ -48,7 +52,7 @@ def fit(
     *,
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     strategy: Strategy | str | None = None,
-    epochs: int = 1,
+    epochs: int | None = None,
     max_steps: int | None = None,
     batch_size: int | None = None,
     shuffle: bool | None = None,
@@ -79,7 +83,8 @@ def fit(
         loss: A function of outputs and targets, the mean over its batch.
         optimizer: Makes an optimizer from a list of parameters: `functools.partial(torch.optim.Adam, lr=1e-3)`.
         strategy: A `Strategy`, its text, or `"auto"`; by default that of `strategy.scope()`, else the job's (`--strategy`).
-        epochs: The number of passes over the data. An epoch has `len(data) // batch_size` steps; the rest is left out.
+        epochs: The number of passes over the data; one by default, or with `max_steps` as many as it takes. An epoch has
+            `len(data) // batch_size` steps; the rest is left out.
         max_steps: Stop after this number of steps, earlier runs included.
         batch_size: Samples of a step of the whole job, shared by the replicas; the loader's, or 32.
         shuffle: A new order in each epoch; True by default, with a loader as it has it.
@@ -119,22 +124,16 @@ def fit(
         )
     if not is_initialized():
         init()
-    chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy or current_strategy()
+    chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy or Strategy.current()
     source = SampleSource(data, batch_size, shuffle, seed)
     held = None if validation is None else SampleSource(validation, batch_size, False, seed, "validation", otherwise=False)
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
-    optimizers: list[torch.optim.Optimizer] = []
-
-    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizers.append(optimizer(parameters))
-        return optimizers[-1]
-
     in_place = not (chosen.automatic or chosen.is_split)
     spread = chosen.distribute(
         model if in_place else copy.deepcopy(model),
         loss=loss,
-        optimizer=make_optimizer,
+        optimizer=optimizer,
         example=source.example(),
         seed=seed,
         device=device,
@@ -142,17 +141,18 @@ def fit(
         tensor_plan=tensor_plan,
     )
     _check_batch(source.batch_size, spread.mesh.data, spread.strategy.microbatches or 1)
+    passes = epochs or (1 if max_steps is None else math.inf)
     run = FitRun(
         model=spread,
         data=source,
         validation=held,
-        functions={"loss": loss, **named_metrics(metrics)},
-        schedulers=[scheduler(one) for one in optimizers] if scheduler is not None else [],
-        limits=FitLimits(epochs, max_steps or math.inf, evaluate_every, checkpoint_every),
+        metrics=named_metrics(metrics),
+        scheduler=scheduler(spread.optimizer) if scheduler is not None else None,
+        limits=FitLimits(passes, max_steps or math.inf, evaluate_every, checkpoint_every),
         early_stop=EarlyStop(patience=early_stop) if isinstance(early_stop, int) else early_stop,
         folder=None if checkpoint is None else Path(checkpoint),
         callbacks=tuple(callbacks),
-        progress=FitProgress(progress is not False and rank() == 0, epochs),
+        progress=FitProgress(progress is not False and rank() == 0, passes),
     )
     if resume:
         run.resume()
@@ -166,7 +166,7 @@ def fit(
 class FitLimits:
     """When a run ends, evaluates and saves: arguments of `fit`."""
 
-    epochs: int
+    epochs: float
     max_steps: float
     evaluate_every: int
     checkpoint_every: int
@@ -187,8 +187,8 @@ class FitRun:
     model: DistributedModel
     data: SampleSource
     validation: SampleSource | None
-    functions: Mapping[str, Metric]
-    schedulers: Sequence[Any]
+    metrics: Mapping[str, Metric]
+    scheduler: Any
     limits: FitLimits
     early_stop: EarlyStop | None
     folder: Path | None
@@ -204,6 +204,7 @@ class FitRun:
     _losses: list[float] = field(default_factory=list)  # since the last row
     _seconds: float = 0.0  # of training
     _last_row: tuple[int, float] = (0, 0.0)  # step and seconds at it
+    _earlier: tuple[float, float] = (0.0, 0.0)  # sum and number of losses since it, in the run that is resumed
     _waited: int = 0  # evaluations without improvement
 
     @property
@@ -237,9 +238,8 @@ class FitRun:
             self.loss = self.model.step(x, y)
             self._losses.append(self.loss)
             self.step, self._steps = self.step + 1, self._steps + 1
-            for scheduler in self.schedulers:
-                if not isinstance(scheduler, ReduceLROnPlateau):
-                    scheduler.step()
+            if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step()
             self._seconds, began = self._seconds + time.perf_counter() - began, time.perf_counter()
             self.progress.step(self.epoch, self._steps, self.step, self.loss, self._rate())
             self._call("on_step")
@@ -258,14 +258,15 @@ class FitRun:
         """All ranks learn what any of them wants, and do it."""
         replicas, kinds = self.model.mesh.data, len(wanted)
         votes = [*map(float, wanted), *[0.0] * (2 + replicas)]
-        if has_outputs(self.model):  # one rank of each replica
+        if first_of_replica(self.model):  # one rank of each replica
             votes[kinds], votes[kinds + 1] = in_order(self._losses), len(self._losses)
             votes[kinds + 2 + self.model.point.data] = self._steps
         counted = torch.tensor(votes, dtype=torch.float64)
         all_reduce(counted)
         (evaluates, saves, ends, *reasons), (total, count, *steps) = counted[:kinds].tolist(), counted[kinds:].tolist()
         self.history.stopped = next((why for why, voted in zip(REASONS, reasons, strict=True) if voted), "")
-        self.step += int(max(steps)) - self._steps
+        self.step += int(steps[0]) - self._steps  # those of the first replica
+        losses = total + self._earlier[0], count + self._earlier[1]
         epoch, over = self.epoch, ends == size()
         each = self.data.batch_size // replicas
         position = [*self._parts, {"size": replicas, "taken": [int(made) * each for made in steps]}]
@@ -273,13 +274,14 @@ class FitRun:
             self.epoch, self._parts, self._steps, position = epoch + 1, [], 0, []
         better = False
         if evaluates or self.history.stopped:
-            better = self._add_row(epoch, total / max(count, 1.0))
+            better = self._add_row(epoch, losses[0] / max(losses[1], 1.0))
             self._call("on_evaluation")
             if over:
                 self._call("on_epoch")
             self._agree_to_stop()
+            losses = 0.0, 0.0
         if self.folder is not None and (saves or better or self.history.stopped):
-            self._save(self.folder, position, better)
+            self._save(self.folder, position, losses, better)
 
     def _agree_to_stop(self) -> None:
         """Callbacks have just been called, on all ranks."""
@@ -292,17 +294,16 @@ class FitRun:
         """Evaluate, and add a row to the history; is it the best?"""
         row = {"epoch": epoch, "step": self.step, "loss": loss}
         if self.validation is not None:
-            found = mean_over(self.model, self.validation, self.functions)
+            found = mean_over(self.model, self.validation, self.metrics)
             row |= {f"val_{name}": value for name, value in found.items()}
         row |= {"seconds": self._seconds, "samples_per_s": self._rate()}
-        self._losses, self._last_row = [], (self.step, self._seconds)
+        self._losses, self._earlier, self._last_row = [], (0.0, 0.0), (self.step, self._seconds)
         self.history.rows.append(row)
         self.progress.row(epoch, row)
         if rank() == 0:
             log(**row)
-        for scheduler in self.schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(row.get("val_loss", loss))
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(row.get("val_loss", loss))
         rule, best = self.early_stop or EarlyStop("val_loss" if self.validation is not None else "loss"), self.history.best
         if rule.metric not in row:
             raise UsageError(f"early_stop: no figure {rule.metric!r}; there are {', '.join(row)}{nearest(rule.metric, row)}")
@@ -321,37 +322,50 @@ class FitRun:
         for callback in self.callbacks:
             getattr(callback, name)(self)
 
-    def _save(self, folder: Path, position: Sequence[Part], best: bool) -> None:
+    def _save(self, folder: Path, position: Sequence[Part], losses: tuple[float, float], best: bool) -> None:
         history, name = self.history, step_name(self.step)
         kept = folder / name if best else history.best_checkpoint
         state = {
+            "step": self.step,
             "epoch": self.epoch,
             "parts": position,
+            "losses": losses,
             "waited": self._waited,
             "seconds": self._seconds,
             "rows": history.rows,
             "best": history.best,
             "best_checkpoint": kept.name if kept is not None else None,
-            "strategy": str(self.model.strategy),
         }
-        history.checkpoint = save_run(folder, self.step, self.model, state, kept)
-        history.best_checkpoint = kept
+        self.model.save(folder, state, keep=EVERY_CHECKPOINT)
+        history.checkpoint, history.best_checkpoint = folder / name, kept
+        if rank() == 0:
+            for path in whole_checkpoints(folder):
+                if path.name not in (name, state["best_checkpoint"]):
+                    remove_checkpoint(path)
 
     def resume(self) -> None:
         """Go on from the last checkpoint in the folder, if there is one."""
-        found = newest_run(self.folder)
-        if found is None:
+        if self.folder is None:
+            raise UsageError("resume=True needs checkpoint=, the folder in which the checkpoints are")
+        there = whole_checkpoints(self.folder)
+        barrier()  # no rank writes before all have looked
+        if not there:
             self.progress.say(f"nothing to resume in {self.folder}: the run starts")
             return
-        path, state = found
+        path, state = there[-1], json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("extra", {})
+        if "parts" not in state:
+            raise UsageError(
+                f"{path} was not written by fit(); choose another folder, or load it with DistributedModel.resume"
+            )
         self.step, self.epoch, self._parts = state["step"], state["epoch"], state["parts"]
         self._waited, self._seconds, self._last_row = state["waited"], state["seconds"], (state["step"], state["seconds"])
+        self._earlier = state["losses"][0], state["losses"][1]
         best = state["best_checkpoint"]
         self.history = History(state["rows"], "", state["best"], path, path.parent / best if best else None)
-        for scheduler in self.schedulers:
-            _replay(scheduler, self.step, self.history.rows)
+        if self.scheduler is not None:
+            _replay(self.scheduler, self.step, self.history.rows)
         self.model.resume(path)
-        self.progress.say(f"resumes from {path}, step {self.step}, written under {state['strategy']}")
+        self.progress.say(f"resumes from {path}")
 
 
 def _check_batch(batch: int, replicas: int, microbatches: int) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polytempo.strategy.distributed_model import DistributedModel
-
 if TYPE_CHECKING:
+    from polytempo.strategy.distributed_model import DistributedModel
     from polytempo.strategy.fit import FitRun
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -17,14 +18,13 @@ class FitProgress:
 
     Args:
         shown: Whether anything is shown.
-        epochs: The number of epochs of the run.
+        epochs: The number of epochs of the run; infinite where steps end it.
         console: Where; standard output by default.
     """
 
-    def __init__(self, shown: bool, epochs: int, console: Console | None = None) -> None:
+    def __init__(self, shown: bool, epochs: float, console: Console | None = None) -> None:
         self._console = console or Console(soft_wrap=True, highlight=False)
         self._shown, self._epochs = shown, epochs
-        self._width = len(str(epochs))
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._told = time.monotonic()
@@ -79,4 +79,6 @@ class FitProgress:
             self._bar.stop()
 
     def _epoch(self, epoch: int) -> str:
-        return f"epoch {epoch + 1:>{self._width}}/{self._epochs}"
+        if self._epochs == math.inf:
+            return f"epoch {epoch + 1}"
+        return f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}"
