@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
     from polytempo.strategy.strategy import Strategy as Strategy
+    from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
     from polytempo.train.communication import Group as Group
@@ -80,6 +81,7 @@ _MODULES = {
         *("shutdown", "size"),
     ),
     "strategy.strategy": ("Strategy",),
+    "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
     "train.communication": (
         *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
@@ -113,6 +115,7 @@ __all__ = [
     "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_entropy",
     "describe_model",
     "evaluation_statistics",
     "explain_algorithm",

@@ -28,6 +28,23 @@ class MeshPoint:
 
 
 @dataclass(frozen=True)
+class ReplicaRanks:
+    """The ranks that take their steps together on the data axis: one in each replica, with the same part of the model.
+
+    Attributes:
+        ranks: The ranks, ascending: the place of a rank is the number of its replica.
+        main: Does the job's budget count their steps? Of the groups side by side one is the main one.
+    """
+
+    ranks: tuple[int, ...]
+    main: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(one >= other for one, other in zip(self.ranks, self.ranks[1:], strict=False)):
+            raise UsageError(f"expected the ranks of a group ascending, each once, got {list(self.ranks)}")
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The number of ranks on each axis."""
 

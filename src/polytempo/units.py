@@ -94,3 +94,23 @@ def parse_link(text: str) -> tuple[float, float]:
         limits = f"at least {SLOWEST_LINK * 8 / 1e6:g}Mb/s and at most {LONGEST_LATENCY:g}s"
         raise ClusterError(f"expected {what}, {limits}, got {text!r}")
     return rate, seconds
+
+
+def written_bytes(number: float) -> str:
+    """Bytes in three digits: 1.25 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{_three_digits(number / size)} {unit}"
+    return f"{number:.0f} B"
+
+
+def written_seconds(seconds: float) -> str:
+    """Seconds in three digits: 12.5 ms."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 0.9995:
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"

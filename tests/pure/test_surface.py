@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "broadcast",
         "broadcast_optimizer_state",
         "broadcast_parameters",
+        "cross_entropy",
         "describe_model",
         "evaluation_statistics",
         "explain_algorithm",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from polytempo.errors import UsageError
+from polytempo.strategy.costs import TensorCall
 from polytempo.strategy.measure import measure_model, taken
+from polytempo.tensor_parallel.cross_entropy import cross_entropy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,13 +40,22 @@ def test_bytes_of_weights_gradients_and_optimizer_state() -> None:
     assert all(layer.update_s == layer.state_bytes == 0 for layer in plain.layers)
 
 
+def test_an_output_that_no_backward_needs_only_passes() -> None:
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Tanh(), nn.Linear(16, 4), nn.Flatten(0)]
+    found = measure_model(layers, torch.ones(6, 8), microbatch=6, repeats=1).layers
+    wide, narrow = 4 * 6 * 16, 4 * 6 * 4
+    assert [one.layer.kept_bytes for one in found] == [0, wide, wide, 0, 0]  # tanh keeps what it gives
+    assert [one.passing_bytes for one in found] == [wide, 0, 0, narrow, 0]  # the last is a view of what came in
+
+
 def test_the_loss_is_measured_behind_the_last_layer() -> None:
     inputs, target = torch.ones(2, 8), torch.tensor([1, 3])
     found = measure_model(small(), inputs, microbatch=8, loss=functional.cross_entropy, target=target, repeats=1)
     assert found.loss is not None
     assert found.loss.layer.forward_s > 0
     assert found.loss.layer.backward_s > 0
-    assert found.loss.layer.kept_bytes >= 4 * 8 * 4  # the log-probabilities
+    assert found.loss.layer.kept_bytes == 4 * 8 * 4 + 4 + 4  # log-probabilities, sum of weights, loss; not the targets
+    assert found.layers[2].passing_bytes == 4 * 8 * 4
     assert len(found.layers) == 3
 
 
@@ -90,3 +103,36 @@ def test_numbers_below_one_are_refused() -> None:
     for name in ("microbatch", "tensor", "repeats"):
         with pytest.raises(UsageError, match=f"expected {name} to be at least 1, got 0"):
             measure_model(small(), torch.ones(2, 8), **{"microbatch": 2, name: 0})
+
+
+def test_split_layers_have_their_share_and_their_collectives() -> None:
+    block = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(12, 16), block, nn.Linear(16, 12))
+    inputs = torch.arange(10).view(2, 5)
+    before = copy.deepcopy(model.state_dict())
+    loss = functools.partial(cross_entropy, dim=-1)
+    options = {"loss": loss, "target": inputs, "optimizer": torch.optim.Adam, "repeats": 2, "tensor_plan": {"0": "vocab"}}
+    one, two, four = (measure_model(model, inputs, microbatch=2, tensor=size, **options) for size in (1, 2, 4))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    hidden = 4 * 2 * 5 * 16
+    assert all(layer.calls == () for layer in one.layers)
+    assert two.layers[0].calls == (TensorCall("all_reduce", hidden, False),)
+    assert sorted(map(astuple, two.layers[1].calls)) == [
+        ("all_reduce", hidden, where) for where in (False, False, True, True)
+    ]
+    assert two.layers[2].calls == (TensorCall("all_reduce", hidden, True),)  # logits stay split
+    assert two.loss is not None
+    assert [call.nbytes for call in two.loss.calls] == [40, 40, 40]  # largest, sum and target of each of ten tokens
+    whole = 4 * 16 * 12
+    assert [found.layers[0].gradient_bytes for found in (one, two, four)] == [whole, whole / 2, whole / 4]
+    replicated = 4 * (16 + 16 + 4 * 16)  # biases behind the reductions, and norms
+    blocks = [found.layers[1] for found in (one, two, four)]
+    split = [layer.gradient_bytes - replicated for layer in blocks]
+    assert split == [split[0], split[0] / 2, split[0] / 4]
+    assert blocks[0].state_bytes > blocks[1].state_bytes > blocks[2].state_bytes
+    assert blocks[0].layer.kept_bytes > blocks[1].layer.kept_bytes > blocks[2].layer.kept_bytes
+
+
+def test_layers_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises(UsageError, match="tensor=3"):
+        measure_model(small(), torch.ones(2, 8), microbatch=2, tensor=3, tensor_plan={"0": "column", "2": "row"})

@@ -99,8 +99,9 @@ def check_record(directory: Path) -> list[dict[str, Any]]:
     meta = read_meta(directory)
     for optimizer_id, text in meta["job"]["optimizers"].items():
         spec, lines = parse_spec(text), list(of_optimizer(read_events(directory), optimizer_id))
-        assert check_lines(lines, spec, meta["size"]) == len(lines)
-        policy = spec.policy(meta["size"])
+        members = meta["job"].get("members", {}).get(optimizer_id, ())
+        assert check_lines(lines, spec, meta["size"], members) == len(lines)
+        policy = spec.policy(meta["size"], members)
         policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta["first_step"])
         assert replay(lines, policy) > 0
     return list(of_optimizer(read_events(directory), MAIN))

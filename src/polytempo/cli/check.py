@@ -23,10 +23,10 @@ def check(
     spec = parse_spec(meta["spec"])
     lines = decisions = 0
     for optimizer_id, text in (meta.get("job", {}).get("optimizers") or {MAIN: spec.text}).items():
-        own = parse_spec(text)
-        policy = own.policy(meta["size"])
+        own, members = parse_spec(text), meta.get("job", {}).get("members", {}).get(optimizer_id, ())
+        policy = own.policy(meta["size"], members)
         policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta.get("first_step", 0))
-        lines += check_lines(of_optimizer(read_events(directory), optimizer_id), own, meta["size"])
+        lines += check_lines(of_optimizer(read_events(directory), optimizer_id), own, meta["size"], members)
         decisions += replay(of_optimizer(read_events(directory), optimizer_id), policy)
     if not decisions and meta.get("job", {}).get("progress"):
         raise UsageError(

@@ -24,7 +24,7 @@ from polytempo.client.client_state import ClientState, MakeSeed, Outstanding, Pa
 from polytempo.client.connections import ServerConnections
 from polytempo.client.exchanges import Exchanges
 from polytempo.client.reads import Pulls, Reads
-from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
@@ -100,7 +100,7 @@ class Client:
             Welcome: self._welcome,
             Refused: self._refused,
             StoreSet: self._value_stored,
-            Departed: lambda shard, message, buffers: self.on_departed(message.worker),
+            Departed: self._departed,
             Stopped: self._stopped,
         }
         try:
@@ -260,6 +260,13 @@ class Client:
         self.size = message.size
         self.companion = Companion(message.thread) if message.thread else None
         self._welcomes.add(shard)
+
+    def _departed(self, shard: int, message: Departed, buffers: list[Bytes]) -> None:
+        self.on_departed(message.worker)
+        if message.group:
+            ranks = ", ".join(map(str, message.group))
+            text = f"rank {message.worker} is lost, and with it the group of ranks {ranks}, which takes steps together"
+            raise RankLost(f"{text}; start the job again, from a checkpoint", (message.worker,))
 
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")

@@ -129,6 +129,7 @@ class _Execution:
 
     def put(self, step: Put) -> None:
         chunk = self.chunks[step.chunk]
+        self.messages.handed[self.stage.context] += nbytes(chunk)
         self._slot(self.messages.rank, step.chunk, chunk).copy_(chunk)
 
     def fetch(self, step: Fetch) -> None:

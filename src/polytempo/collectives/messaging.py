@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from polytempo.collectives.mailbox import Mailbox, Receipt
@@ -42,6 +43,7 @@ class Messaging:
         self.rank = rank
         self.links = Links()
         self.payload_received = 0
+        self.handed: Counter[int] = Counter()  #: context -> bytes for other ranks: sent to them, or put into shared memory
         self.left: dict[int, str] = {}  #: ranks that are gone, and why
         self.crashed: dict[int, float] = {}  #: those that did not say goodbye, and since when
         self.pool = Pool()
@@ -81,6 +83,8 @@ class Messaging:
         """
         if to in self.left:
             raise self.loss([to])
+        if payload is not None:
+            self.handed[message.context] += payload.nbytes
         self.links[to].send(message, payload, sent)
 
     def expect(self, context: int, tag: int, sender: int | None, length: int, buffer: Bytes | None = None) -> Receipt:

@@ -29,6 +29,8 @@ from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_
 
 #: Seconds in which all ranks must come to the rendezvous.
 JOIN_TIMEOUT = 60.0
+#: Contexts from here on belong to groups in which optimizers take their steps: some for each optimizer.
+OF_OPTIMIZERS, PARTS = 1 << 19, 4
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
 GENERATIONS = 1 << 12
@@ -60,6 +62,14 @@ class World:
             raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
         self._groups += 1
         return self._group(chosen, self._groups) if self.rank in chosen else None
+
+    def group_of_optimizer(self, ranks: Sequence[int], number: int, part: int = 0) -> RankGroup:
+        """A group of some ranks, this one among them, for a part of the optimizer of this number.
+
+        Only its ranks ask for it. Groups of optimizers made side by side are disjoint and have the same context: no rank
+        hears of another's.
+        """
+        return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part)
 
     def subgroup(self, group: RankGroup, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks of a group; None on its other ranks. All ranks of the group must ask for the same subgroups

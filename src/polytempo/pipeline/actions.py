@@ -145,6 +145,17 @@ class Schedule:
         return frozenset(again if self.recompute else ())
 
 
+def last_backwards(actions: ReplicaActions) -> frozenset[int]:
+    """The microbatches whose backwards are the last before an update."""
+    found, last = set(), None
+    for action in actions:
+        if action.kind == "B":
+            last = action.microbatch
+        elif action.kind == "U" and last is not None:
+            found.add(last)
+    return frozenset(found)
+
+
 def to_text(schedule: Schedule) -> str:
     """A head with the facts, and a line for each replica of a stage."""
     facts = {

@@ -26,7 +26,7 @@ from torch import nn
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
 from polytempo.errors import BrokenInvariant, PolytempoError, UsageError, nearest
-from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text
+from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text, last_backwards
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.deferred_gradients import DeferredGradients
 from polytempo.pipeline.gradient_sync import Clipping, GradientSync
@@ -38,9 +38,12 @@ from polytempo.pipeline.profiler import profile
 from polytempo.pipeline.runtime import RankLayout, Runtime
 from polytempo.pipeline.schedules import SteadyState, make
 from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
+from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.topology import Topology, parse_topology
 
 Cuts = int | Sequence[int] | PartitionPlan
+#: For each set of stages that hold the same parameters, the names of these in this rank's part.
+TiedNames = dict[tuple[int, ...], list[str]]
 TensorShapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -96,7 +99,9 @@ class StageBuilder:
         replicas: Sequence[int] | None,
         example: tuple[Any, ...] | None,
         clip_norm: float | None = None,
+        hooks: StageHooks | None = None,
     ) -> None:
+        self.hooks = hooks or StageHooks()
         self.model, self.spec, self.example, self.clip_norm = model, schedule, example, clip_norm
         self.auto = stages if isinstance(stages, str) else None
         self.stages: Cuts | None = stages if not isinstance(stages, str) else None
@@ -131,13 +136,22 @@ class StageBuilder:
         assert parent is not None
         group = world.subgroup(parent, parent.ranks)
         assert group is not None
-        gradient_sync = self._gradient_sync(world, parent, layout, parts, schedule)
-        stage = _stage(parts, number, schedule, facts, loss, optimizer, seed, device)
-        p2p = PointToPoint(group, stage.device)
-        gradient_sync.broadcast_initial([*stage.params, *stage.part.module.buffers()])
-        deferred = DeferredGradients(facts.activations[number])
-        steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
         names, tensors, unused = self._described(parts)
+        shared, part = _tied_names(parts, number, schedule), parts[number]
+        if self.hooks.prepare_part is not None:
+            self.hooks.prepare_part(part)
+        if device is not None:
+            part.module.to(device)
+        gradient_sync = self._gradient_sync(world, parent, layout, part, shared)
+        gradient_sync.broadcast_initial([*(param for _, param in part.parameters()), *part.module.buffers()])
+        stage = _stage(part, number, schedule, facts, loss, optimizer, seed, device)
+        _check_data_axis(stage, schedule, shared)
+        changes = gradient_sync.changes_gradients() or self.clip_norm is not None
+        stage.sends_early = not changes
+        p2p = PointToPoint(group, stage.device)
+        deferred, actions = DeferredGradients(facts.activations[number]), schedule.actions[number][replica]
+        steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
+        lasts = frozenset[int]() if steady_state else last_backwards(actions)
         group.barrier().wait()  # no rank computes while another still traces: ranks may be threads
         return StageBuild(
             schedule=schedule,
@@ -146,8 +160,8 @@ class StageBuilder:
             group=group,
             stage=stage,
             p2p=p2p,
-            runtime=Runtime(stage, layout, p2p, gradient_sync, deferred, schedule.recompute),
-            actions=schedule.actions[number][replica],
+            runtime=Runtime(stage, layout, p2p, gradient_sync, deferred, schedule.recompute, lasts),
+            actions=actions,
             microbatches=1 if steady_state else schedule.microbatches,
             steady_state=steady_state,
             # Replicas synchronise at updates: a loss is there only after the minibatches of the other replicas.
@@ -243,31 +257,28 @@ class StageBuilder:
     # The model.
 
     def _gradient_sync(
-        self, world: World, group: RankGroup, layout: RankLayout, parts: list[ModelPart], schedule: Schedule
+        self, world: World, group: RankGroup, layout: RankLayout, part: ModelPart, shared: TiedNames
     ) -> GradientSync:
         """The groups of this rank; all ranks of the pipeline make all groups, in the same order."""
-        own = layout.of(world.rank)[0]
+        own, params = layout.of(world.rank)[0], dict(part.parameters())
         replicas = [
             world.subgroup(group, layout.ranks(stage)) if count > 1 else None for stage, count in enumerate(layout.replicas)
         ]
-        shared = tied(parts)
-        if shared and not schedule.flushes:
-            stages = ", ".join(map(str, next(iter(shared))))
-            raise UsageError(
-                f"stages {stages} hold the same parameter, and {schedule.name} updates them at different times; "
-                "use a schedule that flushes (1f1b), or other stages"
-            )
         groups = [
-            (world.subgroup(group, [rank for stage in stages for rank in layout.ranks(stage)]), params)
-            for stages, params in sorted(shared.items())
+            (world.subgroup(group, [rank for stage in stages for rank in layout.ranks(stage)]), [params[n] for n in names])
+            for stages, names in shared.items()
         ]
         clipping = None
-        if self.clip_norm is not None and (whole := world.subgroup(group, group.ranks)) is not None:
-            elsewhere = {param for stages, params in shared.items() if stages[0] != own for param in params}
-            mine = dict.fromkeys(param for _, param in parts[own].parameters() if param not in elsewhere)
+        if self.clip_norm is not None:
+            whole = self.hooks.norm_group or world.subgroup(group, group.ranks)
+            assert whole is not None
+            elsewhere = {params[name] for stages, names in shared.items() if stages[0] != own for name in names}
+            mine = dict.fromkeys(
+                param for name, param in params.items() if param not in elsewhere and self.hooks.counts(name)
+            )
             first = world.rank == layout.rank(own, 0)
             clipping = Clipping(whole, self.clip_norm, list(mine) if first else [])
-        return GradientSync(replicas[own], [(group, params) for group, params in groups if group is not None], clipping)
+        return GradientSync(replicas[own], [(group, own) for group, own in groups if group is not None], clipping)
 
     def _described(self, parts: list[ModelPart]) -> tuple[list[str], list[TensorShapes], dict[str, torch.Tensor]]:
         tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
@@ -278,8 +289,47 @@ class StageBuilder:
         return list(whole), tensors, {name: value for name, value in whole.items() if name not in held}
 
 
+def _tied_names(parts: list[ModelPart], own: int, schedule: Schedule) -> TiedNames:
+    """The parameters that several parts hold: which parts, and their names in this rank's part, if it holds them."""
+    shared = tied(parts)
+    if shared and not schedule.flushes:
+        stages = ", ".join(map(str, next(iter(shared))))
+        raise UsageError(
+            f"stages {stages} hold the same parameter, and {schedule.name} updates them at different times; "
+            "use a schedule that flushes (1f1b), or other stages"
+        )
+    names: dict[nn.Parameter, str] = {}
+    for name, param in parts[own].parameters():
+        names.setdefault(param, name)
+    return {stages: [names[param] for param in params] if own in stages else [] for stages, params in sorted(shared.items())}
+
+
+def _check_data_axis(stage: Stage, schedule: Schedule, shared: TiedNames) -> None:
+    """Refuse what is not sound where other replicas of the model take their steps together with this one."""
+    optimizer = stage.distributed
+    if optimizer is None:
+        return
+    if not schedule.flushes:
+        raise UsageError(
+            f"{schedule.name} has microbatches in flight at every update, and a DistributedOptimizer takes new weights from "
+            "other replicas, which would change under them; use a schedule that flushes (1f1b)"
+        )
+    if max(schedule.replicas) > 1:
+        raise UsageError(
+            f"a DistributedOptimizer makes replicas of the whole pipeline, got replicas={schedule.replicas} of single "
+            "stages too; leave replicas out"
+        )
+    tied_here = next((stages for stages, names in shared.items() if names), None)
+    if tied_here and not optimizer.spec.in_rounds:
+        raise UsageError(
+            f"stages {', '.join(map(str, tied_here))} hold the same parameter, and {optimizer.spec.text} applies the steps "
+            "of each stage in an order of its own, so that the copies would drift apart; use bsp, local:K or diloco:K, or "
+            "cut the model so that one stage holds it"
+        )
+
+
 def _stage(
-    parts: list[ModelPart],
+    part: ModelPart,
     number: int,
     schedule: Schedule,
     facts: Facts,
@@ -290,15 +340,16 @@ def _stage(
 ) -> Stage:
     vertical_sync = schedule.versions == "first"
     return Stage(
-        parts[number],
+        part,
         number,
         optimizer,
-        loss if number == len(parts) - 1 else None,
+        loss if number == schedule.stages - 1 else None,
         stashing=facts.versions_kept[number] > 1 or vertical_sync,
         vertical_sync=vertical_sync,
         divisor=schedule.microbatches if schedule.flushes else 1,
         seed=seed,
         device=torch.device(device) if device is not None else None,
+        alone=schedule.stages == 1,
     )
 
 

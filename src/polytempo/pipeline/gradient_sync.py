@@ -6,6 +6,10 @@ get the sum of the gradients of all copies, and so stay equal.
 For clipping, no rank has the gradients of the whole model: each adds the squares of those it counts, and an all-reduce gives
 the total. A parameter that several ranks hold is counted by the first of them. All stages take part before the update, which
 costs one message each way; schedules that never flush have no such moment.
+
+On the data axis gradients are first summed over tied copies, then averaged over the replicas of the model where the mode
+averages gradients (`DistributedOptimizer.synchronize`), then clipped by the norm of that mean over one replica's ranks. In
+other modes each replica clips its own gradients.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class GradientSync:
 
     def reduce(self, params: Sequence[nn.Parameter], backwards: int, expected: int) -> None:
         """Make each gradient the mean over the microbatches of this update, of which `backwards` were on this rank. Losses
-        were divided by `expected`. Then clip."""
+        were divided by `expected`."""
         total = backwards
         if self._replicas is not None:
             own = [param for param in params if param not in self._tied_params]
@@ -82,8 +86,10 @@ class GradientSync:
             for param in params:
                 if param.grad is not None:
                     param.grad.mul_(expected / total)
-        if self.clipping is not None:
-            self.clipping.clip(params)
+
+    def changes_gradients(self) -> bool:
+        """Do gradients change on this rank after its last backward?"""
+        return self._replicas is not None or bool(self._tied)
 
 
 def _summed(group: RankGroup, params: Sequence[nn.Parameter], backwards: int) -> int:

@@ -57,7 +57,7 @@ class LayerChain:
     def part(self, first: int, last: int) -> ModelPart:
         """The layers from `first` up to, but not including, `last`."""
         chosen = self._layers[first:last]
-        return ModelPart(nn.Sequential(*(layer for _, layer in chosen)), tuple(chosen))
+        return ModelPart(nn.Sequential(*(layer for _, layer in chosen)), tuple(name for name, _ in chosen))
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module], example: tuple[Any, ...] | None = None) -> LayerChain | TracedModel:
@@ -175,7 +175,7 @@ class TracedModel:
         module = fx.GraphModule(self._root, self._graph(start, end))
         if not start and self._guards is not None:
             module.register_forward_pre_hook(Guard(self._guards))
-        return ModelPart(module, (("", module),), spreads=True, known=self._known)
+        return ModelPart(module, spreads=True, known=self._known)
 
     # Analysis of the graph.
 
@@ -298,14 +298,26 @@ def _exported(model: nn.Module, example: Sequence[Any]) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The module of one stage. `members`: the modules that hold its tensors, with their names in the whole model."""
+    """The module of one stage. `names`: of its layers in the whole model; none for a module with the whole model's names."""
 
     module: nn.Module
-    members: tuple[tuple[str, nn.Module], ...]
+    names: tuple[str, ...] = ()
     #: A tuple of values becomes the module's arguments, instead of one argument.
     spreads: bool = False
     #: The names in the model's `state_dict`, where modules have more (None: all).
     known: frozenset[str] | None = None
+
+    @property
+    def members(self) -> tuple[tuple[str, nn.Module], ...]:
+        """The modules that hold its tensors now, with their names in the whole model."""
+        if not self.names:
+            return (("", self.module),)
+        layers = [layer for layer in self.module._modules.values() if layer is not None]
+        return tuple(zip(self.names, layers, strict=True))
+
+    def replace(self, name: str, layer: nn.Module) -> None:
+        """Put a layer in the place of the one with this name in the whole model."""
+        self.module._modules[str(self.names.index(name))] = layer
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name in the whole model, and parameter; one with several names comes once for each."""

@@ -28,6 +28,7 @@ from polytempo.pipeline.evaluation import Evaluation
 from polytempo.pipeline.partition import PartitionPlan
 from polytempo.pipeline.runtime import CompletedAction
 from polytempo.pipeline.stage import Loss, MakeOptimizer
+from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.state import PipelineState
 from polytempo.pipeline.trace_files import write_trace
 from polytempo.pipeline.training import TrainingLoop
@@ -99,9 +100,11 @@ class Pipeline:
         resume: Folder | None = None,
         clip_norm: float | None = None,
         group: Group | None = None,
+        _hooks: StageHooks | None = None,
     ) -> None:
         session = current()
-        builder = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm)
+        self._hooks = _hooks or StageHooks()
+        builder = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm, _hooks)
         self._built = builder.build(session.world(), _members(group, session), loss, optimizer, seed, device)
         self.schedule, self.facts, self.stage = self._built.schedule, self._built.facts, self._built.stage
         self.microbatches = self._built.microbatches  #: of a batch
@@ -299,7 +302,8 @@ class Pipeline:
         except Exception as error:
             cause = self._cause(error)
             self._broken = cause
-            self._built.p2p.fail(cause, [self._built.group, *self._built.runtime.gradient_sync.groups])
+            groups = [self._built.group, *self._built.runtime.gradient_sync.groups, *self._hooks.groups]
+            self._built.p2p.fail(cause, groups)
             try:
                 self._state.write_last()
             except OSError as problem:  # the first error is the one to raise

@@ -118,6 +118,7 @@ class PointToPoint:
             return data, None
         block, made = self._blocks[to].take(form.size)
         pack(message, form, block.room)
+        self._engine.messages.handed[self._context] += form.size - REFERENCE.size  # as if the bytes themselves were sent
         data = self._pool.take(REFERENCE.size)
         data[:] = memoryview(REFERENCE.pack(block.number, block.offset))
         return data, (block.number, made) if made is not None else None

@@ -59,11 +59,14 @@ def profile(
 @dataclass(frozen=True)
 class MeasuredPart:
     """A measured part of a model. `runs`: how often it ran forward and backward; `core_share`: the part of its seconds in
-    which it kept a core busy, and did not sleep or wait for a device."""
+    which it kept a core busy, and did not sleep or wait for a device; `input_saved`: bytes of its input that its backward
+    needs; `output_unsaved`: bytes of its output that its own backward does not need."""
 
     layer: Layer
     runs: int
     core_share: float
+    input_saved: int
+    output_unsaved: int
 
 
 def measure_parts(
@@ -122,8 +125,12 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
     with _saving(made):
         inputs = _fresh(value, part.changes_its_input())
         output = _called(part, inputs)
-    known = {_memory(tensor)[0] for tensor in (*params, *part.module.buffers(), *_tensors(inputs))}
-    made |= dict(_memory(tensor) for tensor in _tensors(output))
+    given = dict(_memory(tensor) for tensor in _tensors(inputs))
+    known = {_memory(tensor)[0] for tensor in (*params, *part.module.buffers())} | set(given)
+    input_saved = sum(size for where, size in given.items() if where in made)
+    passed = dict(_memory(tensor) for tensor in _tensors(output))
+    output_unsaved = sum(size for where, size in passed.items() if where not in known | set(made))
+    made |= passed
     gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in _tensors(output)]
     _backward(output, gradients)
     times: list[_Times] = []
@@ -139,7 +146,8 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
         _spread([_wall(one) for one in times]),
     )
     fastest = min(times, key=_wall)  # which other processes have disturbed least
-    return MeasuredPart(layer, 1 + len(times), min(1.0, fastest.cpu / max(1e-9, _wall(fastest)))), output
+    share = min(1.0, fastest.cpu / max(1e-9, _wall(fastest)))
+    return MeasuredPart(layer, 1 + len(times), share, input_saved, output_unsaved), output
 
 
 class _Times(NamedTuple):

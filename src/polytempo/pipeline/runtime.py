@@ -72,7 +72,9 @@ class RankLayout:
         return stage, place - sum(self.replicas[:stage])
 
     def name(self, rank: int) -> str:
-        """How messages name a rank: `stage 2.1 (rank 5)`."""
+        """How messages name a rank: `stage 2.1 (rank 5)`; `rank 5` outside the pipeline."""
+        if rank not in self.members:
+            return f"rank {rank}"
         stage, replica = self.of(rank)
         return f"stage {stage}{f'.{replica}' if self.replicas[stage] > 1 else ''} (rank {rank})"
 
@@ -88,7 +90,10 @@ class Runtime:
         gradient_sync: GradientSync,
         deferred: DeferredGradients,
         recompute: bool,
+        last_backwards: frozenset[int] = frozenset(),
     ) -> None:
+        """`last_backwards`: the microbatches whose backwards are the last of this rank before an update."""
+        self._last_backwards = last_backwards
         self.stage, self.layout, self.p2p, self.gradient_sync, self.deferred = stage, layout, p2p, gradient_sync, deferred
         self._recompute = recompute
         self.log: deque[CompletedAction] = deque(maxlen=LOG_LENGTH)
@@ -143,14 +148,18 @@ class Runtime:
     def _backward(self, microbatch: int, base: int) -> int:
         stage, number = self.stage, base + microbatch
         gradients = None if stage.loss is not None else self._receive(stage.number + 1, microbatch, BACKWARD, base)
-        back = stage.backward(number, gradients)
+        back = stage.backward(number, gradients, microbatch in self._last_backwards)
         if stage.number:
             self.p2p.send(self._neighbour(stage.number - 1, microbatch), BACKWARD, back)
         return back.version
 
     def _update(self) -> int:
         waits = time.perf_counter()
-        self.gradient_sync.reduce(self.stage.collect(), self.stage.backwards, self.stage.divisor)
+        params, clipping = self.stage.collect(), self.gradient_sync.clipping
+        self.gradient_sync.reduce(params, self.stage.backwards, self.stage.divisor)
+        if clipping is not None:
+            self.stage.average_gradients()
+            clipping.clip(params)
         self._start = time.perf_counter()
         self._waited += self._start - waits
         self.stage.update()

@@ -7,6 +7,10 @@ parameters to new memory: the aliases keep the old version for those backwards, 
 versions: BatchNorm normalises each microbatch by its own statistics, and counts each once.
 
 A backward may defer weight gradients (`weight_gradients.py`): `run_deferred` computes a piece of them. An update needs all.
+The only stage of a pipeline defers none: no other waits for the gradient of its input.
+
+Where the optimizer is a `DistributedOptimizer`, the stage is one of several replicas on the data axis. Nothing of a gradient
+is sent before the last backward of an update, and its step is told the number of examples.
 
 Dropout draws from a generator seeded for each microbatch and stage: masks depend neither on the schedule, nor on replicas,
 nor on whether a forward is recomputed.
@@ -17,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +32,7 @@ from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.pipeline.weight_gradients import SplitBackward, WeightGradient, may_split
+from polytempo.train.optimizer import DistributedOptimizer
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -50,11 +55,12 @@ class DeferredBackward:
     number: int
     version: int
     pieces: deque[WeightGradient]
+    last: bool  # before the update
 
 
 class Stage:
     """`stashing`: updates happen while microbatches are in flight. `vertical_sync`: the first stage decides the version of a
-    microbatch for all. `divisor`: gradients are those of the loss divided by this."""
+    microbatch for all. `divisor`: gradients are those of the loss divided by this. `alone`: there is no other stage."""
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class Stage:
         divisor: int = 1,
         seed: int = 0,
         device: torch.device | None = None,
+        alone: bool = False,
     ) -> None:
         self.part, self.number, self.loss, self.seed = part, number, loss, seed
         self.divisor = divisor
@@ -79,6 +86,10 @@ class Stage:
         tensors = [*self.params, *part.module.buffers()]
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
         self.optimizer = make_optimizer(self.params) if self.params else None
+        #: The same, where its steps are taken together with those of other replicas.
+        self.distributed = self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
+        self.sends_early = True  #: may gradients leave in the last backward of an update?
+        self.samples = 0.0  #: examples of the backwards since the last update
         self.version = 0
         self.backwards = 0  #: since the last update
         self.updating = False  #: the weights may be those of no version
@@ -92,7 +103,7 @@ class Stage:
         self._active = -1 if stashing else 0  # the version that the module computes with
         self._oldest = 0  # version that a forward may still need
         self._in_place = part.changes_its_input()
-        self._split = SplitBackward() if may_split(part.module) else None
+        self._split = SplitBackward() if may_split(part.module) and not alone else None
 
     # Forward and backward.
 
@@ -108,7 +119,7 @@ class Stage:
         self._oldest = version
         self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
         passed = [_with_gradient(value) if recompute else value for value in outputs]
-        return StageMessage(passed, single, number, version)
+        return StageMessage(passed, single, number, version, inputs.figure)
 
     def _compute(self, number: int, microbatch: MicrobatchInFlight) -> tuple[list[Any], bool]:
         self._activate(microbatch.version)
@@ -131,8 +142,8 @@ class Stage:
         self._activate(self.version)
         return self._call(inputs)
 
-    def backward(self, number: int, gradients: StageMessage | None) -> StageMessage:
-        """The gradients of the inputs; those of the parameters are accumulated, or deferred."""
+    def backward(self, number: int, gradients: StageMessage | None, last: bool = False) -> StageMessage:
+        """The gradients of the inputs; those of the parameters are accumulated, or deferred. `last`: before the update."""
         microbatch = self.in_flight.pop(number)
         if microbatch.outputs is None:
             with self._buffers_apart():
@@ -146,17 +157,24 @@ class Stage:
         ]
         pieces: list[WeightGradient] = []
         if pairs:
-            with self._deferring(pieces):
+            with self._accumulating(last), self._deferring(pieces):
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.backwards += 1
+        self.samples += microbatch.inputs.figure
         if pieces:
-            self.deferred.append(DeferredBackward(number, microbatch.version, deque(pieces)))
+            self.deferred.append(DeferredBackward(number, microbatch.version, deque(pieces), last and self.sends_early))
         elif microbatch.version != self.version:
             self._collect(microbatch.version)
         inputs = microbatch.inputs.values if self.number else []  # the batch itself needs no gradient
         back = [value.grad if isinstance(value, torch.Tensor) else None for value in inputs]
         self._free_versions()
         return StageMessage(back, number=number, version=microbatch.version)
+
+    def _accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients of backwards in here do not leave this rank, unless they are the last of an update."""
+        if self.distributed is None or (last and self.sends_early):
+            return nullcontext()
+        return self.distributed.no_sync()
 
     @contextmanager
     def _deferring(self, pieces: list[WeightGradient]) -> Iterator[None]:
@@ -177,7 +195,10 @@ class Stage:
     def run_deferred(self) -> int:
         """Compute a deferred piece, the oldest first; returns the version of its weights."""
         oldest = self.deferred[0]
-        oldest.pieces.popleft().compute()
+        piece = oldest.pieces.popleft()
+        piece.compute()
+        if oldest.last:
+            piece.call_hooks()
         if not oldest.pieces:
             self.deferred.popleft()
             if oldest.version != self.version:
@@ -192,6 +213,13 @@ class Stage:
         self._collect(self.version)
         return self.params
 
+    def average_gradients(self) -> None:
+        """Make the gradients the mean over the replicas of the data axis, where the mode averages gradients."""
+        if self.distributed is not None:
+            spec = self.distributed.spec
+            if spec.mode.barrier and spec.averaging is None:
+                self.distributed.synchronize(self.samples)
+
     def update(self) -> None:
         """A step of the optimizer, which makes a new version. If the present one is still read, step into a copy."""
         self.updating = True
@@ -199,10 +227,13 @@ class Stage:
         if self._stashing and read:
             for param in self.params:
                 param.data = param.data.clone()
-        if self.optimizer is not None:
+        if self.distributed is not None:
+            self.distributed.step(samples=self.samples)
+        elif self.optimizer is not None:
             self.optimizer.step()
+        if self.optimizer is not None:
             self.optimizer.zero_grad()
-        old, self.version, self.backwards = self.version, self.version + 1, 0
+        old, self.version, self.backwards, self.samples = self.version, self.version + 1, 0, 0.0
         self._weights[self.version] = self._aliases() if self._stashing and read else self._weights[old]
         if not read:
             del self._weights[old]
@@ -269,6 +300,7 @@ class Stage:
         self._active, self._oldest = -1, self.version
         self.in_flight.clear()
         self.deferred.clear()
+        self.backwards, self.samples = 0, 0.0
 
     @contextmanager
     def _buffers_apart(self) -> Iterator[None]:

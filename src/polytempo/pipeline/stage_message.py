@@ -1,9 +1,9 @@
 """Messages between stages, and the microbatches that become the first of them.
 
 A message has values (tensors, numbers, None), the number of its microbatch, the version of its weights, and a figure (a
-loss). Its form (shapes, dtypes, which tensors require a gradient) is described once; then only bytes travel. Received
-tensors lie in the memory in which the message came. A batch is split along the first dimension of its tensors, in tuples,
-lists and dicts.
+loss, or the number of examples). Its form (shapes, dtypes, which tensors require a gradient) is described once; then only
+bytes travel. Received tensors lie in the memory in which the message came. A batch is split along the first dimension of its
+tensors, in tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ALIGNED = 64
 
 @dataclass
 class StageMessage:
-    """The contents of one message. `single`: the one value was not in a tuple."""
+    """The contents of one message. `single`: the one value was not in a tuple. `figure`: a loss, or the number of examples
+    in a microbatch."""
 
     values: list[Any]
     single: bool = False
@@ -170,7 +171,8 @@ def stage_inputs(batch: Any, parts: int, device: torch.device, even: bool = True
         raise UsageError("the first stage needs the inputs of the batch, got None; call step(x, y) on every rank")
     pieces = split(batch, parts, device, even)
     return [
-        StageMessage(list(piece)) if isinstance(piece, tuple) else StageMessage([piece], single=True) for piece in pieces
+        StageMessage(list(piece) if (many := isinstance(piece, tuple)) else [piece], not many, figure=rows(piece))
+        for piece in pieces
     ]
 
 

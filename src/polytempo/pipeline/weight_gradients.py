@@ -7,7 +7,8 @@ schedules stay as they are, and no more microbatches are held than they say.) Gr
 
 This is for linear layers and convolutions, however they are called. All other operations are autograd's, and so are these
 where the difference could be seen: hooks on the parameter or on saved tensors (checkpointing), autocast, torch.func,
-compiled modules.
+compiled modules. Hooks that say they are optional, as those of `DistributedOptimizer` do, are called for the last gradient
+of an update, when it is complete.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _can_defer(param: Any) -> bool:
         and param.requires_grad
         and param.is_floating_point()
         and not param._backward_hooks
-        and not param._post_accumulate_grad_hooks
+        and all(getattr(hook, "optional", False) for hook in (param._post_accumulate_grad_hooks or {}).values())
     )
 
 
@@ -96,6 +97,12 @@ class WeightGradient:
             self.layer.add_of_weight(self.given, self.x, self.weight)
             if self.bias is not None:
                 _add(self.layer.of_bias(self.given), self.bias)
+
+    def call_hooks(self) -> None:
+        """The gradients of the layer's weights are complete."""
+        for leaf in (self.weight, self.bias):
+            for hook in (leaf._post_accumulate_grad_hooks or {}).values() if leaf is not None else ():
+                hook(leaf)
 
 
 class _Split(torch.autograd.Function):  # type: ignore[misc]

@@ -45,6 +45,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     tables: tuple[TableInfo, ...] = ()
     push_filter: str = ""  #: how dense pushes are compressed, and dense values in answers
     pull_filter: str = ""
+    members: tuple[int, ...] = ()  #: the workers that take its steps together, ascending; empty: all of the job
 
 
 class PushId(msgspec.Struct, array_like=True, frozen=True):
@@ -62,6 +63,8 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     epoch: int
     taken: int
     sampler: str = ""
+    part: int = -1  #: of the data, which it takes, where that is not its rank's
+    parts: int = 0  #: and of how many
 
 
 class TrainingProgress(msgspec.Struct, array_like=True, frozen=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +70,15 @@ def rules_for(spec: Spec) -> Rules:
 class RecordChecker:
     """Takes lines in order; the first broken promise is raised with its line."""
 
-    def __init__(self, spec: Spec, workers: int) -> None:
+    def __init__(self, spec: Spec, workers: int, members: Sequence[int] = ()) -> None:
         self.spec = spec
-        self.workers = workers
+        self.workers = len(members) or workers
         self.rules = rules_for(spec)
         decoupled = spec.averaging is not None and spec.averaging.decoupled
         self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
         self._t = float("-inf")
-        self._missing = set(range(workers))
+        self._missing = set(members or range(workers))
         self._pushed: dict[int, int] = {}  # of the active workers
         self._released: dict[int, int] = {}  # the last step released to each
         self._held: dict[int, int] = {}
@@ -273,9 +273,9 @@ class RecordChecker:
             raise BrokenInvariant(f"line {line['#']}: {text}: {shown}")
 
 
-def check_lines(lines: Iterable[RecordLine], spec: Spec, workers: int) -> int:
-    """Check a whole record; the number of its lines."""
-    checker = RecordChecker(spec, workers)
+def check_lines(lines: Iterable[RecordLine], spec: Spec, workers: int, members: Sequence[int] = ()) -> int:
+    """Check a whole record, of these members where they are not all workers; the number of its lines."""
+    checker = RecordChecker(spec, workers, members)
     for line in lines:
         checker.feed(line)
     return checker.finish()

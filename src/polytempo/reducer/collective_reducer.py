@@ -32,6 +32,7 @@ from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import Layout, lay_out
+from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
@@ -63,12 +64,14 @@ class VotingGroup:
         world: All ranks of the job.
         number: The number of the first reducer's optimizer in the job, the same on all ranks.
         least: With fewer ranks left, the death of a rank is raised.
+        members: The ranks that make rounds, where they are not all: then they go on together or not at all.
     """
 
-    def __init__(self, world: World, number: int, least: int) -> None:
-        group = world.new_group(range(world.size))
+    def __init__(self, world: World, number: int, least: int, members: Sequence[int] = ()) -> None:
+        group = world.group_of_optimizer(members, number) if members else world.new_group(range(world.size))
         assert group is not None
-        self.world, self.group, self._number, self._least = world, group, number, least
+        self.world, self.group, self._number, self._least = world, group, number + 1, least
+        self._may_shrink = not members
         self._votes = 0
         self.ballots: list[bytes] = []  #: of the last vote
 
@@ -83,7 +86,7 @@ class VotingGroup:
         Returns:
             Whether another rank has seen the vote to its end that this rank has not; its ballots are here then.
         """
-        if self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
+        if not self._may_shrink or self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self.ballots
         self.group = self.world.reform(self._number, error.ranks)
@@ -134,7 +137,7 @@ class BucketRounds:
         params = [bucket.params for bucket in buckets]
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
-        self._total = float(voters.world.size)  # and those of all ranks together
+        self._total = float(voters.group.size)  # and those of all ranks together
         self._start_over()
 
     def _start_over(self) -> None:
@@ -344,7 +347,7 @@ class CollectiveReducer(Reducer):
         self.mean = GradientMean(self.copier, FlatBuffer(self.layout, Pool(), pinned=False))
         buffer = self.copier.next_buffer()
         if beside is None:
-            self.voters = VotingGroup(session.world(), int(name) + 1, session.least)
+            self.voters = VotingGroup(session.world(), number_of(name), session.least, spec.members)
         else:  # its rounds and these follow one another
             self.voters = beside.voters
         self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare)
@@ -354,7 +357,8 @@ class CollectiveReducer(Reducer):
         self.hooks = GradientHooks(params, buffer, self._complete) if hooked else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
         self._blocks = parse_spec(spec.sync).averaging is not None
-        self._period = PeriodByBallot(spec.sync, session.size) if self._blocks and self._clock is None else None
+        size = len(spec.members) or session.size
+        self._period = PeriodByBallot(spec.sync, size) if self._blocks and self._clock is None else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True
 
@@ -460,6 +464,9 @@ class CollectiveReducer(Reducer):
     def traffic(self) -> tuple[int, int]:
         sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
         return sent, self.voters.world.engine.messages.payload_received
+
+    def handed(self) -> int:
+        return self.voters.world.engine.messages.handed[self.voters.group.context]
 
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:

@@ -116,7 +116,8 @@ def _fits(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
 
 
 def _hook(hooks: weakref.ref[GradientHooks]) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep an optimizer alive which the script has dropped."""
+    """Hooks that do not keep an optimizer alive which the script has dropped. They are optional: a gradient that appears
+    without a call is taken at `step()`."""
 
     def of(index: int) -> Callable[[torch.Tensor], None]:
         def complete(param: torch.Tensor) -> None:
@@ -124,6 +125,7 @@ def _hook(hooks: weakref.ref[GradientHooks]) -> Callable[[int], Callable[[torch.
             if owner is not None:
                 owner.complete(index)
 
+        complete.optional = True  # type: ignore[attr-defined]
         return complete
 
     return of

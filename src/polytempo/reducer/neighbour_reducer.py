@@ -135,3 +135,6 @@ class NeighbourReducer(Reducer):
         sent, received = self.links.traffic()
         client = self._clock.client
         return sent + client.bytes_sent, received + client.bytes_received
+
+    def handed(self) -> int:
+        return self.links.traffic()[0]

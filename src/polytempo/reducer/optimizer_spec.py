@@ -68,10 +68,17 @@ class SpecBuilder:
     """Builds the specs of one optimizer."""
 
     def __init__(
-        self, spec: Spec, apply: str, inner: torch.optim.Optimizer, compression: PushPullCompression, clip_norm: float | None
+        self,
+        spec: Spec,
+        apply: str,
+        inner: torch.optim.Optimizer,
+        compression: PushPullCompression,
+        clip_norm: float | None,
+        members: tuple[int, ...] = (),
     ) -> None:
+        """`members`: the ranks that take the steps together, where they are not all."""
         self._spec, self._apply, self._inner = spec, apply, inner
-        self._compression, self._clip_norm = compression, clip_norm
+        self._compression, self._clip_norm, self.members = compression, clip_norm, members
         self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
@@ -124,7 +131,12 @@ class SpecBuilder:
     def build(
         self, special: str, tensors: tuple[TensorInfo, ...], hyper: tuple[dict[str, Any], ...], tables: tuple[TableInfo, ...]
     ) -> OptimizerSpec:
-        """The spec; `special`: "peers" or "mean", where servers do not hold the values."""
+        """The spec; `special`: "peers", "mean" or "steps", where servers do not hold the values. Under "steps" no other
+        rank has them: they are those of a group of one, which makes plain steps and reports them."""
+        if special == "steps":
+            return OptimizerSpec(
+                sync="bsp", apply="peers", optimizer="", tensors=tensors, groups=hyper, members=self.members
+            )
         on_server = self._apply == "server" and not special
         name = ""
         if special == "peers":  # each worker keeps its own, and all must begin alike
@@ -142,6 +154,7 @@ class SpecBuilder:
             tables=tables,
             push_filter=self._compression.push.text if filtered else "",
             pull_filter=self._compression.pull.text if filtered and on_server else "",
+            members=self.members,
         )
 
     def of_values(
@@ -162,14 +175,15 @@ class SpecBuilder:
             on_servers: Do servers hold the values? They make the outer step then; it also serves where what travels is
                 compressed, since differences to the servers' values can be.
         """
-        sync, lossy = self._spec.text, not self._compression.is_lossless
+        sync, lossy, group = self._spec.text, not self._compression.is_lossless, self.members
         if not on_servers:
             name = type(self._inner).__name__
+            clip = self._clip_norm
             return OptimizerSpec(
-                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=self._clip_norm
+                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=clip, members=group
             )
         if not steps and not lossy:
-            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper)
+            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper, members=group)
         return OptimizerSpec(
             sync=sync,
             apply="server",
@@ -178,6 +192,7 @@ class SpecBuilder:
             groups=outer,
             push_filter=self._compression.push.text if lossy else "",
             pull_filter=self._compression.pull.text if lossy else "",
+            members=group,
         )
 
 

@@ -116,6 +116,10 @@ class Reducer(ABC):
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
 
+    def handed(self) -> int:
+        """Bytes handed to other workers so far, whether they are sent or lie in shared memory; over servers, exchanged."""
+        return sum(self.traffic())
+
     # Values that the script has changed.
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from polytempo.client.client_state import ClientState
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
+from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -30,6 +31,10 @@ from polytempo.transport.channel import Bytes
 
 #: Flat buffers of different dtypes start at multiples of this in a slot.
 ALIGNMENT = 64
+
+
+#: Shared buffers of optimizers in groups are numbered from here on: some for each optimizer.
+OF_GROUPS, PARTS = 1 << 20, 1 << 10
 
 
 class SlotAllocator:
@@ -74,12 +79,19 @@ class SharedMemoryReducer(Reducer):
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
         self._averages, self._took = True, 0.0  # of the round under way
+        self._handed = 0
 
     def _open_shared_buffer(self) -> SharedMeanBuffer:
         members, peers = self.client_state.answer.members, self.session.local_peers()
         peers.meet(members)
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(peers, members, self.session.next_buffer(), max(size, 1), self._clock.client.watched())
+        return SharedMeanBuffer(peers, members, self._buffer_number(), max(size, 1), self._clock.client.watched())
+
+    def _buffer_number(self) -> int:
+        """Of the shared buffer, the same on all members; a rank may be in groups that others are not in."""
+        if not self.spec.members:
+            return self.session.next_buffer()
+        return OF_GROUPS + number_of(self.name) * PARTS + number_of_part(self.name)
 
     def _start_from(self, root: int) -> None:
         """All workers take the values of one."""
@@ -149,7 +161,11 @@ class SharedMemoryReducer(Reducer):
             mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
             nbytes = length * ITEM_SIZES[dtype]
             client.connections.count(nbytes)
+            self._handed += nbytes
             offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received
+
+    def handed(self) -> int:
+        return self._handed

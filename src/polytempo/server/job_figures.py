@@ -65,7 +65,8 @@ class CheckpointContents:
     def _positions(self, ahead: set[int]) -> list[dict[str, Any]]:
         """How far each sampler was: this job's part, after those of the jobs it goes on from.
 
-        The last push of the workers in `ahead` is not applied: their samplers were as far as the push before it says.
+        The last push of the workers in `ahead` is not applied: their samplers were as far as the push before it says. Where
+        several workers take the same part of the data, as the ranks of one replica of a model do, one of them says so.
         """
         earlier = self._plan.resumed.get("positions", [])
         named = {name: None for stats in self._statistics for name in stats.positions}  # in the order they came
@@ -78,9 +79,13 @@ class CheckpointContents:
             if epoch is None:  # none of it is applied yet
                 result += [part for part in earlier if part.get("sampler", "") == name]
                 continue
-            taken = [position.taken if position and position.epoch == epoch else 0 for position in positions]
+            size = next((position.parts for position in positions if position and position.parts), self._plan.size)
+            taken = [0] * size
+            for worker, position in enumerate(positions):
+                if position and position.epoch == epoch and (position.parts or self._plan.size) == size:
+                    taken[position.part if position.parts else worker] = position.taken
             result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
-            result.append({"sampler": name, "epoch": epoch, "size": self._plan.size, "taken": taken})
+            result.append({"sampler": name, "epoch": epoch, "size": size, "taken": taken})
         return result
 
 
@@ -100,10 +105,13 @@ class JobFigures:
         """For meta.json and the last line."""
         ends = [stats.left_at for stats in self._statistics if stats.left_at is not None]
         updates = sum(clock.version for clock in self._clocks.values() if clock.is_main)
-        return sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
+        groups = {name: list(clock.optimizer_spec.members) for name, clock in self._clocks.items()}
+        summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
         }
+        members = {name: group for name, group in groups.items() if group}
+        return summary | {"members": members} if members else summary
 
 
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:

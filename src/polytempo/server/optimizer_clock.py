@@ -1,6 +1,7 @@
 """One optimizer's clock: its policy, and which exchanges have been counted and answered.
 
-A script may make several optimizers; each has a clock of its own, in which every worker has its own step. What
+A script may make several optimizers; each has a clock of its own, in which every worker has its own step. The members of a
+clock are all workers of the job, or those of a group: what happens to other workers does not concern it then. What
 `synchronize()` and `apply="delta"` average beside the optimizer's own steps runs on a side clock, "0/mean" for "0".
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
@@ -73,6 +75,10 @@ class OptimizerClock:
     def is_main(self) -> bool:
         """Does the budget count its steps?"""
         return self.name == MAIN
+
+    def includes(self, worker: int) -> bool:
+        """Does this worker take its steps?"""
+        return not self.optimizer_spec.members or worker in self.optimizer_spec.members
 
     def has_loaded(self, push: Push) -> bool:
         """Is what a worker gives beside its steps (optimizer state, values) there already?
@@ -209,9 +215,12 @@ class OptimizerClock:
 
 
 def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, size: int, first_step: int) -> OptimizerClock:
-    """A clock for a worker's optimizer; `UsageError` when its mode cannot be parsed or run."""
+    """A clock for a worker's optimizer; `UsageError` when its mode cannot be parsed or run, or not with its members."""
+    members = optimizer_spec.members
+    if list(members) != sorted(set(members)) or not set(members) <= set(range(size)):
+        raise UsageError(f"optimizer {name}: expected some of the ranks 0 to {size - 1} as its group, got {list(members)}")
     spec = parse_spec(optimizer_spec.sync)
-    policy = spec.policy(size)
+    policy = spec.policy(size, members)
     if not name.endswith(MEAN):
         policy.begin_at(first_step)
     seeded = optimizer_spec.apply == "mean" or name.endswith(MEAN)
@@ -240,6 +249,7 @@ def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSp
 
 
 _COMPARED = {
+    "members": "the group",
     "sync": "sync",
     "apply": "apply",
     "optimizer": "the optimizer",

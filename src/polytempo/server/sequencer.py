@@ -16,13 +16,14 @@ that all shards answer alike (`docs/design/0010`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, MetricReport, Push, ReadRequest, Refused, SendSeed
+from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
@@ -177,19 +178,41 @@ class WorkerMembership:
         if clock is None:
             try:
                 clock = open_clock(name, worker, optimizer_spec, self._plan.size, self._plan.first_step)
+                if reason := self._misplaced(clock, worker):
+                    raise UsageError(reason)
             except UsageError as error:
                 return [*effects, refusal(worker, str(error))]
             effects += self._add(clock, now)
         reason = disagreement(clock, worker, optimizer_spec)
         if reason:
             return [*effects, refusal(worker, f"{reason}; all workers must make the same optimizer")]
+        if reason := self._misplaced(clock, worker):
+            return [*effects, refusal(worker, reason)]
         if worker in clock.slots:
             return [*effects, refusal(worker, f"optimizer {name} was made twice by worker {worker}")]
         clock.slots[worker] = WorkerSlot(incarnation)
+        if clock.optimizer_spec.members:
+            lost = [stats for stats in self._statistics if stats.left_at is not None and stats.state != "finished"]
+            effects += [effect for stats in lost for effect in told_of_loss(clock, stats.worker, [worker])]
         if clock.seeded:
             return effects + self._runner.feed(clock, Joined(worker), now)
         clock.early.append(worker)
         return effects + self._request_seed(clock, worker)
+
+    def _misplaced(self, clock: OptimizerClock, worker: int) -> str:
+        """Why this worker cannot be in this clock: it belongs to no group, or to two side by side."""
+        members = clock.optimizer_spec.members
+        if not clock.includes(worker):
+            return f"worker {worker} is not in the group of ranks {listed(members)}; give it the group that it is in"
+        for other in self._clocks.values():
+            if other is not clock and beside(other.name) == beside(clock.name):
+                both = [rank for rank in members or range(self._plan.size) if other.includes(rank)]
+                if both:
+                    return (
+                        f"rank {both[0]} is in the group of ranks {listed(members)} and in that of ranks "
+                        f"{listed(other.optimizer_spec.members)}; groups of optimizers made side by side must be disjoint"
+                    )
+        return ""
 
     def _enter(self, worker: int, incarnation: int, now: float) -> list[Effect]:
         """A worker is there; when it came back, its earlier life is over."""
@@ -204,15 +227,15 @@ class WorkerMembership:
         self._clocks[clock.name] = clock
         resume = clock.name in self._plan.resumed.get("tracks", {})
         clock.seeded = clock.seeded or resume
-        gone = [stats for stats in self._statistics if stats.left_at is not None]  # they are not waited for
+        gone = [s for s in self._statistics if s.left_at is not None and clock.includes(s.worker)]  # they are not waited for
         effects: list[Effect] = [
             ToShards(Setup(optimizer_id=clock.name, optimizer_spec=clock.optimizer_spec, resume=resume))
         ]
         return effects + [effect for a in gone for effect in self._runner.feed(clock, Left(a.worker, a.state), now)]
 
     def _request_seed(self, clock: OptimizerClock, worker: int) -> list[Effect]:
-        """A job starts from the values of the lowest rank that may still come."""
-        seeder = next((a.worker for a in self._statistics if a.left_at is None), None)
+        """A job starts from the values of the lowest rank that may still come, among the members."""
+        seeder = next((a.worker for a in self._statistics if a.left_at is None and clock.includes(a.worker)), None)
         return [ToWorker(worker, SendSeed(optimizer_id=clock.name))] if worker == seeder else []
 
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
@@ -226,10 +249,12 @@ class WorkerMembership:
         counted = tuple(i for clock in self._clocks.values() for i in clock.counted_of(worker))
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
-        for clock in self._clocks.values():
+        for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
             effects += self._runner.feed(clock, Left(worker, reason), now)
             clock.slots.pop(worker, None)
-            if clock.optimizer_spec.apply == "peers":
+            if clock.optimizer_spec.members and reason != "finished":
+                effects += told_of_loss(clock, worker, clock.slots)
+            elif clock.optimizer_spec.apply == "peers":
                 effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
             if worker in clock.early:
                 clock.early.remove(worker)
@@ -406,6 +431,17 @@ def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorke
             reason=hold.reason,
         ),
     )
+
+
+def told_of_loss(clock: OptimizerClock, lost: int, workers: Iterable[int]) -> list[Effect]:
+    """Tell these members of a group that another is lost, without which it does not go on."""
+    members = clock.optimizer_spec.members
+    return [ToWorker(worker, Departed(worker=lost, group=members)) for worker in workers] if lost in members else []
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for a text."""
+    return ", ".join(map(str, ranks)) or "of the whole job"
 
 
 def refusal(worker: int, reason: str) -> ToWorker:

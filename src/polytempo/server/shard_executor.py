@@ -174,8 +174,9 @@ class ShardExecutor:
         self.optimizer_shards[push.id.optimizer_id].note([(push, 0.0, buffers)])
 
     def _set_up(self, entry: Setup) -> None:
+        alone = (len(entry.optimizer_spec.members) or self._workers) == 1
         shard = self.optimizer_shards[entry.optimizer_id] = Shard(
-            entry.optimizer_spec, self.shard, self.shards, self.pool, self._workers == 1, self._arena
+            entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena
         )
         if entry.resume and self._resume is not None:
             saved = read_shards(self._resume, entry.optimizer_id, entry.optimizer_spec)

@@ -30,6 +30,8 @@ READ = ("params", "state", "filters")
 CHECKPOINT = re.compile(r"step-\d{8,20}")
 #: Length of an optimizer's id, and elements of a table, at most.
 NAME, ELEMENTS = 64, 1 << 44
+#: Parts into which data is shared out, at most.
+PARTS = 1 << 20
 
 
 def check_hello(hello: Hello, size: int) -> None:
@@ -49,6 +51,8 @@ def check_push(push: Push) -> None:
     if not (math.isfinite(push.samples) and push.samples >= 0):
         raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
+    if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
+        raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
     if push.count < least or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
         raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
 

@@ -21,8 +21,9 @@ from polytempo.protocol.values import Position
 class Pass:
     """One time through a sampler."""
 
-    def __init__(self, sampler: str, epoch: int) -> None:
+    def __init__(self, sampler: str, epoch: int, share: tuple[int, int] | None = None) -> None:
         self.sampler, self.epoch = sampler, epoch
+        self._share = share or (-1, 0)
         self.drawn = self.trained = 0
         self.ended = False
         self.fresh = False  #: has drawn since the last push
@@ -39,7 +40,8 @@ class Pass:
 
     def position(self) -> Position:
         """Samples trained on where `step(samples=...)` says so, else those drawn by the loader."""
-        return Position(self.epoch, min(self.trained, self.drawn) if self.trained else self.drawn, self.sampler)
+        taken = min(self.trained, self.drawn) if self.trained else self.drawn
+        return Position(self.epoch, taken, self.sampler, *self._share)
 
 
 class Positions:
@@ -67,9 +69,10 @@ class Positions:
             known.append(_reference(dataset))
         return f"{'shuffled' if shuffled else 'ordered'} {number} of {length}"
 
-    def begin(self, sampler: str, epoch: int) -> Pass:
-        """A sampler is gone through once more."""
-        self._passes.append(Pass(sampler, epoch))
+    def begin(self, sampler: str, epoch: int, share: tuple[int, int] | None = None) -> Pass:
+        """A sampler is gone through once more; `share`: the part of the data that it gives, of how many, where workers do
+        not take one each."""
+        self._passes.append(Pass(sampler, epoch, share))
         return self._passes[-1]
 
     def pushed(self, samples: float | None) -> tuple[Position, ...]:

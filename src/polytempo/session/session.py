@@ -86,6 +86,8 @@ class Session:
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.parent = ""  #: in a child process of a worker: the name of that worker
+        #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
+        self.data_axis: tuple[int, int] | None = None
 
     @property
     def together(self) -> bool:

@@ -33,6 +33,7 @@ class ShardedLayer:
     state_bytes: float = 0.0  #: optimizer state
     core_share: float = 1.0  #: the part of its seconds that occupies a core; the rest (a sleep, a device) slows no rank
     gradient_bytes: float = 0.0  #: of the parameters that are trained: what the data axis reduces
+    passing_bytes: float = 0.0  #: of its output that no backward needs: kept only where a stage ends behind this layer
 
 
 @dataclass(frozen=True)

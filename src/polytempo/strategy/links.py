@@ -239,7 +239,7 @@ def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], cores: Sequenc
 def _action_seconds() -> float:
     """What a stage adds to its module: half of what it adds to a forward and a backward."""
     layer, inputs = nn.Linear(8, 8), torch.ones(1, 8)
-    part = ModelPart(nn.Sequential(layer), (("0", layer),))
+    part = ModelPart(nn.Sequential(layer), ("0",))
     stage = Stage(part, 0, lambda params: torch.optim.SGD(params, 0.0), None)
     gradient = StageMessage([torch.ones(1, 8)])
 

@@ -11,8 +11,9 @@ as, the ranks will compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -24,7 +25,10 @@ from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
 from polytempo.pipeline.profiler import Device, MeasuredPart, measure_parts
 from polytempo.pipeline.stage import Loss, MakeOptimizer
-from polytempo.strategy.costs import ModelProfile, ShardedLayer, TiedWeights
+from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
+from polytempo.tensor_parallel.cross_entropy import parallel_loss
+from polytempo.tensor_parallel.group import CountingGroup
+from polytempo.tensor_parallel.plan import find_plan, parallelize
 
 #: Seconds that measuring a model may take beyond one run of each layer.
 BUDGET = 2.0
@@ -42,6 +46,7 @@ def measure_model(
     repeats: int = 7,
     seconds: float = BUDGET,
     device: Device = None,
+    tensor_plan: Mapping[str, Any] | None = None,
 ) -> ModelProfile:
     """Measure every layer of a model for one microbatch.
 
@@ -57,53 +62,89 @@ def measure_model(
         repeats: How often each layer is measured; the medians count.
         seconds: About how long repeats may take altogether.
         device: Where to measure, if not where the model is.
+        tensor_plan: How layers are split, by name, where that is not found by itself.
 
     Returns:
         Seconds and bytes of every layer, as one rank has them.
 
     Raises:
-        UsageError: The example does not fit the model, or a number is less than 1.
+        UsageError: The example does not fit the model, its layers cannot be split so, or a number is less than 1.
     """
     for name, value in (("microbatch", microbatch), ("tensor", tensor), ("repeats", repeats)):
         if value < 1:
             raise UsageError(f"expected {name} to be at least 1, got {value}")
-    if tensor > 1:
-        raise UsageError(f"expected tensor=1, got {tensor}: layers cannot be split yet")
-    inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
-    inputs = taken(inputs, microbatch)
-    chain = layers_of(model, inputs)
-    parts = [chain.part(number, number + 1) for number in range(len(chain.costs))]
-    named = list(zip(chain.names, parts, strict=True))
-    if loss is not None and target is not None:
-        layer = _LossLayer(loss, taken(target, microbatch))
-        named.append(("loss", ModelPart(layer, (("", layer),))))
-    share = seconds / len(named)
-    found = []
-    for measured, (_, part) in zip(
-        measure_parts(named, inputs, repeats=repeats, device=device, seconds=share), named, strict=True
-    ):
-        found.append(_with_update(measured, part, optimizer, repeats, device))
+    inputs = taken(tuple(example) if isinstance(example, tuple | list) else (example,), microbatch)
+    cut = _Cut(model, inputs, tensor, tensor_plan, loss)
+    named = list(zip(cut.names, cut.parts, strict=True))
+    if cut.loss is not None and target is not None:
+        named.append(("loss", ModelPart(_LossLayer(cut.loss, taken(target, microbatch)))))
+    measured, calls = [], []
+    for one in measure_parts(named, inputs, repeats=repeats, device=device, seconds=seconds / len(named)):
+        measured.append(one)
+        calls.append(cut.take_calls(one.runs))
+    found: list[ShardedLayer] = []
+    for one, behind, (_, part) in zip(measured, [*measured[1:], None], named, strict=True):
+        passing = max(0, one.output_unsaved - (behind.input_saved if behind is not None else 0))
+        passing = 0 if len(found) == len(cut.parts) else passing  # a stage keeps its losses
+        params = list(dict.fromkeys(param for _, param in part.parameters()))
+        update = _measured_update(params, optimizer, repeats, device) if optimizer is not None else _Update()
+        found.append(_sharded(one, calls[len(found)], passing, params, update))
     return ModelProfile(
         model=type(model).__name__ if isinstance(model, nn.Module) else "model",
         tensor=tensor,
         microbatch=microbatch,
-        layers=tuple(found[: len(parts)]),
-        tied=_tied(parts, found),
-        loss=found[-1] if len(found) > len(parts) else None,
+        layers=tuple(found[: len(cut.parts)]),
+        tied=_tied(cut.parts, found),
+        loss=found[-1] if len(found) > len(cut.parts) else None,
         input_bytes=sum(value.nbytes for value in inputs if isinstance(value, torch.Tensor)),
     )
 
 
+class _Cut:
+    """The layers of a model, or of a copy of it of which each layer is split, and its loss."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        inputs: tuple[Any, ...],
+        tensor: int,
+        styles: Mapping[str, Any] | None,
+        loss: Loss | None,
+    ) -> None:
+        self.loss, self._group = loss, CountingGroup(tensor)
+        if tensor > 1:
+            model = nn.Sequential(*model) if not isinstance(model, nn.Module) else model
+            model = copy.deepcopy(model)
+            plan = find_plan(model, tensor, styles, loss)
+        chain = layers_of(model, inputs)
+        self.names = chain.names
+        self.parts = [chain.part(number, number + 1) for number in range(len(chain.costs))]
+        if tensor > 1:
+            for part in self.parts:
+                for name, member in part.members:
+                    parallelize(member, plan, self._group, name)
+            if plan.logits is not None and loss is not None:
+                self.loss = parallel_loss(loss, self._group, plan.logits[1])
+
+    def take_calls(self, runs: int) -> tuple[TensorCall, ...]:
+        """The collectives of one run of the layer that has just run this often."""
+        noted, self._group.calls = self._group.calls, []
+        return tuple(TensorCall(*call) for call in noted[: len(noted) // runs])
+
+
 class _LossLayer(nn.Module):  # type: ignore[misc]
-    """The loss of a microbatch, as a layer behind the last."""
+    """The loss of a microbatch, as a layer behind the last. Targets are inputs, and no memory that it keeps."""
 
     def __init__(self, loss: Loss, target: Any) -> None:
         super().__init__()
         self._loss, self._target = loss, target
+        if isinstance(target, torch.Tensor):
+            self.register_buffer("target", target)
 
     def forward(self, output: Any) -> torch.Tensor:
-        target = _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target
-        return self._loss(output, target)
+        if isinstance(self._target, torch.Tensor):
+            return self._loss(output, self.target)
+        return self._loss(output, _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target)
 
 
 # A microbatch.
@@ -145,17 +186,18 @@ class _Update:
     state_bytes: float = 0.0
 
 
-def _with_update(
-    measured: MeasuredPart, part: ModelPart, optimizer: MakeOptimizer | None, repeats: int, device: Device
+def _sharded(
+    measured: MeasuredPart, calls: tuple[TensorCall, ...], passing: int, params: Sequence[nn.Parameter], update: _Update
 ) -> ShardedLayer:
-    params = list(dict.fromkeys(param for _, param in part.parameters()))
-    update = _measured_update(params, optimizer, repeats, device) if optimizer is not None else _Update()
+    """`passing`: bytes of its output that neither it nor the layer behind needs again."""
     return ShardedLayer(
-        layer=measured.layer,
+        layer=replace(measured.layer, made_bytes=measured.layer.kept_bytes - passing),
+        calls=calls,
         update_s=update.seconds,
         state_bytes=update.state_bytes,
         core_share=measured.core_share,
         gradient_bytes=_trained(params),
+        passing_bytes=passing,
     )
 
 
@@ -168,11 +210,11 @@ def _measured_update(params: Sequence[nn.Parameter], optimizer: MakeOptimizer, r
     if not any(param.requires_grad for param in params):
         return _Update()
     copies = [nn.Parameter(param.detach().to(device, copy=True), requires_grad=param.requires_grad) for param in params]
-    gradients = [torch.full_like(copy, 1e-3) if copy.requires_grad else None for copy in copies]
+    gradients = [torch.full_like(one, 1e-3) if one.requires_grad else None for one in copies]
     made, times = optimizer(copies), []
     for _ in range(1 + repeats):
-        for copy, gradient in zip(copies, gradients, strict=True):
-            copy.grad = gradient
+        for one, gradient in zip(copies, gradients, strict=True):
+            one.grad = gradient
         times.append(_step_seconds(made, copies[0].device))
     return _Update(median(times[1:]), sum(tensor.nbytes for tensor in state_tensors(made)))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 from itertools import islice
 
 from polytempo.errors import OrderError, UsageError
@@ -35,6 +35,10 @@ class Policy(ABC):
     def begin_at(self, step: int) -> None:
         """Number the first step `step`: for a job that goes on from a checkpoint. Before any event."""
         self.progress.slowest = self.progress.fastest = step
+
+    def expect(self, members: Iterable[int]) -> None:
+        """Start with these workers, in place of 0 to n - 1: as many as the policy was made for. Before any event."""
+        self._awaited = OrderedDict.fromkeys(sorted(members))
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event that happened at `now`; returns the actions to carry out, in order."""

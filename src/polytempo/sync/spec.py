@@ -5,6 +5,7 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,24 @@ class Spec:
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    def policy(self, workers: int) -> Policy:
-        """A fresh policy for a job that starts with this number of workers."""
+    def policy(self, workers: int, members: Sequence[int] = ()) -> Policy:
+        """A fresh policy for a job that starts with this number of workers.
+
+        Args:
+            workers: They are 0 to n - 1, unless `members` says which.
+            members: The workers that take part; empty: all.
+        """
         own = {name: value for name, value in self.options.items() if name in self.mode.options}
-        return self.mode.build(workers, *self.arguments, **own)
+        if not members:
+            return self.mode.build(workers, *self.arguments, **own)
+        if self.mode.gossip is not None:
+            raise SpecError(
+                f"{self.text} mixes models between neighbours among all {workers} workers, and a group has "
+                f"{len(members)}; leave group= out, or use sync='local:8'"
+            )
+        policy = self.mode.build(len(members), *self.arguments, **own)
+        policy.expect(members)
+        return policy
 
     @property
     def corrections(self) -> Corrections:

@@ -23,6 +23,7 @@ import torch
 
 from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
+from polytempo.protocol.optimizer_names import part_of
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.factory import make_value_reducer
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
@@ -284,12 +285,15 @@ class FragmentBuilder:
         sizes = [param.numel() * param.element_size() for param in model.params]
         parts = cut(sizes, self._averaging.fragments)
         first = self._fragment(model, name, parts[0], model.companions)
-        return [first, *(self._fragment(model, "", part, Companions(), first.reducer) for part in parts[1:])]
+        fragments = [first]
+        for number, part in enumerate(parts[1:], 1):
+            other = part_of(name, number) if self._specs.members else self._session.next_optimizer_id()
+            fragments.append(self._fragment(model, other, part, Companions(), first.reducer))
+        return fragments
 
     def _fragment(
         self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
     ) -> Fragment:
-        name = name or self._session.next_optimizer_id()
         more, last = companions.tensors, len(model.hyper)
         rules = [self._rule] * last + [PLAIN] * bool(more)
         infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))

@@ -32,23 +32,28 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
+from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.values import OptimizerSpec
+from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
 from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
+from polytempo.train.communication import Group
 from polytempo.train.companions import Companions
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
+from polytempo.train.optimizer_group import CountedSteps, optimizer_group
 from polytempo.train.update import (
     PushChange,
     PushGradient,
@@ -90,6 +95,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         clip_norm: Clip the gradient to this norm: in barrier modes the agreed mean; in others, and in blocks of local steps,
             each worker's own.
         nonfinite: "count" gradients that are not finite, or "refuse" them with the parameter's name.
+        group: The group whose ranks take the steps together, this rank among them; all ranks of the job by default. All
+            ranks make their optimizers in the same order, those of groups side by side at the same place in it; these
+            groups are disjoint, and may have different models. The job's budget and figures count the group of rank 0. A
+            group does not go on without a rank that is lost: `RankLost` is raised on the others.
 
     Raises:
         UsageError: Arguments that do not go together, or workers whose models or arguments differ.
@@ -110,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         buffers: str = "local",
         clip_norm: float | None = None,
         nonfinite: str = "count",
+        group: Group | ReplicaRanks | None = None,
     ) -> None:
         check_order(optimizer, model)
         self.inner = optimizer
@@ -118,33 +128,39 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session = current()
         self._spec = spec = parse_spec(sync or session.job.sync)
+        ranks = optimizer_group(group, session, spec)
+        together = session.together and not ranks.is_alone
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         compressed = parse_compression(compression)
         way = chosen_way(via, compressed, session, spec)
         tables = ModelTables(model)
-        among_workers = session.together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
+        among_workers = together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
         here = apply == "delta" or among_workers or spec.averaging is not None  # the wrapped optimizer runs on the worker
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._names = names_of(self._params, named_parameters, model)
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
-        mirrors = session.together and not here and spec.local is None
+        mirrors = together and not here and spec.local is None
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
         check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
-        self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm)
-        self._specs.check(here, session.together, among_workers)
+        self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)
+        self._specs.check(here, together, among_workers)
         averaged = model if buffers == "mean" else None  # the model whose buffers are averaged
-        self._buffers = BufferMean(session, averaged) if averaged is not None and spec.averaging is None else None
         self._emulation = session.emulation
         self._agreed = False  # synchronize() was called since the last step
         self._to_digest = DIGESTED_STEPS + 1
         self._syncing = True
-        self._name = session.next_optimizer_id()
+        number = session.next_optimizer_id()
+        self._name = ranks.name(number)
+        self._is_first = number == MAIN and session.together  # its steps say where this rank is in its data
+        self._buffers: BufferMean | None = None
+        if averaged is not None and spec.averaging is None:  # else they travel with the values
+            self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
         fragments: list[Fragment] = []
-        if session.together:
+        if together:
             check_unique(self._params, self._names, on_servers=not among_workers)
             fragments = _make_fragments(self, averaged, not among_workers)
             self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
@@ -157,6 +173,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
+        if ranks.is_alone and self._name == MAIN and session.client is not None:
+            clock = SequencerClient(session, self._spec_of("steps"), ClientState(self._name))
+            self._update = CountedSteps(self._update, self._wrapped, session, clock)
         session.computing_from(time.perf_counter())
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
@@ -172,7 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
     def _spec_of(self, special: str) -> OptimizerSpec:
-        """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
+        """What the job must know of this optimizer; `special` is "peers", "mean" or "steps" where servers do not hold the
+        values."""
         chosen = range(len(self._params)) if special else self._tables.dense
         tables = () if special else tuple(table.info for table in self._tables.all)
         described = self._specs.describe(self._params, self._names, self._groups, chosen)
@@ -185,6 +205,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
         self.inner.state.clear()
         return state
+
+    @property
+    def spec(self) -> Spec:
+        """The synchronisation mode."""
+        return self._spec
 
     # It shares everything with the optimizer it wraps.
 
@@ -279,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _data_position(self, samples: float | None) -> dict[str, Any]:
         """Where this worker is in its data and, in the first steps, a digest of its gradient."""
-        if self._name != "0" or self._reducer is None:
+        if not self._is_first:
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest else 0

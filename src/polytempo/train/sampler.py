@@ -1,7 +1,10 @@
 """`DistributedSampler`: shares a data set among the workers, and goes on where a checkpoint left off.
 
-An epoch is one seeded order of all samples; worker r of n takes places r, r + n, r + 2n, ... of it. After a checkpoint the
-samples that pushes before it were made of are left out, exactly, and the rest is shared anew, by however many there are now.
+An epoch is one seeded order of all samples; worker r of n takes places r, r + n, r + 2n, ... of it. Where several ranks have
+parts of one replica of the model, all of them take the same samples: there r is the replica, of n replicas.
+
+After a checkpoint the samples that pushes before it were made of are left out, exactly, and the rest is shared anew, by
+however many there are now.
 Only samplers that train have a position (`positions.py`); others, such as one for validation, always give all.
 
 Every worker gets equally many samples, as with torch's: where it does not divide, some are used twice, or with `drop_last`
@@ -16,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from polytempo.errors import UsageError
 from polytempo.session.positions import Pass
 from polytempo.session.session import current
 
@@ -37,9 +41,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             that is only evaluated between steps; True for data that is drawn while gradients are disabled.
         name: Its name in checkpoints. By default samplers are told apart by length, `shuffle` and the order in which data
             sets came; name those that workers do not all make in the same order.
+        num_replicas: The number of shards; by default one for each rank, under a `Strategy` one for each replica.
+        rank: Which of them this sampler gives, with `num_replicas`.
 
     Raises:
-        UsageError: `init` was not called.
+        UsageError: `init` was not called, or there is no such shard.
 
     Example:
         ```python
@@ -57,8 +63,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         *,
         training: bool | None = None,
         name: str = "",
+        num_replicas: int | None = None,
+        rank: int | None = None,
     ) -> None:
         self._session = current()
+        self._share = _share(num_replicas, rank) or self._session.data_axis
         self._length = len(dataset)
         self._shuffle, self._drop_last, self._training = shuffle, drop_last, training
         self._seed = self._session.job.seed if seed is None else seed
@@ -81,7 +90,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         if self._training is False:
             yield from self._mine()
             return
-        passing = self._session.positions.begin(self._name, self.epoch)
+        passing = self._session.positions.begin(self._name, self.epoch, self._share)
         try:
             for index in self._mine():
                 passing.draw(self._training is True or torch.is_grad_enabled())
@@ -99,7 +108,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
             self._complete = []
         rest = list(remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch]))
-        rank, size = self._session.rank, self._session.size
+        rank, size = self._share or (self._session.rank, self._session.size)
         each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
         return [rest[place % len(rest)] for place in range(rank, each * size, size)]
 
@@ -108,6 +117,18 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             return list(range(self._length))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
         return torch.randperm(self._length, generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def _share(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
+    """Which shard of how many was asked for."""
+    if num_replicas is None and rank is None:
+        return None
+    if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
+        raise UsageError(
+            f"expected num_replicas= and a rank= from 0 to one less, got num_replicas={num_replicas} and rank={rank}; "
+            "give both, or none of them"
+        )
+    return rank, num_replicas
 
 
 def remaining(order: Iterable[T], parts: Sequence[Mapping[str, Any]]) -> Iterator[T]:

@@ -1,0 +1,234 @@
+"""`strategy="auto"`: of all ways to spread a model over the ranks of a job, the one with the least predicted step time.
+
+All factorisations of the ranks into data x pipe x tensor, schedules that flush, and numbers of microbatches are candidates.
+Each gets the best cut into stages (`balanced_stages.py`). They are simulated in the order of the work of their busiest rank
+or host, which no step is shorter than, until none that is left can be better than the two best. Of equal ones the first
+counts, in the order data before pipe before tensor, fewer microbatches first.
+
+Where a memory limit is given, only what fits counts. Alternatives of the same mesh differ in little; so the second is the
+best of another mesh, where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from polytempo.errors import UsageError
+from polytempo.mesh import Mesh
+from polytempo.strategy.balanced_stages import StageSums, balanced_stages, leanest_stages
+from polytempo.strategy.costs import Machine, ModelProfile
+from polytempo.strategy.memory import memory_needed
+from polytempo.strategy.parallel_plan import ParallelPlan, batch_problem, divisors
+from polytempo.strategy.prediction import Prediction, predict
+from polytempo.units import written_bytes, written_seconds
+
+#: By the number of shards and the samples of a microbatch.
+Profiles = Mapping[tuple[int, int], ModelProfile]
+#: Microbatches for each stage that are tried.
+PER_STAGE = (1, 2, 4)
+#: Of a rank that is not part of a pipeline, where one microbatch does not fit.
+ACCUMULATED = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is to be chosen from."""
+
+    world: int  #: ranks, all of which are used
+    batch: int  #: samples of a step, of all replicas together
+    memory: float | None = None  #: bytes of each rank
+    sync: str = "bsp"
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    microbatches: int | None = None  #: as given; None: to be chosen
+    #: Why a mesh is impossible for this model and mode; None where it is possible.
+    problem: Callable[[Mesh], str | None] = lambda mesh: None
+
+
+@dataclass(frozen=True)
+class ImpossibleMesh:
+    """A mesh that cannot be, and why."""
+
+    mesh: Mesh
+    reason: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best, and what it was compared with."""
+
+    best: Prediction
+    second: Prediction | None  #: the best of another mesh
+    candidates: int  #: plans that were possible
+    refused: tuple[ImpossibleMesh, ...]
+    too_large: Prediction | None = None  #: a faster one that does not fit
+    memory: float | None = None
+
+    @property
+    def why(self) -> str:
+        """The choice in one or two sentences."""
+        text = f"{self.best.plan} has the least predicted step time of {self.candidates} possible plans, "
+        text += written_seconds(self.best.seconds)
+        if self.second is not None:
+            longer = 100 * (self.second.seconds / self.best.seconds - 1)
+            text += f"; second is {self.second.plan}, {written_seconds(self.second.seconds)} ({longer:.0f} % longer)"
+            text += f": {difference(self.best, self.second)}"
+        if self.too_large is not None and self.memory is not None:
+            text += (
+                f". {self.too_large.plan} would take {written_seconds(self.too_large.seconds)}, but needs "
+                f"{written_bytes(self.too_large.largest_memory)} of memory on a rank, over {written_bytes(self.memory)}"
+            )
+        return f"{text}."
+
+
+def difference(best: Prediction, other: Prediction) -> str:
+    """What the other has more of."""
+    work, more_work = max(best.time.busy), max(other.time.busy)
+    waits, more_waits = best.seconds - work, other.seconds - more_work
+    if more_work - work > more_waits - waits:
+        moved, more_moved = best.most_moved, other.most_moved
+        if more_moved > 1.2 * moved:
+            return f"a rank hands over {written_bytes(more_moved)} a step, against {written_bytes(moved)}"
+        return f"its busiest rank works {written_seconds(more_work)} a step, against {written_seconds(work)}"
+    return f"its busiest rank waits {100 * other.waiting:.0f} % of the step, against {100 * best.waiting:.0f} %"
+
+
+def meshes(world: int) -> Iterator[Mesh]:
+    """All factorisations; those with more replicas first, then those with more stages."""
+    for data in reversed(divisors(world)):
+        for pipe in reversed(divisors(world // data)):
+            yield Mesh(data, pipe, world // data // pipe)
+
+
+def microbatch_counts(space: SearchSpace, mesh: Mesh) -> list[int]:
+    """The numbers of microbatches to try."""
+    if space.microbatches is not None:
+        return [space.microbatches]
+    samples = space.batch // mesh.data
+    wanted = (
+        [mesh.pipe * count for count in PER_STAGE]
+        if mesh.pipe > 1
+        else list(ACCUMULATED[: 1 if space.memory is None else None])
+    )
+    possible = divisors(samples)
+    return sorted({max(count for count in possible if count <= most) for most in wanted})
+
+
+def needed_profiles(space: SearchSpace, layers: int) -> list[tuple[int, int]]:
+    """The shards and microbatch sizes that have to be measured."""
+    found: dict[tuple[int, int], None] = {}
+    for mesh in meshes(space.world):
+        if mesh_problem(space, mesh, layers) is None:
+            for count in microbatch_counts(space, mesh):
+                found[mesh.tensor, space.batch // mesh.data // count] = None
+    return list(found)
+
+
+def mesh_problem(space: SearchSpace, mesh: Mesh, layers: int) -> str | None:
+    """Why a mesh is impossible; None where it is possible."""
+    if mesh.pipe > layers:
+        return f"{mesh.pipe} stages need {mesh.pipe} layers, the model has {layers}"
+    return batch_problem(space.batch, mesh.data, space.microbatches or 1) or space.problem(mesh)
+
+
+def plans(space: SearchSpace, mesh: Mesh, schedules: Sequence[str]) -> Iterator[ParallelPlan]:
+    """The candidates of a mesh, with the stages still to be cut."""
+    for count in microbatch_counts(space, mesh):
+        for schedule in schedules if mesh.pipe > 1 else schedules[:1]:
+            yield ParallelPlan(mesh, (1,) * mesh.pipe, space.batch, count, schedule, space.sync)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan with its best stages: those that fit, or else those that need the least memory."""
+
+    plan: ParallelPlan
+    profile: ModelProfile
+    bound: float  #: no step is shorter
+    memory: float  #: of the rank that needs the most
+
+    def predicted(self, machine: Machine) -> Prediction:
+        return predict(self.plan, self.profile, machine)
+
+
+def _candidate(space: SearchSpace, like: ParallelPlan, profiles: Profiles, machine: Machine) -> _Candidate:
+    profile = profiles[like.mesh.tensor, like.microbatch]
+    stages = balanced_stages(like, profile, machine, space.memory) or leanest_stages(like, profile, machine)
+    plan = replace(like, layers=stages)
+    memory = max(one.total for one in memory_needed(plan, profile))
+    return _Candidate(plan, profile, _bound(plan, profile, machine), memory)
+
+
+def _bound(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
+    sums, ends = StageSums(plan, profile, machine), [0, *accumulate(plan.layers)]
+    stages = [sums.seconds(stage, *ends[stage : stage + 2]) for stage in range(plan.mesh.pipe)]
+    return max(stages)
+
+
+def best_of_mesh(
+    space: SearchSpace, mesh: Mesh, profiles: Profiles, machine: Machine, schedules: Sequence[str] | None = None
+) -> Prediction:
+    """The fastest plan of a possible mesh that fits; where none does, the one that needs the least memory."""
+    found = [_candidate(space, like, profiles, machine) for like in plans(space, mesh, schedules or space.schedules)]
+    fitting = [one for one in found if one.memory <= _limit(space)]
+    if not fitting:
+        return min(found, key=lambda one: one.memory).predicted(machine)
+    return min((one.predicted(machine) for one in fitting), key=lambda one: one.seconds)
+
+
+def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchResult:
+    """The fastest of all plans that fit.
+
+    Raises:
+        UsageError: None is possible, or none fits; the text says the least memory that any needs.
+    """
+    layers = len(next(iter(profiles.values())).layers)
+    refused: list[ImpossibleMesh] = []
+    found: list[_Candidate] = []
+    for mesh in meshes(space.world):
+        if problem := mesh_problem(space, mesh, layers):
+            refused.append(ImpossibleMesh(mesh, problem))
+        else:
+            found += [_candidate(space, like, profiles, machine) for like in plans(space, mesh, space.schedules)]
+    if not found:
+        reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
+        raise UsageError(f"no strategy is possible for {space.world} ranks: {reasons}")
+    fitting = [one for one in found if one.memory <= _limit(space)]
+    if not fitting:
+        least = min(found, key=lambda one: one.memory)
+        raise UsageError(
+            f"no strategy for {space.world} ranks fits into memory={written_bytes(space.memory or 0.0)}; the least that any "
+            f"needs is {written_bytes(least.memory)} ({least.plan}); give that much, more ranks, or a smaller batch"
+        )
+    best, second = _best_two(fitting, machine)
+    larger = [one for one in found if one.memory > _limit(space) and one.bound < best.seconds]
+    nearest = min(larger, key=lambda one: one.bound, default=None)
+    too_large = nearest.predicted(machine) if nearest is not None else None
+    if too_large is not None and too_large.seconds >= best.seconds:
+        too_large = None
+    return SearchResult(best, second, len(fitting), tuple(refused), too_large, space.memory)
+
+
+def _best_two(candidates: Sequence[_Candidate], machine: Machine) -> tuple[Prediction, Prediction | None]:
+    """The best, and the best of another mesh (or else of the same)."""
+    order = {one.plan: number for number, one in enumerate(candidates)}
+    predicted: list[Prediction] = []
+    for one in sorted(candidates, key=lambda one: one.bound):
+        if predicted:
+            best, second = _first_two(predicted, order)
+            if second is not None and second.plan.mesh != best.plan.mesh and one.bound > second.seconds:
+                break
+        predicted.append(one.predicted(machine))
+    return _first_two(predicted, order)
+
+
+def _first_two(predicted: Sequence[Prediction], order: Mapping[ParallelPlan, int]) -> tuple[Prediction, Prediction | None]:
+    ranked = sorted(predicted, key=lambda one: (one.seconds, order[one.plan]))
+    others = [one for one in ranked[1:] if one.plan.mesh != ranked[0].plan.mesh] or ranked[1:]
+    return ranked[0], others[0] if others else None
+
+
+def _limit(space: SearchSpace) -> float:
+    return math.inf if space.memory is None else space.memory

@@ -1,0 +1,79 @@
+"""The ranks that take the steps of an optimizer together: all of the job, or a group.
+
+A group of one makes plain steps. Where it is the main one, each step is still reported to the sequencer, for the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.errors import UsageError
+from polytempo.mesh import ReplicaRanks
+from polytempo.protocol.optimizer_names import name_in_group
+from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.session.session import Session
+from polytempo.sync.spec import Spec
+from polytempo.train.communication import Group
+from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """The members, where they are not all ranks of the job."""
+
+    members: tuple[int, ...] = ()  #: ascending; empty: all
+    main: bool = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Is it a group of one?"""
+        return len(self.members) == 1
+
+    def name(self, number: str) -> str:
+        """The name in the job of the optimizer of this number."""
+        return name_in_group(number, self.members, self.main) if self.members else number
+
+
+def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: Spec) -> OptimizerGroup:
+    """The members of an optimizer of this mode; `UsageError` where this rank is not one of them, or the mode needs all."""
+    if group is None or group.ranks == tuple(range(session.size)):
+        return OptimizerGroup()
+    ranks = ", ".join(map(str, group.ranks))
+    if session.rank not in group.ranks:
+        raise UsageError(
+            f"rank {session.rank} is not in the group of ranks {ranks}; give DistributedOptimizer the group that it is in"
+        )
+    if group.ranks[-1] >= session.size:
+        raise UsageError(f"expected a group of ranks 0 to {session.size - 1}, got ranks {ranks}")
+    if spec.gossip is not None:
+        raise UsageError(
+            f"{spec.text} mixes models between neighbours among all {session.size} ranks, and the group has ranks {ranks}; "
+            "leave group= out, or use sync='local:8'"
+        )
+    return OptimizerGroup(group.ranks, group.main if isinstance(group, ReplicaRanks) else 0 in group.ranks)
+
+
+class CountedSteps(StepUpdate):
+    """Steps of a group of one, made by another update and reported to the sequencer."""
+
+    def __init__(self, update: StepUpdate, wrapped: Wrapped, session: Session, clock: SequencerClient) -> None:
+        self._update, self._wrapped, self._session, self._clock = update, wrapped, session, clock
+
+    @property
+    def steps(self) -> int:
+        return self._clock.step
+
+    def step(self, request: StepRequest) -> Any:
+        request.about["computed"] = self._session.computed(time.perf_counter())
+        result = self._update.step(request)
+        clock, began = self._clock, time.perf_counter()
+        traffic = clock.client.bytes_sent, clock.client.bytes_received
+        clock.push(self._wrapped.hyper(), traffic, samples=request.samples, skip=request.skip, **request.about)
+        clock.wait_for(clock.step + 1)
+        clock.step, clock.waited = clock.state.released, time.perf_counter() - began
+        return result
+
+    def stats(self) -> dict[str, Any]:
+        return {"waited_s": self._clock.state.waited}

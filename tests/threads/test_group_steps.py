@@ -1,0 +1,34 @@
+"""Optimizers on groups of ranks: each group trains as if the others were not there, over every way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped import GROUPS, MODELS, WAYS, group_of, run_in, trained_in_groups
+from helpers import MakeOptimizer, assert_close, small_batches, trained_alone
+
+from polytempo.session.session import Session
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
+
+STEPS = 12
+
+
+def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: torch.optim.Adam(p, lr=0.01)], ids=["momentum", "adam"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_group_equals_one_process_on_its_own_batches(way: str, make: MakeOptimizer) -> None:
+    batches = small_batches(STEPS, (4, 4, 4, 4))
+
+    def work(session: Session) -> list[torch.Tensor]:
+        return trained_in_groups(session, make, batches)[0]
+
+    results = run_in(way, work)
+    for group in GROUPS:
+        own = [[step[rank] for rank in group] for step in batches]
+        wanted = trained_alone(MODELS[group_of(group[0])], make, own)
+        for rank in group:
+            assert_close(results[rank], wanted, rtol=1e-9)

@@ -1,0 +1,271 @@
+"""Replicas of a pipeline: each stage's optimizer takes its steps together with those of the same stage elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from piped import ADAM, PLAIN, SGD, Batch, Outcome, alone, batches, layered, mse
+from test_pipeline_clipping import clipping
+from test_pipeline_models import Tied, seeded_model, words
+from torch import nn
+
+from polytempo.errors import UsageError
+from polytempo.mesh import Mesh, ReplicaRanks
+from polytempo.pipeline.partition import ModelPart
+from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.stage import MakeOptimizer
+from polytempo.pipeline.stage_hooks import StageHooks
+from polytempo.pipeline.weight_gradients import WeightGradient
+from polytempo.session.session import Session
+from polytempo.testing.threads import GroupJob, ThreadJob
+from polytempo.train.communication import Group
+from polytempo.train.optimizer import DistributedOptimizer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def lane(session: Session, mesh: Mesh) -> Group:
+    ranks = mesh.pipe_group(session.rank)
+    return Group(ranks, session.world().new_group(ranks))
+
+
+def together(session: Session, mesh: Mesh, make: MakeOptimizer, **options: Any) -> MakeOptimizer:
+    """An optimizer of a stage whose steps are taken with the same stage of all replicas."""
+    main = mesh.point(session.rank).pipe == mesh.pipe - 1
+    group = ReplicaRanks(mesh.data_group(session.rank), main)
+    return lambda params: DistributedOptimizer(make(params), group=group, **options)
+
+
+def replicated(
+    session: Session,
+    mesh: Mesh,
+    model: nn.Module,
+    data: Sequence[Sequence[Batch]],
+    make: MakeOptimizer = SGD,
+    sync: str | None = None,
+    **options: Any,
+) -> Outcome:
+    """A rank's training: each replica of the pipeline on its own batches."""
+    loss = options.pop("loss", mse)
+    optimizer = together(session, mesh, make, sync=sync)
+    pipe = Pipeline(copy.deepcopy(model), loss=loss, optimizer=optimizer, group=lane(session, mesh), **options)
+    losses = [pipe.step(x, y) for x, y in data[mesh.point(session.rank).data]]
+    if sync is not None:
+        assert isinstance(pipe.optimizer, DistributedOptimizer)
+        pipe.optimizer.consolidate()
+    return Outcome(losses, pipe.state_dict(), pipe)
+
+
+def joined(data: Sequence[Sequence[Batch]]) -> list[Batch]:
+    """The batches of all replicas as those of one process."""
+    return [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in zip(*data, strict=True)]
+
+
+def assert_equals(outcomes: Sequence[Outcome], state: dict[str, torch.Tensor], atol: float = 1e-10) -> None:
+    for outcome in outcomes:
+        for name, value in state.items():
+            torch.testing.assert_close(outcome.state[name], value, rtol=0, atol=atol)
+
+
+JOBS: dict[str, Callable[[int], Any]] = {
+    "collectives": GroupJob,
+    "shared-memory": lambda ranks: ThreadJob(ranks, via="allreduce"),
+    "servers": lambda ranks: ThreadJob(ranks, servers=2, via="ps"),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("spec", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("job", JOBS)
+def test_replicas_under_bsp_are_one_process_with_the_joint_batch(job: str, spec: str, clip: float | None) -> None:
+    """Of different sizes: examples weigh alike."""
+    mesh, model = Mesh(2, 2), layered(5)
+    data = [batches(3, 8, seed=1), batches(3, 4, seed=2)]
+    make = ADAM if job == "collectives" else SGD
+    wanted = alone(model, joined(data), clipping(make, clip) if clip else make)[1]
+    with JOBS[job](mesh.size) as threads:
+        found = threads.run(
+            lambda session: replicated(session, mesh, model, data, make, schedule=spec, microbatches=4, clip_norm=clip)
+        )
+    assert_equals(found, wanted)
+    assert found[0].losses == found[1].losses != found[2].losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("job", ["collectives", "shared-memory"])
+def test_tied_weights_are_equal_on_all_copies(job: str, clip: float | None) -> None:
+    mesh, model, loss = Mesh(2, 3), seeded_model(Tied), nn.functional.cross_entropy
+    data = [words(3, 8), words(3, 8)[::-1]]
+    with JOBS[job](mesh.size) as threads:
+        found = threads.run(
+            lambda session: replicated(session, mesh, model, data, SGD, microbatches=4, clip_norm=clip, loss=loss)
+        )
+    make = clipping(SGD, clip) if clip else SGD
+    assert_equals(found, alone(model, joined(data), make, loss=loss)[1])
+    for outcome in found:
+        holders = [outcome.state[name] for name in outcome.state if name.endswith(("embed.weight", "head.weight"))]
+        assert all(torch.equal(one, holders[0]) for one in holders)
+
+
+@pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
+def test_blocks_of_local_steps_of_replicas_are_those_of_whole_models(sync: str) -> None:
+    """Compared with models in one piece under the same mode, one for each replica."""
+    mesh, model = Mesh(2, 2), layered(5)
+    data = [batches(4, 8, seed=1), batches(4, 8, seed=2)]
+    with ThreadJob(mesh.size, sync=sync) as job:
+        found = job.run(lambda session: replicated(session, mesh, model, data, PLAIN, sync, microbatches=2, clip_norm=0.5))
+
+    def whole(session: Session) -> Outcome:
+        own = copy.deepcopy(model)
+        optimizer = DistributedOptimizer(PLAIN(list(own.parameters())), own, clip_norm=0.5)
+        for x, y in data[session.rank]:
+            optimizer.zero_grad()
+            mse(own(x), y).backward()
+            optimizer.step()
+        optimizer.consolidate()
+        return Outcome([], own.state_dict(), None)  # type: ignore[arg-type]
+
+    with ThreadJob(2, sync=sync) as job:
+        wanted = job.run(whole)
+    assert_equals(found, wanted[0].state)
+
+
+def test_stale_replicas_have_the_gradients_of_the_weights_they_have_read() -> None:
+    """Each step's gradients are those of the whole model at the weights that the stages had when the step began."""
+    mesh, model = Mesh(2, 2), layered(5)
+    data = [batches(6, 8, seed=1), batches(6, 8, seed=2)]
+
+    def train(session: Session) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        seen = []
+        optimizer = together(session, mesh, PLAIN, sync="ssp:1")
+        pipe = Pipeline(
+            copy.deepcopy(model), loss=mse, optimizer=optimizer, group=lane(session, mesh), microbatches=4, stages=[3, 2]
+        )
+        gradients: dict[str, torch.Tensor] = {}
+
+        def capture(*_: object) -> None:
+            gradients.update({name: param.grad.clone() for name, param in pipe.stage.part.parameters()})  # type: ignore[union-attr]
+
+        assert pipe.optimizer is not None
+        pipe.optimizer.register_step_pre_hook(capture)
+        for x, y in data[mesh.point(session.rank).data]:
+            weights = {name: value.clone() for name, value in pipe.stage.state().items()}
+            pipe.step(x, y)
+            seen.append((weights, dict(gradients)))
+        return seen
+
+    with ThreadJob(mesh.size, servers=2, sync="ssp:1") as job:
+        found = job.run(train)
+    for replica in range(2):
+        first, last = (found[rank] for rank in mesh.replica_group(2 * replica))
+        for (x, y), one, other in zip(data[replica], first, last, strict=True):
+            whole = copy.deepcopy(model)
+            whole.load_state_dict(one[0] | other[0])
+            mse(whole(x), y).backward()
+            gradients = one[1] | other[1]
+            for name, param in whole.named_parameters():
+                torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=1e-10)
+
+
+def test_weight_gradients_are_still_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[WeightGradient] = []
+    compute = WeightGradient.compute
+    monkeypatch.setattr(WeightGradient, "compute", lambda self: (computed.append(self), compute(self))[1])
+    mesh, model = Mesh(2, 2), layered(5)
+    data = [batches(1, 8), batches(1, 8)]
+    with GroupJob(mesh.size) as job:
+        job.run(lambda session: replicated(session, mesh, model, data, microbatches=4))
+    assert len(computed) == 2 * 3 * 4, "replicas, linear layers, microbatches"
+
+
+# What is not sound.
+
+
+def refused(model: nn.Module, sync: str, **options: Any) -> str:
+    mesh = Mesh(2, 2)
+
+    def work(session: Session) -> str:
+        with pytest.raises(UsageError) as caught:
+            replicated(session, mesh, model, [[], []], PLAIN, sync, **options)
+        return str(caught.value)
+
+    with ThreadJob(mesh.size) as job:
+        found = job.run(work)
+    assert len(set(found)) == 1
+    assert "\n" not in found[0]
+    return found[0]
+
+
+def test_schedules_without_a_flush_are_refused() -> None:
+    text = refused(layered(5), "bsp", schedule="pipedream")
+    assert text.startswith("pipedream has microbatches in flight at every update, and a DistributedOptimizer takes new weig")
+    assert text.endswith("use a schedule that flushes (1f1b)")
+
+
+def test_tied_weights_in_modes_without_a_barrier_are_refused() -> None:
+    text = refused(seeded_model(Tied), "ssp:1", microbatches=2, loss=nn.functional.cross_entropy)
+    assert text.startswith(
+        "stages 0, 1 hold the same parameter, and ssp:1 applies the steps of each stage in an order of it"
+    )
+    assert "use bsp, local:K or diloco:K, or cut the model" in text
+
+
+# The tensor axis, as far as a pipeline knows of it.
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Tied])
+def test_lanes_of_a_replica_clip_by_the_norm_of_all_their_ranks(kind: type[nn.Module]) -> None:
+    """Two lanes with the same replicated parameters, of which one counts them."""
+    mesh, clip = Mesh(1, 2, 2), 0.05
+    model, data = (layered(5), batches(3, 8)) if kind is nn.Sequential else (seeded_model(Tied), words(3, 8))
+    loss = mse if kind is nn.Sequential else nn.functional.cross_entropy
+    norms = list[float]()
+
+    def train(session: Session) -> Outcome:
+        ranks = session.world().new_group(mesh.replica_group(session.rank))
+        shard = mesh.point(session.rank).tensor
+        hooks = StageHooks(norm_group=ranks, counts=lambda name: shard == 0)
+        pipe = Pipeline(
+            copy.deepcopy(model),
+            loss=loss,
+            optimizer=SGD,
+            group=lane(session, mesh),
+            microbatches=4,
+            clip_norm=clip,
+            _hooks=hooks,
+        )
+        losses = [pipe.step(x, y) for x, y in data]
+        return Outcome(losses, pipe.state_dict(), pipe)
+
+    with GroupJob(mesh.size) as job:
+        found = job.run(train)
+    assert_equals(found, alone(model, data, clipping(SGD, clip, norms), loss=loss)[1])
+    assert [outcome.pipe.gradient_norm for outcome in found] == [pytest.approx(norms[-1], abs=1e-10)] * mesh.size
+
+
+def test_a_part_is_prepared_before_its_optimizer_is_made() -> None:
+    """Layers are replaced: the optimizer has their new parameters, under the names of the whole model."""
+    model, data = layered(5), batches(2, 8)
+    other = layered(5, 6)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.5)
+
+    def train(session: Session) -> Outcome:
+        def prepare(part: ModelPart) -> None:
+            for name, _ in part.members:
+                part.replace(name, copy.deepcopy(other[int(name)]))
+
+        hooks = StageHooks(prepare_part=prepare)
+        pipe = Pipeline(copy.deepcopy(model), loss=mse, optimizer=SGD, microbatches=4, _hooks=hooks)
+        return Outcome([pipe.step(x, y) for x, y in data], pipe.state_dict(), pipe)
+
+    with GroupJob(2) as job:
+        found = job.run(train)
+    losses, state = alone(other, data, SGD)
+    assert_equals(found, state)
+    torch.testing.assert_close(found[0].losses, losses, rtol=0, atol=1e-10)
