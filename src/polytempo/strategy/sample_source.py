@@ -70,7 +70,8 @@ class SampleSource:
             raise UsageError(f"{name}: an IterableDataset has its own order; leave out shuffle=True")
         if self.length is not None and self.length < self.batch_size and otherwise:
             raise UsageError(
-                f"{name}: {self.length} samples are no batch of {self.batch_size}; use batch_size={self.length}"
+                f"{name}: expected at least one batch of {self.batch_size}, got {self.length} samples; "
+                f"use batch_size={self.length}"
             )
 
     def training(self, epoch: int, parts: Sequence[Part], replica: int, replicas: int) -> Iterator[Batch]:
