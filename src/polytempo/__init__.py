@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import should_stop as should_stop
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
+    from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
@@ -80,6 +81,7 @@ _MODULES = {
         *("describe_model", "init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop"),
         *("shutdown", "size"),
     ),
+    "strategy.distributed_model": ("DistributedModel",),
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
@@ -95,6 +97,7 @@ _MODULES = {
 
 __all__ = [
     "AsuP",
+    "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",
     "Group",

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
+        "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
         "Group",

@@ -44,6 +44,7 @@ from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.session.exit_thread import ExitThread
 from polytempo.session.metrics import plain_figures
 from polytempo.session.positions import Positions
+from polytempo.session.strategy_scope import StrategyScope
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
@@ -88,6 +89,7 @@ class Session:
         self.parent = ""  #: in a child process of a worker: the name of that worker
         #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
         self.data_axis: tuple[int, int] | None = None
+        self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
     @property
     def together(self) -> bool:
