@@ -8,7 +8,7 @@ and schedules need equal parts, and with `shuffle` the next epoch leaves out oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -89,7 +89,7 @@ class SampleSource:
 
     def evaluation(self, replica: int, replicas: int) -> Iterator[Batch]:
         """The batches that a replica evaluates: every `replicas`-th; the last of all may be smaller."""
-        places = iter(self._places(0))
+        places = self._places(0)
         batches = iter(lambda: list(islice(places, self.batch_size)), [])
         return self._load(islice(batches, replica, None, replicas), 0)
 
@@ -100,14 +100,15 @@ class SampleSource:
         found = next(self._load(iter([list(range(self.batch_size))]), 0))[0]
         return found if isinstance(found, tuple) else (found,)
 
-    def _places(self, epoch: int) -> Iterable[Any]:
+    def _places(self, epoch: int) -> Iterator[Any]:
         """Indices of samples in the order of an epoch; of a stream the samples themselves."""
         if self.length is None:
-            return iter(self._dataset)
-        if not self.shuffle:
-            return iter(range(self.length))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+            yield from self._dataset
+        elif self.shuffle:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            yield from torch.randperm(self.length, generator=generator).tolist()
+        else:
+            yield from range(self.length)
 
     def _load(self, batches: Iterator[list[Any]], epoch: int) -> Iterator[Batch]:
         collate: Callable[[Any], Any] = self._loader.collate_fn if self._loader is not None else default_collate
