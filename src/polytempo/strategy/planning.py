@@ -8,6 +8,7 @@ raised on all ranks. Outside of a job, a short one measures the links (`measurin
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,8 +126,32 @@ def choose(strategy: Strategy, planned: PlannedModel, session: Session, batch: i
 def chosen_strategy(strategy: Strategy, result: SearchResult) -> Strategy:
     """The strategy that a search has found."""
     plan = result.best.plan
-    axes = {"data": plan.mesh.data, "pipe": plan.mesh.pipe, "tensor": plan.mesh.tensor}
-    return replace(strategy, automatic=False, memory=None, schedule=plan.schedule, microbatches=plan.microbatches, **axes)
+    return replace(
+        strategy,
+        automatic=False,
+        memory=None,
+        data=plan.mesh.data,
+        pipe=plan.mesh.pipe,
+        tensor=plan.mesh.tensor,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+    )
+
+
+def decided(
+    strategy: Strategy, planned: PlannedModel, session: Session, stages: object = None
+) -> tuple[Strategy, tuple[int, ...]]:
+    """What auto is for a model in this job, and the layers of each stage. Rank 0 says why."""
+    if stages is not None:
+        raise UsageError("strategy auto chooses the stages by itself; leave stages= out, or give data=, pipe= and tensor=")
+    if planned.example is None:
+        raise UsageError(
+            "strategy auto measures the model; give an example of a step's inputs: distribute(..., example=(x,))"
+        )
+    result = choose(strategy, planned, session)
+    if session.rank == 0:
+        say(f"strategy auto: {result.why}")
+    return chosen_strategy(strategy, result), result.best.plan.layers
 
 
 def explain(
@@ -220,6 +245,12 @@ def _given_plan(
         stages = tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
     plan = ParallelPlan(mesh, stages, space.batch, count, resolved.schedule, space.sync, resolved.via)
     return plan, ""
+
+
+def say(text: str) -> None:
+    """On the output of the script, in one piece."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 # Measuring.
