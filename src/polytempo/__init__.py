@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from polytempo.session.session import should_stop as should_stop
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
+    from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
     from polytempo.strategy.strategy import Strategy as Strategy
+    from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
     from polytempo.train.communication import Group as Group
@@ -79,7 +81,9 @@ _MODULES = {
         *("describe_model", "init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop"),
         *("shutdown", "size"),
     ),
+    "strategy.distributed_model": ("DistributedModel",),
     "strategy.strategy": ("Strategy",),
+    "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
     "train.communication": (
         *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
@@ -93,6 +97,7 @@ _MODULES = {
 
 __all__ = [
     "AsuP",
+    "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",
     "Group",
@@ -113,6 +118,7 @@ __all__ = [
     "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_entropy",
     "describe_model",
     "evaluation_statistics",
     "explain_algorithm",

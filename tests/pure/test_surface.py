@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
+        "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
         "Group",
@@ -38,6 +39,7 @@ def test_public_names() -> None:
         "broadcast",
         "broadcast_optimizer_state",
         "broadcast_parameters",
+        "cross_entropy",
         "describe_model",
         "evaluation_statistics",
         "explain_algorithm",

@@ -16,13 +16,14 @@ import polytempo.tables
 
 MODULES: list[ModuleType] = [polytempo, polytempo.horovod, polytempo.simulate, polytempo.tables]
 #: Made by the library, never by a script.
-HANDLES = {"Group", "Task"}
+HANDLES = {"DistributedModel", "Group", "Task"}
 
 
 def described(function: Any, text: str) -> list[str]:
     """Parameters that the text does not describe."""
     taken = inspect.signature(function).parameters
-    return [name for name in taken if name != "self" and not re.search(rf"^ +\*{{0,2}}{name}: ", text, re.MULTILINE)]
+    public = [name for name in taken if name != "self" and name[0] != "_"]
+    return [name for name in public if not re.search(rf"^ +\*{{0,2}}{name}: ", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -90,6 +90,10 @@ class Positions:
             one.trained += int(samples or 0)
         return tuple(one.position() for one in self._training.values())
 
+    def now(self) -> tuple[Position, ...]:
+        """How far it is in every sampler that trains, as of the last push."""
+        return tuple(one.position() for one in self._training.values())
+
     def used(self, one: Pass) -> bool:
         """Is nothing left of this pass to train on? An empty one counts; one that was only looked at does not."""
         return one.drawn == 0 or self._training.get(one.sampler) is one

@@ -12,10 +12,11 @@ against the number of workers by `mesh`, and against a model by `distribute`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.mesh import Mesh
@@ -24,6 +25,13 @@ from polytempo.pipeline.schedules import make
 from polytempo.strategy.soundness import check_pair
 from polytempo.sync.spec import parse_spec
 from polytempo.units import parse_size
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from polytempo.pipeline.partition import PartitionPlan
+    from polytempo.strategy.distributed_model import DistributedModel
 
 #: The field of a strategy text that an item without a known name continues: it is an option of the mode or the schedule.
 WITH_OPTIONS = ("sync", "schedule")
@@ -286,6 +294,112 @@ class Strategy:
         """
         limit = None if memory is None else parse_size(memory, "a memory limit")
         return cls(automatic=True, memory=limit, sync=sync)
+
+    # In a job.
+
+    @classmethod
+    def of_job(cls) -> Strategy:
+        """The strategy of this job: what `polytempo run --strategy` was given; else a replica on each worker.
+
+        Returns:
+            The strategy; its mode is the job's (`--sync`).
+
+        Raises:
+            UsageError: `init` was not called.
+        """
+        from polytempo.session.session import current
+
+        job = current().job
+        return cls.parse(job.strategy) if job.strategy else cls(data=job.size, sync=job.sync)
+
+    @classmethod
+    def current(cls) -> Strategy:
+        """The strategy of the `scope()` that this call is in; outside of any, that of the job.
+
+        Returns:
+            The strategy.
+
+        Raises:
+            UsageError: `init` was not called.
+        """
+        from polytempo.session.session import current
+
+        inside = current().scope
+        return inside.strategy if inside is not None else cls.of_job()
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Inside, this strategy is the current one.
+
+        `pt.DistributedSampler` and `pt.prepare` share the data out over the replicas, `pt.DistributedOptimizer` uses the
+        strategy's mode and way, `pt.fit` uses it all.
+
+        Yields:
+            The strategy, with all that the job fills in.
+
+        Raises:
+            UsageError: The strategy does not fit the number of workers, or `init` was not called.
+        """
+        from polytempo.session.session import current
+        from polytempo.session.strategy_scope import StrategyScope
+
+        session = current()
+        found = self.resolved(session.size, session.job.sync)
+        before = session.scope, session.data_axis
+        place = found.mesh(session.size).point(session.rank)
+        assert found.data is not None
+        session.scope = StrategyScope(str(found), found.sync, found.via, found.is_split, found)
+        session.data_axis = (place.data, found.data) if found.is_split else None
+        try:
+            yield found
+        finally:
+            session.scope, session.data_axis = before
+
+    def distribute(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        example: tuple[Any, ...] | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        clip_norm: float | None = None,
+        tensor_plan: Mapping[str, Any] | None = None,
+        stages: Sequence[int] | PartitionPlan | str | None = None,
+    ) -> DistributedModel:
+        """Spread a model over the workers of the job. All ranks call it, with the same model; all start from rank 0's
+        weights.
+
+        Args:
+            model: The whole model, built alike on every rank: an `nn.Sequential`, a list of layers, or a module that
+                torch.fx can trace. Its layers become this rank's part.
+            loss: A function of outputs and targets, the mean over its microbatch.
+            optimizer: Makes the optimizer from a list of parameters; called with those of this rank's part.
+            example: A tuple of inputs for one replica's batch: for models that can only be traced on an input, for
+                `stages="auto"` and for strategy auto.
+            seed: Of dropout.
+            device: Where this rank computes.
+            clip_norm: Clip the gradients of the whole model to this norm.
+            tensor_plan: How layers are split, by name patterns; found by itself for what it does not name.
+            stages: The number of layers of each stage, a plan, or "auto" to measure; balanced by parameters by default.
+
+        Returns:
+            The model, spread: `step(x, y)` trains it.
+
+        Raises:
+            UsageError: The strategy does not fit the workers or the model: heads, features or stages that do not divide,
+                with the nearest choice; or ranks whose models or strategies differ.
+        """
+        from torch import nn
+
+        from polytempo.session.session import current
+        from polytempo.strategy.distributed_model import DistributedModel
+        from polytempo.strategy.distribution import Distributor
+
+        whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        making = Distributor(self, whole, loss, optimizer, example, seed, device, clip_norm, tensor_plan, stages)
+        return DistributedModel(making.build(current()))
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Strategy)}

@@ -1,0 +1,314 @@
+"""`DistributedModel`: a model that is spread by a strategy, and trained by calls that all ranks make alike.
+
+Each rank holds a shard of a stage of a replica (`distribution.py`). A step is one batch of a replica: its lane runs the
+schedule, shards talk inside the layers, and the optimizer of each rank takes its step together with the same part of the
+other replicas, as the mode says.
+
+State goes in and out as that of the unsplit model (`state.py`, `checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.collectives.group import RankGroup
+from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
+from polytempo.mesh import Mesh, MeshPoint
+from polytempo.pipeline.pipeline import Folder, Pipeline
+from polytempo.strategy.batches import COMPARED_STEPS, checked_rows, compare
+from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_checkpoint
+from polytempo.strategy.distribution import Distribution
+from polytempo.strategy.failures import JobFailures
+from polytempo.strategy.sampler_positions import joint_positions, resume_positions
+from polytempo.strategy.state import exchanged
+from polytempo.strategy.strategy import Strategy
+from polytempo.tensor_parallel.cross_entropy import gather_logits
+from polytempo.tensor_parallel.group import RankTensorGroup
+from polytempo.train.optimizer import DistributedOptimizer
+
+
+class DistributedModel:
+    """A model that is spread over the ranks of the job by a strategy: what `Strategy.distribute` returns.
+
+    All ranks call the same methods. The ranks of a replica give the same batches; replicas have batches of their own, as a
+    `DistributedSampler` that is made inside `strategy.scope()` gives them.
+
+    Attributes:
+        strategy: The strategy, with all that the job has filled in.
+        mesh: Which rank is which replica, stage and shard.
+        point: The place of this rank: `data`, `pipe`, `tensor`.
+        pipeline: The stages of this replica at this rank's shard.
+        optimizer: The optimizer of this rank's parameters; give it to a scheduler of learning rates.
+        steps: The number of steps so far.
+        samples: The number of samples of this replica so far.
+
+    Raises:
+        RankLost: In any method, on all ranks: the rank that ended.
+
+    Example:
+        ```python
+        strategy = pt.Strategy(data=2, pipe=2, microbatches=4)
+        with strategy.scope():
+            loader = DataLoader(data, batch_size=32, sampler=pt.DistributedSampler(data), drop_last=True)
+        spread = strategy.distribute(model, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+        for x, y in loader:
+            spread.step(x, y)
+        spread.save("saved")
+        ```
+    """
+
+    def __init__(self, made: Distribution) -> None:
+        self._made, self._groups, self._state = made, made.groups, made.state
+        self.strategy: Strategy = made.strategy
+        self.mesh: Mesh = made.mesh
+        self.point: MeshPoint = made.point
+        self.pipeline: Pipeline = made.pipeline
+        self.optimizer: DistributedOptimizer = made.optimizer
+        self.steps = 0
+        self.samples = 0
+        self._failures = JobFailures(made.groups.job, made.mesh)
+        self._seconds = 0.0
+        self._earlier: list[dict[str, Any]] = list(made.session.job.positions)
+
+    # Training and evaluation.
+
+    def step(self, x: Any = None, y: Any = None) -> float:
+        """Train on a batch of this replica.
+
+        Args:
+            x: The inputs; the same on all ranks of the replica. Stages other than the first do not read them.
+            y: The targets; the same on all ranks of the replica. Stages other than the last do not read them.
+
+        Returns:
+            The mean loss of the batch, on all ranks of the replica.
+
+        Raises:
+            UsageError: The batch does not divide into the microbatches, or differs between ranks of the replica.
+            RankLost: A rank of the job has ended.
+        """
+        size = checked_rows(x, y, self.pipeline.microbatches)
+        began = time.perf_counter()
+        with self._failing_together():
+            if self.steps < COMPARED_STEPS:
+                compare(self._groups.replica, x, y)
+            loss = self.pipeline.step(x, y)
+        assert loss is not None
+        self._seconds += time.perf_counter() - began
+        self.steps += 1
+        self.samples += size
+        if not self._made.session.together:
+            self._made.session.positions.pushed(size)  # else the optimizer's step has told them
+        return loss
+
+    def flush(self) -> None:
+        """Finish what is under way; with the schedules of a strategy nothing is."""
+        with self._failing_together():
+            self.pipeline.flush()
+
+    def evaluate(self, x: Any = None, y: Any = None) -> float:
+        """The mean loss of a batch of any size, without training, in evaluation mode. All ranks of the replica call it.
+
+        Args:
+            x: The inputs.
+            y: The targets.
+
+        Returns:
+            The mean loss of this replica's batch, on all its ranks.
+        """
+        with self._failing_together():
+            return self.pipeline.evaluate(x, y)
+
+    def predict(self, x: Any = None) -> Any:
+        """The outputs of the model for a batch of any size, in evaluation mode. All ranks of the replica call it.
+
+        Args:
+            x: The inputs.
+
+        Returns:
+            The outputs, on all ranks of the replica.
+        """
+        with self._failing_together():
+            out = self.pipeline.predict(x)
+            logits, shards = self._made.plan.logits, self._groups.shards
+            if logits is not None and shards is not None and self.point.pipe == self.mesh.pipe - 1:
+                out = gather_logits(out, RankTensorGroup(shards), logits[1])
+            return exchanged(self._groups.lane, out)[-1]
+
+    # State.
+
+    def consolidate(self) -> None:
+        """Make the replicas agree: each takes the job's newest values, or the mean of all. All ranks of the job call it.
+
+        Under bsp they agree at all times. Under local and diloco it ends the block of local steps with an average.
+        """
+        with self._failing_together():
+            self._groups.job.barrier().wait()
+            self.optimizer.consolidate()
+            self._groups.job.barrier().wait()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The values of the unsplit model, parameters and buffers, by its own names. All ranks of the replica call it.
+
+        Returns:
+            A dict on the CPU that the unsplit model loads; it is this replica's. Where the mode lets replicas differ, call
+            `consolidate()` before.
+        """
+        with self._failing_together():
+            return self._state.gather()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load the values of an unsplit model. All ranks of the job call it, with the same values.
+
+        Args:
+            state: As `state_dict()` of the unsplit model.
+
+        Raises:
+            UsageError: Names or shapes differ.
+        """
+        self._state.unsplit.check(state)
+        with self._failing_together():
+            self._groups.job.barrier().wait()
+            self._state.load(state)
+            self.pipeline.stage.reset_versions()
+            if self.optimizer.spec.mode.barrier or self.point.data == 0:
+                self.optimizer.push_parameters()
+            self._groups.job.barrier().wait()
+            if not self.optimizer.spec.mode.barrier:
+                self.optimizer.consolidate()
+                self._groups.job.barrier().wait()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state of the unsplit model, by parameter name. All ranks of the replica call it.
+
+        `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(model, optimizer, state)` loads it into a plain
+        optimizer of the unsplit model.
+
+        Returns:
+            `state` by parameter name, and `param_groups` with the names of their parameters. Servers' state is read from
+            them; in modes with local steps it is this replica's. The outer momentum of diloco is not part of it.
+        """
+        with self._failing_together():
+            return self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the optimizer's state of an unsplit model. All ranks of the job call it, with the same state.
+
+        Args:
+            state: As `optimizer_state_dict()` returns it, of any strategy.
+
+        Raises:
+            UsageError: A parameter is missing in it.
+        """
+        groups = self.optimizer.inner.state_dict()["param_groups"]
+        share = self._state.optimizer_share(state, self._made.names, groups)
+        with self._failing_together():
+            self._groups.job.barrier().wait()
+            self.optimizer.load_state_dict(share)
+            self._groups.job.barrier().wait()
+
+    def save(self, directory: Folder, extra: dict[str, Any] | None = None, keep: int = 2) -> None:
+        """Write a checkpoint of the unsplit model, its optimizer and the positions in the data. All ranks call it.
+
+        Rank 0 writes `step-N/model.safetensors`, `optimizer.safetensors` and `manifest.json`; they appear all or not at all.
+        Any strategy resumes from them, and plain PyTorch loads them.
+
+        Args:
+            directory: The folder in which checkpoints are.
+            extra: More for the manifest: plain data that `resume` returns.
+            keep: How many checkpoints stay there.
+
+        Raises:
+            UsageError: It cannot be written; on all ranks.
+        """
+        self.consolidate()
+        with self._failing_together():
+            positions = joint_positions(self._groups.job, self.mesh, self._made.session, self._earlier)
+            said = ""
+            if self.point.data == 0:
+                model = self._state.gather()
+                optimizer = self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
+            if self._made.session.rank == 0:
+                facts = {"samples": self.samples, "strategy": str(self.strategy), "positions": positions}
+                facts |= {"extra": extra or {}}
+                try:
+                    write_checkpoint(Path(directory), SavedState(self.steps, model, optimizer, facts), keep)
+                except UsageError as problem:
+                    said = str(problem)
+            said = exchanged(self._groups.job, said)[0]
+        if said:
+            raise UsageError(said)
+
+    def resume(self, directory: Folder) -> dict[str, Any]:
+        """Go on from the checkpoint of the latest step, of any strategy. All ranks call it, before samplers are made.
+
+        Args:
+            directory: A folder of checkpoints, or one of them; all ranks see it.
+
+        Returns:
+            What was given to `save` as `extra`.
+
+        Raises:
+            UsageError: There is no whole checkpoint, or it is of another model.
+        """
+        saved = read_checkpoint(directory)
+        self.load_state_dict(saved.model)
+        self.load_optimizer_state_dict(saved.optimizer)
+        self.steps, self.samples = saved.step, int(saved.facts.get("samples", 0))
+        self._earlier = resume_positions(self._made.session, saved.facts.get("positions", []))
+        extra: dict[str, Any] = saved.facts.get("extra", {})
+        return extra
+
+    # Figures.
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of this rank so far: steps, samples, seconds (computing, waiting), and bytes_sent by axis (data, pipe,
+        tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, what is exchanged."""
+        handed = self._groups.job.engine.messages.handed
+
+        def of(*groups: RankGroup | None) -> int:
+            return sum(handed[group.context] + handed[group.context + 1] for group in groups if group is not None)
+
+        by_axis = {
+            "data": handed_by(self.optimizer),
+            "pipe": of(self._groups.lane, self.pipeline._built.group),
+            "tensor": of(self._groups.shards),
+        }
+        waiting = sum(done.waited for done in self.pipeline.log) + self.optimizer.stats["waited_s"]
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "seconds": {"computing": max(0.0, self._seconds - waiting), "waiting": waiting},
+            "bytes_sent": {**by_axis, "all": sum(by_axis.values()) + of(self._groups.job, self._groups.replica)},
+        }
+
+    # Failures.
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What fails on one rank is told to all ranks of the job, and each raises the first cause."""
+        try:
+            yield
+        except JobEnded:
+            raise
+        except (PolytempoError, RuntimeError) as error:
+            cause = self._failures.cause(error)
+            if cause is error:
+                raise
+            if isinstance(error, PeerError):
+                raise cause from error
+            raise
+        except Exception as error:
+            self._failures.cause(error)
+            raise
+
+
+def handed_by(optimizer: DistributedOptimizer) -> int:
+    """Bytes that an optimizer has handed to other ranks, or exchanged with servers."""
+    return optimizer._reducer.handed() if optimizer._reducer is not None else 0

@@ -1,0 +1,145 @@
+"""The state of a model that is spread: gathered as that of the unsplit model on every rank, loaded from it, on any mesh.
+
+A rank holds a shard of a stage. Its tensors are first exchanged with the other shards of the stage (all t) and joined, then
+with the other stages of its lane (all k); after that each rank has all. Replicas (all d) have states of their own in modes
+in which they differ; `DistributedModel.consolidate` makes them agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.collectives.group import RankGroup
+from polytempo.errors import UsageError
+from polytempo.strategy.portable_state import NamedState, by_name, by_number, joined, merged, renamed, sharded
+from polytempo.tensor_parallel.sharding import Sharding
+from polytempo.train.safe_serialization import decode, encode
+
+
+def exchanged(group: RankGroup | None, mine: Any) -> list[Any]:
+    """The plain data, with tensors, of all ranks of a group, in their order. Tensors come back on the CPU."""
+    if group is None or group.size == 1:
+        return [mine]
+    tensors: list[Tensor] = []
+    head = encode(mine, tensors)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
+    group.all_gather(lengths, torch.tensor([len(head)])).wait()
+    found = []
+    for index, length in enumerate(lengths):
+        letters = torch.zeros(int(length), dtype=torch.uint8)
+        if index == group.rank:
+            letters = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        group.broadcast([letters], index).wait()
+        theirs: list[Tensor] = []
+        data = decode(letters.numpy().tobytes(), theirs)
+        if index == group.rank:
+            for tensor, own in zip(theirs, tensors, strict=True):
+                tensor.copy_(own.detach())
+        if theirs:
+            group.broadcast(theirs, index).wait()
+        found.append(data)
+    return found
+
+
+@dataclass(frozen=True)
+class UnsplitModel:
+    """What is known of the model before it is split: the names and forms of its state, in their order."""
+
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    canonical: dict[str, str]  #: each name of a parameter to the first name of the same one
+    parameters: tuple[str, ...]  #: the first names
+
+    @classmethod
+    def of(cls, model: nn.Module) -> UnsplitModel:
+        """Of a model that is whole."""
+        state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        first: dict[nn.Parameter, str] = {}
+        canonical = {name: first.setdefault(param, name) for name, param in model.named_parameters(remove_duplicate=False)}
+        forms = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+        return cls(forms, canonical, tuple(first.values()))
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse a state with other names or shapes.
+
+        Raises: UsageError, naming them."""
+        missing = [name for name in self.forms if name not in state]
+        unknown = [name for name in state if name not in self.forms]
+        if missing or unknown:
+            raise UsageError(
+                f"expected the names of the whole model; missing: {missing[:4] or 'none'}, unknown: {unknown[:4] or 'none'}"
+            )
+        for name, (shape, _) in self.forms.items():
+            if tuple(state[name].shape) != shape:
+                raise UsageError(f"{name} has shape {shape}; got one of shape {tuple(state[name].shape)}")
+
+
+@dataclass(frozen=True)
+class SpreadState:
+    """This rank's share in the state of the unsplit model."""
+
+    unsplit: UnsplitModel
+    own: Callable[[], dict[str, Tensor]]  #: this rank's tensors, by their names in the unsplit model
+    lane: RankGroup | None  #: the stages of this replica, at this rank's shard
+    shards: RankGroup | None  #: the ranks of this rank's stage in this replica
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)  #: of the parameters that are cut
+    unused: Mapping[str, Tensor] = field(default_factory=dict)  #: tensors that no stage holds
+
+    def gather(self) -> dict[str, Tensor]:
+        """The state of the unsplit model, on the CPU. All ranks of the replica call this."""
+        mine = {name: value.detach().cpu().clone() for name, value in self.own().items()}
+        cut = sorted(name for name in mine if name in self.shardings)
+        shares = exchanged(self.shards, {name: mine[name] for name in cut})
+        if len(shares) > 1:
+            mine |= {name: self.shardings[name].join([share[name] for share in shares]) for name in cut}
+        found = {name: value.detach().cpu().clone() for name, value in self.unused.items()}
+        for stage in exchanged(self.lane, mine):
+            found |= stage
+        return {name: found[name] for name in self.unsplit.forms}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's share of the state of an unsplit model."""
+        self.unsplit.check(state)
+        with torch.no_grad():
+            for name, value in self.unused.items():
+                value.copy_(state[name])
+            for name, value in self.own().items():
+                value.copy_(self._share(name, state[name]))
+
+    def _share(self, name: str, value: Tensor) -> Tensor:
+        if self.shards is None or name not in self.shardings:
+            return value
+        return self.shardings[name].shard(value, self.shards.rank, self.shards.size)
+
+    # The optimizer.
+
+    def gather_optimizer(self, state: NamedState, names: list[str]) -> NamedState:
+        """The optimizer state of the unsplit model, by parameter name, from this rank's. `names`: of its parameters.
+
+        All ranks of the replica call this."""
+        mine = _on_cpu(renamed(by_name(state, names), self.unsplit.canonical))
+        stage = joined(exchanged(self.shards, mine), self._canonical_shardings())
+        return merged(exchanged(self.lane, stage), self.unsplit.parameters)
+
+    def optimizer_share(self, state: NamedState, names: list[str], groups: list[NamedState]) -> NamedState:
+        """This rank's share of the optimizer state of an unsplit model, as torch numbers it. `groups`: its own."""
+        known = [self.unsplit.canonical.get(name, name) for name in names]
+        if self.shards is not None:
+            state = sharded(state, self._canonical_shardings(), self.shards.rank, self.shards.size)
+        return by_number(state, known, groups)
+
+    def _canonical_shardings(self) -> dict[str, Sharding]:
+        return {self.unsplit.canonical.get(name, name): sharding for name, sharding in self.shardings.items()}
+
+
+def _on_cpu(state: NamedState) -> NamedState:
+    """Copies of all tensors."""
+    entries = {
+        name: {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in own.items()}
+        for name, own in state["state"].items()
+    }
+    return {"state": entries, "param_groups": state["param_groups"]}
