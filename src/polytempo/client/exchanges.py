@@ -29,6 +29,7 @@ class Exchanges:
     def __init__(self, connections: ServerConnections, rank: int, incarnation: int, pool: Pool) -> None:
         self.states: dict[str, ClientState] = {}  #: by optimizer
         self.stop = False  #: as the last answer said: is the job's budget used up?
+        self.heeds = ""  #: the optimizer whose answers say so; empty: any
         self.asked = False  #: has the script asked whether to stop?
         self.pool, self.arena = pool, Arena(pool)
         self._connections = connections
@@ -139,7 +140,7 @@ class Exchanges:
         state.version, state.skipped, state.staleness = first.version, first.skipped, first.staleness
         state.waited += first.waited if waited else 0.0
         state.held, state.answer, state.checkpoint = None, first, first.checkpoint or state.checkpoint
-        if first.stop:
+        if first.stop and self.heeds in ("", state.name):
             self.stop = True
         if first.rows:
             rows, answers = split_rows(answers)

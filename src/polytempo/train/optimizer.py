@@ -33,6 +33,7 @@ from polytempo.client.client_state import ClientState
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
+from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
@@ -152,32 +153,35 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._agreed = False  # synchronize() was called since the last step
         self._to_digest = DIGESTED_STEPS + 1
         self._syncing = True
-        number = session.next_optimizer_id()
-        self._name = ranks.name(number)
-        self._is_first = number == MAIN and session.together  # its steps say where this rank is in its data
+        self._name = ranks.enter(session)
+        self._is_first = beside(self._name) == MAIN and session.together  # its steps say where this rank is in its data
         self._buffers: BufferMean | None = None
         if averaged is not None and spec.averaging is None:  # else they travel with the values
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
-        fragments: list[Fragment] = []
-        if together:
-            check_unique(self._params, self._names, on_servers=not among_workers)
-            fragments = _make_fragments(self, averaged, not among_workers)
-            self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
-            _take_over(self, self._params, self._names)
-            for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
-                session.watches.add(reducer.copier.watch)
-            if self._reducer.needs_join:
-                session.before_leaving(self.join)
+        fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
-        if ranks.is_alone and self._name == MAIN and session.client is not None:
+        if ranks.reports(self._name) and session.client is not None:
             clock = SequencerClient(session, self._spec_of("steps"), ClientState(self._name))
             self._update = CountedSteps(self._update, self._wrapped, session, clock)
         session.computing_from(time.perf_counter())
+
+    def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
+        """Make what travels to the other workers; the fragments, in modes that average values."""
+        session = self._session
+        check_unique(self._params, self._names, on_servers=not among_workers)
+        fragments = _make_fragments(self, averaged, not among_workers)
+        self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
+        _take_over(self, self._params, self._names)
+        for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
+            session.watches.add(reducer.copier.watch)
+        if self._reducer.needs_join:
+            session.before_leaving(self.join)
+        return fragments
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
         return make_reducer(

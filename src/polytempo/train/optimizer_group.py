@@ -1,6 +1,7 @@
 """The ranks that take the steps of an optimizer together: all of the job, or a group.
 
-A group of one makes plain steps. Where it is the main one, each step is still reported to the sequencer, for the budget.
+A group of one makes plain steps. Each step is still reported to the sequencer, for the budget. In a replica of several ranks
+only the main group does so: its answers say when to stop, and the replica's ranks tell each other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.optimizer_names import name_in_group
+from polytempo.records.lines import MAIN
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
@@ -25,14 +27,22 @@ class OptimizerGroup:
 
     members: tuple[int, ...] = ()  #: ascending; empty: all
     main: bool = True
+    in_replica: bool = False  #: its rank is one of several that train a replica of the model, and stop together
 
     @property
     def is_alone(self) -> bool:
         """Is it a group of one?"""
         return len(self.members) == 1
 
-    def name(self, number: str) -> str:
-        """The name in the job of the optimizer of this number."""
+    def reports(self, name: str) -> bool:
+        """Does a group of one report its steps? One beside the main one, in a replica, is told by that one to stop."""
+        return self.is_alone and (name == MAIN or not self.in_replica)
+
+    def enter(self, session: Session) -> str:
+        """Take part with the next optimizer; its name in the job."""
+        if self.in_replica and session.client is not None:
+            session.client.exchanges.heeds = MAIN  # all ranks of a replica stop by the answers of one clock
+        number = session.next_optimizer_id()
         return name_in_group(number, self.members, self.main) if self.members else number
 
 
@@ -67,7 +77,9 @@ def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: 
             f"{spec.text} mixes models between neighbours among all {session.size} ranks, and the group has ranks {ranks}; "
             "leave group= out, or use sync='local:8'"
         )
-    return OptimizerGroup(group.ranks, group.main if isinstance(group, ReplicaRanks) else 0 in group.ranks)
+    if isinstance(group, ReplicaRanks):
+        return OptimizerGroup(group.ranks, group.main, in_replica=True)
+    return OptimizerGroup(group.ranks, main=0 in group.ranks)
 
 
 class CountedSteps(StepUpdate):
