@@ -15,6 +15,7 @@ averaging  local steps and an average, beside torch's PeriodicModelAverager
 alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
+tensor     layers that two ranks split, beside torch's DTensor and the whole layer
 idle       CPU time of an idle server
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
@@ -42,6 +43,7 @@ import link
 import pipelines
 import rows
 import steps
+import tensor_parallel
 from cases import Case
 from measure import save
 from rigs import ENVIRONMENT
@@ -55,7 +57,7 @@ CASES: dict[str, Case] = {
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
         *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, idle.CASE),
-        *(pipelines.CASE, bubble.CASE),
+        *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE),
     )
 }
 

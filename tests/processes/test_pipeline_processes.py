@@ -51,6 +51,18 @@ def test_what_a_pipeline_ignores_is_said_once(bench: Bench) -> None:
     assert said == ["polytempo: a pipeline pushes nothing to servers: it ignores --sync asp, --servers 2"]
 
 
+def test_a_budget_ends_all_ranks_after_the_same_step(bench: Bench) -> None:
+    done = bench.run("run", "-n", str(STAGES), "--steps", "4", "--record", "out", SCRIPT, ".", "steps=9")
+    assert done.returncode == 0, done.stderr
+    assert [len(losses(bench, rank)) for rank in range(STAGES)] == [4] * STAGES
+    last = done.stderr.splitlines()[-1]
+    assert f"pipeline of {STAGES} stages, 1f1b, 4 microbatches: 4 steps in " in last, done.stderr
+    assert "ignores" not in done.stderr
+    assert done.stderr.count(" steps in ") == 1, "one line says what was done"
+    checked = bench.run("check", "out")
+    assert checked.returncode == 0, checked.stderr
+
+
 @pytest.mark.parametrize("stage", [0, 2])  # not everybody is its neighbour
 def test_a_killed_stage_is_named_by_the_others_and_a_rerun_goes_on(stage: int, bench: Bench) -> None:
     steps = f"steps={STEPS}"

@@ -79,3 +79,11 @@ def test_torchrun_starts_it(bench: Bench) -> None:
 def test_torch_knows_the_word_in_either_order_of_imports(code: str) -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_layers_split_over_processes(bench: Bench) -> None:
+    """`parallelize_module` over our back end equals the whole; our own layers keep replicated parameters equal."""
+    for status, out, err in run(bench, "tensor_parallel.py", 2):
+        assert status == 0, out + err
+        assert out.splitlines() == ["ok DTensor", "ok dropout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def layers(draw: st.DrawFn, split: bool = False) -> ShardedLayer:
     calls = (
         [TensorCall("all_reduce", 1024, backward) for backward in draw(st.lists(st.booleans(), max_size=3))] if split else ()
     )
-    return layer(
+    made = layer(
         draw(seconds),
         draw(seconds),
         draw(st.integers(1, 9)) * 640.0,
@@ -51,3 +52,4 @@ def layers(draw: st.DrawFn, split: bool = False) -> ShardedLayer:
         draw(seconds),
         calls,
     )
+    return replace(made, passing_bytes=draw(st.sampled_from([0.0, 64.0])))

@@ -173,6 +173,7 @@ PURE = (
     "strategy/balanced_stages.py",
     "strategy/bytes_moved.py",
     "strategy/costs.py",
+    "strategy/explanation.py",
     "strategy/memory.py",
     "strategy/parallel_plan.py",
     "strategy/prediction.py",

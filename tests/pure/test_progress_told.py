@@ -45,6 +45,19 @@ def test_the_plain_line_is_about_what_trains() -> None:
     assert status_line("bsp", pushing) == "bsp: 7 s, step 5, waiting 0 %"
     pushing.progress = told
     assert status_line("bsp", pushing).startswith("bsp: 7 s"), "both: the budget is about pushes"
+    pushing.progress, pushing.used = TrainingProgress(FOUR, 3, 6.0, 0.5, counted=True), 0.25
+    assert status_line("bsp", pushing) == f"{progress_line(told)}, 25 % of the budget", "its steps are the pushes"
+
+
+def test_of_replicas_of_a_pipeline_one_stage_is_shown() -> None:
+    told = TrainingProgress(FOUR, 3, 6.0, 0.5, distributed=True)
+    others = WorkerStatus(1, 0, 0.0, "absent", 0.0, 0.0, 0.0, ())
+    status = Status(seconds=7.0, used=0.0, workers=(worker(5, 7.0), others), progress=told)
+    assert status_line("bsp", status) == "bsp: 7 s, step 5, waiting 0 %"
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(Display("bsp", quiet=True)._picture(status))
+    assert "starting" not in (shown := console.export_text())
+    assert progress_line(told) in shown
 
 
 @pytest.mark.parametrize(
@@ -53,7 +66,7 @@ def test_the_plain_line_is_about_what_trains() -> None:
         ({}, []),
         ({"workers": 4, "record": Path("here"), "seed": 3, "min_workers": 1}, []),
         ({"sync": "ssp:3", "servers": 2}, ["--sync ssp:3", "--servers 2"]),
-        ({"via": "allreduce", "limits": Limits(steps=5, seconds=1.5)}, ["--via allreduce", "--steps 5", "--seconds 1.5"]),
+        ({"via": "allreduce", "limits": Limits(steps=5, seconds=1.5)}, ["--via allreduce"]),
         ({"slow": {1: 2.0}, "hiccup": (0.1, 0.2)}, ["--slow", "--hiccup"]),
         ({"checkpoint": Path("a"), "resume": Path("b"), "timeout": 3.0}, ["--checkpoint a", "--resume b", "--timeout 3.0"]),
     ],

@@ -15,14 +15,14 @@ from polytempo.strategy.bytes_moved import HEAD, message_bytes
 from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction, TensorCall, TiedWeights
 from polytempo.strategy.parallel_plan import ParallelPlan
 from polytempo.strategy.step_time import (
-    EndOfStep,
     Operation,
+    RankSimulation,
     Work,
+    block_of,
     collective_work,
     lower_bound,
     rank_programs,
     reduction_of,
-    simulate_ranks,
     single_step,
     step_time,
 )
@@ -61,7 +61,8 @@ def test_with_cores_for_all_it_is_the_timeline(chain, stages, microbatches, sche
 def spread(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     chain = draw(st.lists(layers(split=True), min_size=1, max_size=4))
     mesh = Mesh(draw(st.integers(1, 3)), min(draw(st.integers(1, 3)), len(chain)), draw(st.integers(1, 2)))
-    tied = (TiedWeights((0, len(chain) - 1), 512.0, 512.0, 0.0),) if len(chain) > 1 and draw(st.booleans()) else ()
+    both = len(chain) > 1 and min(chain[0].gradient_bytes, chain[-1].gradient_bytes) > 0
+    tied = (TiedWeights((0, len(chain) - 1), 512.0, 512.0, 0.0),) if both and draw(st.booleans()) else ()
     sync = draw(st.sampled_from(["bsp", "local:3", "asp", "ssp:1"]))
     plan = whole(mesh, len(chain), draw(st.integers(1, 3)), draw(SCHEDULES), sync)
     return plan, model(*chain, tensor=mesh.tensor, tied=tied)
@@ -72,7 +73,7 @@ def spread(draw: st.DrawFn):  # type: ignore[no-untyped-def]
 def test_no_step_is_shorter_than_the_work_of_a_rank_or_a_host(case, cores, link, crowd) -> None:  # type: ignore[no-untyped-def]
     plan, profile = case
     where = machine(plan.mesh.size, cores, link, contention=1 + crowd / 4, action_s=0.25)
-    programs = rank_programs(plan, profile, where, 1, True)
+    programs = rank_programs(plan, profile, where, True)
     core = [sum(one.core for one in program if isinstance(one, Work)) for program in programs]
     one_step = single_step(plan, profile, where)
     assert one_step >= lower_bound(core, where) - 1e-9
@@ -80,6 +81,7 @@ def test_no_step_is_shorter_than_the_work_of_a_rank_or_a_host(case, cores, link,
     if plan.exchange.barrier or plan.mesh.data == 1:
         assert found.seconds >= max(found.busy) - 1e-9
     assert 0 < found.balance <= 1 + 1e-9
+    assert all(held >= work - 1e-9 for held, work in zip(found.occupied, found.busy, strict=True))
     assert found.seconds <= one_step * (1 + 1e-9) + 1e-9  # steps overlap, and never get in each other's way
 
 
@@ -107,11 +109,29 @@ def test_one_rank_takes_the_sum_of_its_work(chain, microbatches, schedule, actio
     assert found.busy == (pytest.approx(expected, abs=1e-9),)
 
 
+@given(spread(), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), links)
+@settings(max_examples=60, deadline=None)
+def test_one_block_of_ranks_stands_for_all(case, each, cores, link) -> None:  # type: ignore[no-untyped-def]
+    """The same step with all ranks simulated: a machine whose hosts are written in another order is not recognised."""
+    plan, profile = case
+    if plan.mesh.size % each:
+        return
+    hosts = tuple(tuple(range(first, first + each)) for first in range(0, plan.mesh.size, each))
+    alike = Machine(hosts, (cores,) * len(hosts), link, MeasuredLink(2.0, 1 / 512), contention=1.25)
+    shuffled = replace(alike, hosts=hosts[::-1])
+    assert block_of(plan, shuffled) == plan.mesh.size or len(hosts) == 1
+    assert plan.mesh.size % block_of(plan, alike) == 0
+    one, all_of_them = step_time(plan, profile, alike), step_time(plan, profile, shuffled)
+    assert one.seconds == pytest.approx(all_of_them.seconds)
+    assert one.busy == pytest.approx(all_of_them.busy)
+    assert one.occupied == pytest.approx(all_of_them.occupied)
+
+
 def test_ranks_share_the_cores_of_their_host() -> None:
-    programs: list[list[Operation]] = [[Work(float(seconds)), EndOfStep()] for seconds in (1, 2, 3)]
-    assert simulate_ranks(programs, machine(3, 2)) == [[1.5], [2.5], [3.5]]  # 2/3 of a core each; then one each
-    assert simulate_ranks(programs, machine(3, 3)) == [[1.0], [2.0], [3.0]]
-    crowded = simulate_ranks(programs, machine(3, 3, contention=2.0))
+    programs: list[list[Operation]] = [[Work(float(seconds))] for seconds in (1, 2, 3)]
+    assert RankSimulation(programs, machine(3, 2)).ends == [[1.5], [2.5], [3.5]]  # 2/3 of a core each; then one each
+    assert RankSimulation(programs, machine(3, 3)).ends == [[1.0], [2.0], [3.0]]
+    crowded = RankSimulation(programs, machine(3, 3, contention=2.0)).ends
     assert crowded == [[2.0], [3.5], [4.5]]  # three at 1/2, two at 2/3, one at full speed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +22,7 @@ from polytempo.strategy.search import (
     Profiles,
     SearchSpace,
     best_of_mesh,
+    cuttable_layers,
     mesh_problem,
     meshes,
     microbatch_counts,
@@ -46,7 +47,8 @@ def all_cuts(count: int, stages: int) -> list[tuple[int, ...]]:
 )
 @settings(max_examples=80, deadline=None)
 def test_stages_are_cut_as_well_as_by_trying_all_cuts(chain, stages, schedule, memory, data) -> None:  # type: ignore[no-untyped-def]
-    mesh, profile = Mesh(data, min(stages, len(chain)), 1), model(*chain, loss=layer())
+    profile = model(*chain, loss=layer(weights=0.0))
+    mesh = Mesh(data, min(stages, cuttable_layers(profile)))
     where = machine(mesh.size, reduce_inside=MeasuredLink(0.5, 1 / 4096))
     like = ParallelPlan(mesh, (1,) * mesh.pipe, 4 * data, 4, schedule)
     sums = StageSums(like, profile, where)
@@ -54,7 +56,11 @@ def test_stages_are_cut_as_well_as_by_trying_all_cuts(chain, stages, schedule, m
     def worst(cost: str, cut: tuple[int, ...]) -> float:
         return max(getattr(sums, cost)(stage, sum(cut[:stage]), sum(cut[: stage + 1])) for stage in range(mesh.pipe))
 
-    every = all_cuts(len(chain), mesh.pipe)
+    def trains(cut: tuple[int, ...]) -> bool:
+        borders = pairwise([0, *accumulate(cut)])
+        return mesh.pipe == 1 or all(sum(one.gradient_bytes for one in chain[first:end]) for first, end in borders)
+
+    every = [cut for cut in all_cuts(len(chain), mesh.pipe) if trains(cut)]
     for cut in every:  # the running sums are those of the whole prediction
         needed = max(one.total for one in memory_needed(replace(like, layers=cut), profile))
         assert worst("memory", cut) == pytest.approx(needed)
@@ -77,7 +83,7 @@ def test_of_equal_cuts_the_one_over_which_less_passes() -> None:
 def profiles_for(space: SearchSpace, chain) -> dict[tuple[int, int], ModelProfile]:  # type: ignore[no-untyped-def]
     """Work in proportion to the samples, divided among shards."""
     found = {}
-    for shards, samples in needed_profiles(space, len(chain)):
+    for shards, samples in needed_profiles(space, cuttable_layers(model(*chain))):
         scaled = [
             replace(
                 one,
@@ -106,7 +112,8 @@ def profiles_for(space: SearchSpace, chain) -> dict[tuple[int, int], ModelProfil
 def test_auto_is_the_least_of_all_that_fit(chain, world, batch, link, memory, cores) -> None:  # type: ignore[no-untyped-def]
     space = SearchSpace(world, batch, memory, problem=lambda mesh: "3 heads" if mesh.tensor == 2 else None)
     profiles, where = profiles_for(space, chain), machine(world, cores, link)
-    possible = [mesh for mesh in meshes(world) if mesh_problem(space, mesh, len(chain)) is None]
+    cuttable = cuttable_layers(model(*chain))
+    possible = [mesh for mesh in meshes(world) if mesh_problem(space, mesh, cuttable) is None]
     found = [predict_with(space, like, profiles, where) for mesh in possible for like in plans(space, mesh, space.schedules)]
     fitting = [one for one in found if one.largest_memory <= (memory if memory is not None else 1e99)]
     if not fitting:
@@ -167,7 +174,7 @@ def test_meshes_and_microbatches() -> None:
     assert microbatch_counts(SearchSpace(4, 32, microbatches=16), Mesh(1, 4)) == [16]
     space = SearchSpace(4, 6)
     assert mesh_problem(space, Mesh(4), 3) == "a batch of 6 cannot be cut by data=4; nearest: data=3"
-    assert mesh_problem(space, Mesh(1, 4), 3) == "4 stages need 4 layers, the model has 3"
+    assert mesh_problem(space, Mesh(1, 4), 3) == "4 stages need 4 layers with parameters, the model has 3"
     with pytest.raises(UsageError, match="no strategy is possible for 4 ranks: a batch of 7"):
         search(
             SearchSpace(4, 7, problem=lambda mesh: "no shards" if mesh.tensor > 1 else None),

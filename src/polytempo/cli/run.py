@@ -111,7 +111,7 @@ def run(
 def _show_summary(job: LocalJob) -> None:
     from polytempo.launch.display import progress_line
 
-    if job.progress is None or job.summary.get("steps"):
+    if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
     if job.progress is not None:
         job.display.say(progress_line(job.progress))

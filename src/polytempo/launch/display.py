@@ -187,7 +187,7 @@ class Display:
     def _picture(self, status: Status) -> Table | Text | Group:
         if status.progress is None:
             return self._table(status)
-        told = Text(progress_line(status.progress))
+        told = Text(_pipeline_line(status.progress, status.used))
         return Group(self._table(status), told) if pushes(status) else told
 
     def _table(self, status: Status) -> Table:
@@ -201,14 +201,14 @@ class Display:
         )
         for head in ("worker", "step", "steps/s", "waiting", ""):
             table.add_column(head, justify="left" if not head else "right")
-        waiting = {worker.worker for worker in status.workers if worker.state == "waiting"}
-        for worker in status.workers[:24]:
+        waiting, workers = {worker.worker for worker in status.workers if worker.state == "waiting"}, counting(status)
+        for worker in workers[:24]:
             rate = self._rates.rate.get(worker.worker)
             shown = "-" if rate is None else f"{rate:.1f}"
             doing = state(worker, waiting)
             table.add_row(str(worker.worker), str(worker.step), shown, f"{100 * share(worker):.0f} %", doing)
-        if len(status.workers) > 24:
-            table.add_row("...", "", "", "", f"and {len(status.workers) - 24} more")
+        if len(workers) > 24:
+            table.add_row("...", "", "", "", f"and {len(workers) - 24} more")
         return table
 
     def close(self) -> None:
@@ -234,7 +234,14 @@ def state(worker: WorkerStatus, waiting: Container[int] = ()) -> str:
 
 def pushes(status: Status) -> bool:
     """Whether any worker pushes gradients."""
-    return any(worker.present_s for worker in status.workers)
+    only_counts = status.progress is not None and status.progress.counted
+    return not only_counts and any(worker.present_s for worker in status.workers)
+
+
+def counting(status: Status) -> list[WorkerStatus]:
+    """The workers whose steps are counted: of replicas of a pipeline one stage."""
+    of_replicas = status.progress is not None and status.progress.distributed
+    return [worker for worker in status.workers if not of_replicas or worker.present_s] or list(status.workers)
 
 
 def progress_line(progress: TrainingProgress) -> str:
@@ -246,13 +253,19 @@ def progress_line(progress: TrainingProgress) -> str:
     return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
 
 
+def _pipeline_line(progress: TrainingProgress, used: float) -> str:
+    """The same while it runs, with what of the budget is used up where its steps are counted."""
+    counted_too = f", {100 * min(used, 1):.0f} % of the budget" if used and progress.counted else ""
+    return f"{progress_line(progress)}{counted_too}"
+
+
 def status_line(title: str, status: Status) -> str:
     """The whole job in one line."""
     if status.progress is not None and not pushes(status):
-        return progress_line(status.progress)
+        return _pipeline_line(status.progress, status.used)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
-    first, last = (chosen(worker.step for worker in status.workers) for chosen in (min, max))
+    first, last = (chosen(worker.step for worker in counting(status)) for chosen in (min, max))
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     used = f", {100 * min(status.used, 1):.0f} % of the budget" if status.used else ""
     return f"{title}: {status.seconds:.0f} s{used}, {steps}, waiting {100 * waiting:.0f} %"

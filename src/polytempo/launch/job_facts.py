@@ -48,6 +48,7 @@ class JobFacts:
     tokens: dict[int, str] = field(default_factory=dict)  #: by rank: the token that authenticates a worker to the servers
     proxies: dict[int, str] = field(default_factory=dict)  #: by rank: its way to all others, where the network is emulated
     strategy: str = ""  #: how the model is spread (--strategy); empty where the script says it, or nothing does
+    budgeted: bool = False  #: has the job a budget?
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:

@@ -340,7 +340,7 @@ class LocalJob:
     def _note_progress(self, progress: TrainingProgress | None) -> None:
         """Say once which options mean nothing to a script that trains without pushes."""
         ignored = self.request.push_options()
-        if progress is not None and self.progress is None and ignored:
+        if progress is not None and not progress.distributed and self.progress is None and ignored:
             self.display.say(f"a pipeline pushes nothing to servers: it ignores {', '.join(ignored)}")
         self.progress = progress or self.progress
 
@@ -361,7 +361,7 @@ class LocalJob:
 
     def _finish(self) -> int:
         """End all processes in order: workers, then servers, which write what is left. The job's exit status."""
-        if self.progress is not None and not self._supervisor.trains:
+        if self.progress is not None and (self.progress.counted or not self._supervisor.trains):
             self._checkpoints = CheckpointWatch(None, None)  # of a pipeline, whose script saves for itself
         end, processes = self._end, self._processes
         saves = end.interrupted and self._checkpoints.directory is not None and not end.at_once

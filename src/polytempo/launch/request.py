@@ -106,12 +106,10 @@ class RunRequest:
 
     def push_options(self) -> list[str]:
         """Options about pushes to servers, which a script that trains without pushes ignores."""
-        limits = self.limits
         options: dict[str, Any] = {
             "--sync": self.sync if self.sync != "bsp" else None,
             "--servers": self.servers,
             "--via": self.via if self.via != "auto" else None,
-            **{f"--{name}": value for name, value in vars(limits).items() if value != float("inf")},
             "--slow": "" if self.slow else None,
             "--hiccup": "" if self.hiccup != (0.0, 0.0) else None,
             "--checkpoint": self.checkpoint,

@@ -23,6 +23,7 @@ from torch import nn
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.pipeline.actions import Schedule
+from polytempo.pipeline.budget import PipelineBudget
 from polytempo.pipeline.builder import StageBuilder
 from polytempo.pipeline.evaluation import Evaluation
 from polytempo.pipeline.partition import PartitionPlan
@@ -109,7 +110,7 @@ class Pipeline:
         self.schedule, self.facts, self.stage = self._built.schedule, self._built.facts, self._built.stage
         self.microbatches = self._built.microbatches  #: of a batch
         self._broken: Exception | None = None
-        self._training = TrainingLoop(self._built)
+        self._training = TrainingLoop(self._built, PipelineBudget(session, self._built, self._hooks.agree_to_stop))
         self._state = PipelineState(
             self._built, self._training, Path(checkpoint) if checkpoint is not None else None, checkpoint_every
         )
@@ -117,7 +118,8 @@ class Pipeline:
             with self._failing_together():
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
-        self._progress = ProgressReporter(session, pipeline_title(self.schedule))
+        distributed = self.stage.distributed is not None or bool(session.job.strategy)
+        self._progress = ProgressReporter(session, pipeline_title(self.schedule), distributed=distributed)
 
     @property
     def rank(self) -> int:

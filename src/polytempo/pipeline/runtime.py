@@ -100,6 +100,7 @@ class Runtime:
         self.inputs: dict[int, StageMessage] = {}  #: of the first stage, by microbatch
         self.targets: dict[int, Any] = {}  #: of the last stage, by microbatch
         self.losses: dict[int, torch.Tensor] = {}  #: of the last stage, by microbatch
+        self.examples: dict[int, float] = {}  #: and how many examples it has
         self.current: ScheduleAction | None = None
         self._start = self._waited = 0.0  # of the current action
 
@@ -140,7 +141,7 @@ class Runtime:
             inputs = self.inputs.pop(microbatch)
         out = stage.forward(number, inputs, self.targets.pop(microbatch, None), recompute)
         if stage.loss is not None:
-            self.losses[microbatch] = out.values[0].detach()
+            self.losses[microbatch], self.examples[microbatch] = out.values[0].detach(), out.figure
         else:
             self.p2p.send(self._neighbour(stage.number + 1, microbatch), FORWARD, out)
         return out.version

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from polytempo.pipeline.budget import PipelineBudget
 from polytempo.pipeline.builder import StageBuild
 from polytempo.pipeline.point_to_point import LOSS
 from polytempo.pipeline.stage_message import StageMessage, split, stage_inputs
@@ -20,12 +21,12 @@ from polytempo.summation import in_order
 class TrainingLoop:
     """Steps and flushes of one rank."""
 
-    def __init__(self, built: StageBuild) -> None:
-        self._built, self._runtime, self._layout = built, built.runtime, built.layout
+    def __init__(self, built: StageBuild, budget: PipelineBudget) -> None:
+        self._built, self._runtime, self._layout, self._budget = built, built.runtime, built.layout, budget
         self.steps = 0  #: completed; without flushes, started
         self.base = 0  #: microbatches before this step; without flushes, before the last flush
         self.in_flight = 0  #: minibatches since the last flush; 0 with a schedule that flushes
-        self._losses: dict[int, float] = {}  # of this rank, by number
+        self._losses: dict[int, StageMessage] = {}  # of this rank, by number
 
     def step(self, x: Any, y: Any) -> float | None:
         """Train on a batch; its loss, or, without flushes, that of the batch `lag` calls before."""
@@ -47,9 +48,9 @@ class TrainingLoop:
         self.steps += 1
         self._hand_in([number], x, y)
         self._runtime.run(self._built.steady_state.call(number), self.base)
-        for found, loss in self._runtime.losses.items():
-            self._send_loss(self.base + found, float(loss))
-        self._runtime.losses.clear()
+        losses, examples = self._take_losses()
+        for found, loss in losses.items():
+            self._send_loss(self.base + found, loss, self._budget.used_up(examples[found]))
         return self._loss_of(number - lag) if number >= lag else None
 
     def flush(self) -> float | None:
@@ -78,13 +79,23 @@ class TrainingLoop:
             targets = split(y, len(numbers), stage.device)
             self._runtime.targets |= {n: piece for n, piece, own in zip(numbers, targets, mine, strict=True) if own}
 
-    # Losses: the last stage computes them and sends them to all ranks.
+    # Losses: the last stage computes them and sends them to all ranks, and with them whether the budget is used up.
+
+    def _take_losses(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Of this rank since the last call: the loss of each microbatch, and how many examples it has."""
+        found, self._runtime.losses = self._runtime.losses, {}
+        examples, self._runtime.examples = self._runtime.examples, {}
+        return {number: float(loss) for number, loss in found.items()}, examples
 
     def _mean_loss(self) -> float:
-        found, self._runtime.losses = self._runtime.losses, {}
+        losses, examples = self._take_losses()
         last = self._layout.ranks(self._layout.last_stage)
         if self._built.rank in last:
-            self._send_loss(self.steps, in_order(float(found[number]) for number in sorted(found)))
+            total = in_order(losses[number] for number in sorted(losses))
+            stop = False
+            if self._built.replica == 0:  # it has a share of the examples
+                stop = self._budget.used_up(in_order(examples.values()) * self._built.microbatches / max(1, len(examples)))
+            self._send_loss(self.steps, total, stop)
         return in_order(self._receive_loss(rank, self.steps) for rank in last) / self._built.microbatches
 
     def _loss_of(self, number: int) -> float:
@@ -92,13 +103,14 @@ class TrainingLoop:
         last = self._layout.last_stage
         return self._receive_loss(self._layout.rank(last, number % self._layout.replicas[last]), self.base + number)
 
-    def _send_loss(self, number: int, loss: float) -> None:
-        self._losses[number] = loss
+    def _send_loss(self, number: int, loss: float, stop: bool) -> None:
+        self._losses[number] = message = StageMessage([], number=number, version=int(stop), figure=loss)
         for rank in self._layout.members:
             if rank != self._built.rank:
-                self._built.p2p.send(rank, LOSS, StageMessage([], number=number, figure=loss))
+                self._built.p2p.send(rank, LOSS, message)
 
     def _receive_loss(self, rank: int, number: int) -> float:
-        if rank == self._built.rank:
-            return self._losses.pop(number)
-        return self._built.p2p.take(rank, LOSS, number).figure
+        own = rank == self._built.rank
+        message = self._losses.pop(number) if own else self._built.p2p.take(rank, LOSS, number)
+        self._budget.told(bool(message.version))
+        return message.figure

@@ -74,6 +74,8 @@ class TrainingProgress(msgspec.Struct, array_like=True, frozen=True):
     steps: int
     seconds: float  #: from the start of the first step to the end of the last
     loss: float | None = None  #: the last
+    counted: bool = False  #: the budget counts its steps, which are reported without gradients
+    distributed: bool = False  #: its optimizers take steps together with other replicas
 
 
 class Share(msgspec.Struct, array_like=True, frozen=True):

@@ -233,7 +233,8 @@ class LaunchMessages:
     def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
         """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
         self._job.checkpoints.failure = ""
-        if self._job.checkpoints.directory is None or not self._sequencer.clocks or (finish.exit_status and not finish.save):
+        held = any(clock.has_values for clock in self._sequencer.clocks.values())
+        if self._job.checkpoints.directory is None or not held or (finish.exit_status and not finish.save):
             return []
         last = self._sequencer.checkpoints.now() if finish.save else self._sequencer.checkpoints.at_the_end()
         if last is None or not self._job.checkpoints.lacks(last):

@@ -23,6 +23,11 @@ class Limits:
             if not limit > 0:
                 raise UsageError(f"expected a budget above 0, got {limit:g}")
 
+    @property
+    def any(self) -> bool:
+        """Is there one?"""
+        return min(self.steps, self.samples, self.seconds) < math.inf
+
     def used(self, steps: int, samples: float, seconds: float) -> float:
         """The share that is used up."""
         return max(steps / self.steps, samples / self.samples, seconds / self.seconds)

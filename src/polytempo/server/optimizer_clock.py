@@ -76,6 +76,11 @@ class OptimizerClock:
         """Does the budget count its steps?"""
         return self.name == MAIN
 
+    @property
+    def has_values(self) -> bool:
+        """Are there values of which steps are made, and not steps alone?"""
+        return bool(self.optimizer_spec.tensors or self.optimizer_spec.tables)
+
     def includes(self, worker: int) -> bool:
         """Does this worker take its steps?"""
         return not self.optimizer_spec.members or worker in self.optimizer_spec.members

@@ -360,7 +360,7 @@ class Sequencer:
 
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
         every, slowest = self.plan.checkpoint_every, clock.policy.progress.slowest
-        if not every or not clock.is_main or slowest // every <= self._saved_at // every:
+        if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
         effect = self.checkpoints.at(slowest)

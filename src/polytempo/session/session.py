@@ -58,6 +58,8 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
+MEASURED = 1 << 10
 
 
 class Session:
@@ -70,6 +72,7 @@ class Session:
         self.size = job.size
         self.lock = threading.RLock()
         self.optimizers = 0
+        self.measured = MEASURED  #: the next number of an optimizer that is only measured
         self.positions = Positions()  #: in the data, of its samplers; sent with the pushes
         self.life = 0  #: the number of jobs that this process has left before this one
         self._returned = self._excluded = 0.0
@@ -86,6 +89,7 @@ class Session:
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+        self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
         self.parent = ""  #: in a child process of a worker: the name of that worker
         #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
         self.data_axis: tuple[int, int] | None = None
@@ -106,7 +110,7 @@ class Session:
         if self.client is None:
             return False
         self.client.exchanges.asked = True
-        return self.client.stop
+        return self.client.stop if self.stops is None else self.stops
 
     def computing_from(self, now: float) -> None:
         """An exchange has ended at `now`: the time from here on counts as computing."""
@@ -502,7 +506,8 @@ def should_stop() -> bool:
     """True on every worker once the budget of the job (`--steps`, `--samples`, `--seconds`) is used up.
 
     The coordinator decides it, and each worker learns it with the answer to its last push, so that all leave after the same
-    round. Without a budget it is always False.
+    round. In a pipeline the last stage learns it, and all ranks with the loss of that step. Without a budget it is always
+    False.
 
     Raises:
         UsageError: `init` was not called.

@@ -3,7 +3,7 @@
 The time of a stage is that of a whole step: forward and backward of all microbatches, recomputed forwards and collectives
 among them, the exchange on the data axis, the update. What a stage keeps depends on its place in the schedule. Both are sums
 over its layers, so the search is exact: for each stage and each end, the best of all places where it may begin. Of equally
-slow cuts the one over which fewer bytes pass is taken.
+slow cuts the one over which fewer bytes pass is taken. Each stage of a pipeline has parameters to train.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
+from polytempo.errors import UsageError
 from polytempo.strategy.costs import Machine, ModelProfile, ShardedLayer
 from polytempo.strategy.memory import HeldBytes, held_memory
 from polytempo.strategy.parallel_plan import ParallelPlan
@@ -19,6 +20,8 @@ from polytempo.strategy.step_time import collective_seconds
 
 #: Slowest stage, bytes that pass between stages.
 _Cost = tuple[float, float]
+#: Of a stage with the layers from the first number up to the second.
+StageCost = Callable[[int, int, int], float]
 
 
 def balanced_stages(
@@ -31,17 +34,19 @@ def balanced_stages(
         fits = memory is None or sums.memory(stage, first, end) <= memory
         return sums.seconds(stage, first, end) if fits else math.inf
 
-    return _search(like, profile, cost)
+    return _search(like, profile, sums.trained_only(cost))
 
 
 def leanest_stages(like: ParallelPlan, profile: ModelProfile, machine: Machine) -> tuple[int, ...]:
     """The stages of which the largest needs the least memory."""
-    found = _search(like, profile, StageSums(like, profile, machine).memory)
-    assert found is not None
+    sums = StageSums(like, profile, machine)
+    found = _search(like, profile, sums.trained_only(sums.memory))
+    if found is None:
+        raise UsageError(f"expected {like.mesh.pipe} layers with parameters for {like.mesh.pipe} stages; take fewer stages")
     return found
 
 
-def _search(like: ParallelPlan, profile: ModelProfile, cost: Callable[[int, int, int], float]) -> tuple[int, ...] | None:
+def _search(like: ParallelPlan, profile: ModelProfile, cost: StageCost) -> tuple[int, ...] | None:
     count, stages = len(profile.layers), like.mesh.pipe
     best: dict[int, tuple[_Cost, tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
     for stage in range(stages):
@@ -56,7 +61,7 @@ def _best_end(
     end: int,
     stage: int,
     profile: ModelProfile,
-    cost: Callable[[int, int, int], float],
+    cost: StageCost,
 ) -> tuple[_Cost, tuple[int, ...]]:
     found: tuple[_Cost, tuple[int, ...]] = ((math.inf, math.inf), ())
     for first, ((slowest, passed), cuts) in best.items():
@@ -98,6 +103,15 @@ class StageSums:
             seconds += times * collective_seconds("tensor", group, call.nbytes, self._machine)
         return seconds
 
+    def trained_only(self, cost: StageCost) -> StageCost:
+        """The same cost, without end for stages of a pipeline that have no parameters to train."""
+
+        def checked(stage: int, first: int, end: int) -> float:
+            trained = self._like.mesh.pipe == 1 or self._of("gradients", first, end) > 0
+            return cost(stage, first, end) if trained else math.inf
+
+        return checked
+
     def _loss(self, end: int) -> ShardedLayer | None:
         return self._profile.loss if end == len(self._profile.layers) else None
 
@@ -113,11 +127,12 @@ class StageSums:
     def memory(self, stage: int, first: int, end: int) -> float:
         """The bytes of a rank with these layers."""
         loss = self._loss(end)
+        passing = self._profile.layers[end - 1].passing_bytes if stage < self._like.mesh.pipe - 1 else 0.0
         held = HeldBytes(
             self._of("weights", first, end),
             self._of("gradients", first, end),
             self._of("state", first, end),
-            self._of("kept", first, end) + (loss.layer.kept_bytes if loss is not None else 0.0),
+            self._of("kept", first, end) + (loss.layer.kept_bytes if loss is not None else 0.0) + passing,
             self._profile.layers[first - 1].layer.activation_bytes if first else self._profile.input_bytes,
         )
         return held_memory(held, self._like, stage).total

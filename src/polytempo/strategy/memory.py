@@ -1,8 +1,8 @@
 """The memory of each rank, at the moment of a step at which it is largest.
 
 Activations are those of the microbatches between their forward and their backward, of which the schedule says the number
-(`pipeline/check.py`): for each, what autograd keeps, and the stage's input. A schedule that recomputes keeps inputs only,
-and what autograd keeps for one microbatch.
+(`pipeline/check.py`): for each, what autograd keeps, the stage's input, and its output. A schedule that recomputes keeps
+inputs only, and the rest for one microbatch.
 
 Gradients lie in the flat buffer of the data axis where there is one, and count once. Beside them that axis has a buffer for
 the mean (shared by the ranks of a host, which is not taken into account), modes that average values one for the values too.

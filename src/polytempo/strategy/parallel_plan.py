@@ -26,15 +26,15 @@ class DataExchange:
     values: bool = False  #: values are averaged, not gradients
 
 
-def data_exchange(sync: str) -> DataExchange:
-    """The exchange of a synchronisation mode."""
+def data_exchange(sync: str, via: str | None = None) -> DataExchange:
+    """The exchange of a synchronisation mode; `via="ps"`: over servers also where the mode needs none."""
     spec = parse_spec(sync)
-    averaging = spec.averaging
+    averaging, servers = spec.averaging, via == "ps" or not spec.in_rounds
     if averaging is not None:
-        return DataExchange(averaging.decoupled, averaging.waits, max(1, averaging.period), values=True)
+        return DataExchange(servers, averaging.waits, max(1, averaging.period), values=True)
     if spec.local is not None:
-        return DataExchange(servers=True, barrier=False, period=max(1, spec.local.push))
-    return DataExchange(servers=not spec.in_rounds, barrier=spec.mode.barrier)
+        return DataExchange(servers, barrier=False, period=max(1, spec.local.push))
+    return DataExchange(servers, barrier=spec.mode.barrier)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ParallelPlan:
     microbatches: int = 1  #: of each replica's part of the batch
     schedule: str = "1f1b"
     sync: str = "bsp"
+    via: str | None = None  #: how gradients travel, where that was set: "ps" or "allreduce"
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.mesh.pipe or min(self.layers) < 1:
@@ -75,7 +76,7 @@ class ParallelPlan:
     @cached_property
     def exchange(self) -> DataExchange:
         """The exchange on the data axis."""
-        return data_exchange(self.sync)
+        return data_exchange(self.sync, self.via)
 
     @cached_property
     def actions(self) -> Schedule:

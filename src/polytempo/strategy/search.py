@@ -41,6 +41,7 @@ class SearchSpace:
     batch: int  #: samples of a step, of all replicas together
     memory: float | None = None  #: bytes of each rank
     sync: str = "bsp"
+    via: str | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
     microbatches: int | None = None  #: as given; None: to be chosen
     #: Why a mesh is impossible for this model and mode; None where it is possible.
@@ -117,7 +118,7 @@ def microbatch_counts(space: SearchSpace, mesh: Mesh) -> list[int]:
 
 
 def needed_profiles(space: SearchSpace, layers: int) -> list[tuple[int, int]]:
-    """The shards and microbatch sizes that have to be measured."""
+    """The shards and microbatch sizes that have to be measured for a model that can have this number of stages."""
     found: dict[tuple[int, int], None] = {}
     for mesh in meshes(space.world):
         if mesh_problem(space, mesh, layers) is None:
@@ -129,15 +130,20 @@ def needed_profiles(space: SearchSpace, layers: int) -> list[tuple[int, int]]:
 def mesh_problem(space: SearchSpace, mesh: Mesh, layers: int) -> str | None:
     """Why a mesh is impossible; None where it is possible."""
     if mesh.pipe > layers:
-        return f"{mesh.pipe} stages need {mesh.pipe} layers, the model has {layers}"
+        return f"{mesh.pipe} stages need {mesh.pipe} layers with parameters, the model has {layers}"
     return batch_problem(space.batch, mesh.data, space.microbatches or 1) or space.problem(mesh)
+
+
+def cuttable_layers(profile: ModelProfile) -> int:
+    """The most stages that a model can have: its layers with parameters to train."""
+    return max(1, sum(held.gradient_bytes > 0 for held in profile.layers))
 
 
 def plans(space: SearchSpace, mesh: Mesh, schedules: Sequence[str]) -> Iterator[ParallelPlan]:
     """The candidates of a mesh, with the stages still to be cut."""
     for count in microbatch_counts(space, mesh):
         for schedule in schedules if mesh.pipe > 1 else schedules[:1]:
-            yield ParallelPlan(mesh, (1,) * mesh.pipe, space.batch, count, schedule, space.sync)
+            yield ParallelPlan(mesh, (1,) * mesh.pipe, space.batch, count, schedule, space.sync, space.via)
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchRe
     Raises:
         UsageError: None is possible, or none fits; the text says the least memory that any needs.
     """
-    layers = len(next(iter(profiles.values())).layers)
+    layers = cuttable_layers(next(iter(profiles.values())))
     refused: list[ImpossibleMesh] = []
     found: list[_Candidate] = []
     for mesh in meshes(space.world):

@@ -16,6 +16,9 @@ shared as it is here, and between hosts time, too. Where a group of that size wa
 scaled: among p through shared memory each puts n bytes, adds up n and reads (p - 1) / p n, so bytes count (3 - 1 / p) / 2.5
 times; by messages between hosts 2 (p - 1) / p times.
 
+Hosts with equally many ranks and cores hold the same stages again and again: the ranks up to the first number that ends both
+a host and a replica are a block, all blocks do the same at the same time, and only the first is simulated.
+
 A step ends for a rank when it has updated and has the loss, which the last stage sends after its own update. Steps follow
 each other without a barrier; what is predicted is the time from one to the next once all ranks are in step. In modes that
 exchange every k steps it is the mean of k steps. Without a barrier on the data axis replicas do not meet at all.
@@ -24,7 +27,7 @@ exchange every k steps it is the mean of k steps. Without a barrier on the data 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -65,18 +68,13 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait until all members are here. Each meeting of a program has a key of its own."""
+    """Wait until all members are here. Each meeting of a step has a key of its own."""
 
     key: tuple[object, ...]
     members: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfStep:
-    """A mark."""
-
-
-Operation = Work | Post | Await | Gather | EndOfStep
+Operation = Work | Post | Await | Gather
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,7 @@ class StepTime:
 
     seconds: float
     busy: tuple[float, ...]  #: by rank: seconds of its own work, on a core of its own
+    occupied: tuple[float, ...]  #: by rank: the same with its part of the cores that it gets
 
     @property
     def balance(self) -> float:
@@ -95,18 +94,25 @@ class StepTime:
 def step_time(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> StepTime:
     """The time of a step in a long run."""
     period = plan.exchange.period if plan.mesh.data > 1 else 1
-    seconds, busy = _long_run(plan, profile, machine, True)
-    if period > 1:
-        without, own = _long_run(plan, profile, machine, False)
-        seconds = (seconds + (period - 1) * without) / period
-        busy = [(one + (period - 1) * other) / period for one, other in zip(busy, own, strict=True)]
-    return StepTime(seconds, tuple(busy))
+    found = _long_run(plan, profile, machine, True)
+    if period == 1:
+        return found
+    other = _long_run(plan, profile, machine, False)
+
+    def mean(one: float, rest: float) -> float:
+        return (one + (period - 1) * rest) / period
+
+    return StepTime(
+        mean(found.seconds, other.seconds),
+        tuple(map(mean, found.busy, other.busy)),
+        tuple(map(mean, found.occupied, other.occupied)),
+    )
 
 
 def single_step(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
     """The time of one step from its first action to the end of the last rank."""
-    programs = rank_programs(plan, profile, machine, 1, True)
-    return max(ends[-1] for ends in simulate_ranks(programs, machine))
+    programs = rank_programs(plan, profile, machine, True)
+    return max(ends[-1] for ends in RankSimulation(programs, machine, 1).ends)
 
 
 def lower_bound(busy: Iterable[float], machine: Machine) -> float:
@@ -116,40 +122,53 @@ def lower_bound(busy: Iterable[float], machine: Machine) -> float:
     return max([*by_rank, *(whole / cores for whole, cores in zip(hosts, machine.cores, strict=True))])
 
 
-def _long_run(plan: ParallelPlan, profile: ModelProfile, machine: Machine, exchanged: bool) -> tuple[float, list[float]]:
-    programs = rank_programs(plan, profile, machine, STEPS, exchanged)
-    ends = simulate_ranks(programs, machine)
-    core = [in_order(one.core for one in program if isinstance(one, Work)) / STEPS for program in programs]
-    idle = [in_order(one.idle for one in program if isinstance(one, Work)) / STEPS for program in programs]
-    each = [(steps[-1] - steps[0]) / (STEPS - 1) for steps in ends]
+def _long_run(plan: ParallelPlan, profile: ModelProfile, machine: Machine, exchanged: bool) -> StepTime:
+    programs = rank_programs(plan, profile, machine, exchanged)
+    found = RankSimulation(programs, machine, STEPS)
+    core = [in_order(one.core for one in program if isinstance(one, Work)) for program in programs]
+    idle = [in_order(one.idle for one in program if isinstance(one, Work)) for program in programs]
+    each = [(steps[-1] - steps[0]) / (STEPS - 1) for steps in found.ends]
     busy = [work + rest for work, rest in zip(core, idle, strict=True)]
+    alike = [rank % len(programs) for rank in range(plan.mesh.size)]
     if plan.mesh.data > 1 and not plan.exchange.barrier:
         replicas = {plan.mesh.replica_group(rank) for rank in range(plan.mesh.size)}
-        slowest = [max(each[rank] for rank in ranks) for ranks in sorted(replicas)]
-        return in_order(slowest) / len(slowest), busy
-    return max(*each, max(busy), lower_bound(core, machine)), busy
+        slowest = [max(each[alike[rank]] for rank in ranks) for ranks in sorted(replicas)]
+        seconds = in_order(slowest) / len(slowest)
+    else:
+        seconds = max(*each, *busy, lower_bound([core[rank] for rank in alike], machine))
+    occupied = [found.occupied[rank] / STEPS for rank in alike]
+    return StepTime(seconds, tuple(busy[rank] for rank in alike), tuple(occupied))
 
 
 # The programs of the ranks.
 
 
-def rank_programs(
-    plan: ParallelPlan, profile: ModelProfile, machine: Machine, steps: int, exchanged: bool
-) -> list[list[Operation]]:
-    """By rank. `exchanged`: each step ends with an exchange on the data axis."""
-    return [
-        [operation for step in range(steps) for operation in _Program(rank, plan, profile, machine, step).step(exchanged)]
-        for rank in range(plan.mesh.size)
-    ]
+def rank_programs(plan: ParallelPlan, profile: ModelProfile, machine: Machine, exchanged: bool) -> list[list[Operation]]:
+    """A step of each rank of a block. `exchanged`: it ends with an exchange on the data axis."""
+    block = block_of(plan, machine)
+    return [_merged(_Program(rank, plan, profile, machine, block).step(exchanged)) for rank in range(block)]
+
+
+def block_of(plan: ParallelPlan, machine: Machine) -> int:
+    """The number of ranks after which the same stages and shards lie on the same places of hosts again."""
+    size, each = plan.mesh.size, plan.mesh.pipe * plan.mesh.tensor
+    sizes = {(len(host), cores) for host, cores in zip(machine.hosts, machine.cores, strict=True)}
+    in_order_of_rank = [rank for host in machine.hosts for rank in host] == list(range(size))
+    if len(sizes) > 1 or not in_order_of_rank:
+        return size
+    block = math.lcm(each, len(machine.hosts[0]))
+    return block if size % block == 0 else size
 
 
 class _Program:
     """A step of one rank."""
 
-    def __init__(self, rank: int, plan: ParallelPlan, profile: ModelProfile, machine: Machine, step: int) -> None:
-        self._rank, self._plan, self._profile, self._machine, self._step = rank, plan, profile, machine, step
+    def __init__(self, rank: int, plan: ParallelPlan, profile: ModelProfile, machine: Machine, block: int) -> None:
+        self._rank, self._plan, self._profile, self._machine, self._block = rank, plan, profile, machine, block
         self._point = plan.mesh.point(rank)
         self._held = plan.held_layers(profile, self._point.pipe)
+        self._tensor_group = plan.mesh.tensor_group(rank)
+        self._passes = {backward: list(self._pass(backward)) for backward in (False, True)}
         self._meetings: dict[tuple[int, ...], int] = {}
 
     def step(self, exchanged: bool) -> Iterator[Operation]:
@@ -172,10 +191,9 @@ class _Program:
             if 0 <= behind <= last:
                 yield Post(self._key(stage, behind, str(action)), self._message(min(stage, behind)))
         yield from self._loss(stage, last)
-        yield EndOfStep()
 
     def _key(self, source: int, target: int, what: str) -> tuple[object, ...]:
-        return (self._step, self._point.data, self._point.tensor, source, target, what)
+        return (self._point.data, self._point.tensor, source, target, what)
 
     def _message(self, cut: int) -> float:
         """Seconds of a message between the stages `cut` and `cut` + 1."""
@@ -193,21 +211,28 @@ class _Program:
             yield Await(self._key(last, stage, "loss"))
 
     def _layers(self, backward: bool) -> Iterator[Operation]:
+        for operation in self._passes[backward]:
+            yield operation if isinstance(operation, Work) else self._gather(self._tensor_group)
+
+    def _pass(self, backward: bool) -> Iterator[Work | None]:
+        """The work of all layers; None where the tensor group meets."""
         for held in reversed(self._held) if backward else self._held:
             yield from self._layer(held, backward)
 
-    def _layer(self, held: ShardedLayer, backward: bool) -> Iterator[Operation]:
+    def _layer(self, held: ShardedLayer, backward: bool) -> Iterator[Work | None]:
         """A layer's work in as many parts as it has collectives, each followed by one."""
         seconds = held.layer.backward_s if backward else held.layer.forward_s
-        calls = [call for call in held.calls if call.backward == backward] if self._plan.mesh.tensor > 1 else []
+        group = self._tensor_group
+        calls = [call for call in held.calls if call.backward == backward] if len(group) > 1 else []
         parts = max(1, len(calls))
         work = Work(seconds * held.core_share / parts, seconds * (1 - held.core_share) / parts)
-        group = self._plan.mesh.tensor_group(self._rank)
-        for number in range(parts):
+        if not calls:
             yield work
-            if calls:
-                share = 0.5 if calls[number].op == "all_gather" else 1.0  # there is no adding up, and no second barrier
-                yield from self._collective("tensor", group, share * calls[number].nbytes)
+        for call in calls:
+            yield work
+            yield None
+            share = 0.5 if call.op == "all_gather" else 1.0  # nothing is added up
+            yield from collective_work("tensor", group, share * call.nbytes, self._machine)
 
     def _update(self, exchanged: bool) -> Iterator[Operation]:
         stage, mesh = self._point.pipe, self._plan.mesh
@@ -232,7 +257,7 @@ class _Program:
 
     def _gather(self, group: tuple[int, ...]) -> Gather:
         self._meetings[group] = self._meetings.get(group, 0) + 1
-        return Gather((self._step, group, self._meetings[group]), len(group))
+        return Gather((group, self._meetings[group]), sum(rank < self._block for rank in group))
 
 
 # Links.
@@ -283,53 +308,61 @@ class _Host:
 
     def __init__(self, cores: int, contention: float) -> None:
         self._cores, self._contention = cores, contention
-        self.done, self.now = 0.0, 0.0
-        self.working: list[tuple[float, int]] = []  # a heap: `done` at which the work of a rank ends, and the rank
+        self._done, self._now, self._speed = 0.0, 0.0, 1.0
+        self._working: list[tuple[float, int]] = []  # a heap: `done` at which the work of a rank ends, and the rank
+        self.next_end = math.inf  #: when the next work ends, if none begins before
 
-    def _speed(self) -> float:
-        busy = len(self.working)
-        crowd = min(1.0, (busy - 1) / (self._cores - 1)) if self._cores > 1 else 0.0
-        return min(1.0, self._cores / busy) / (1 + (self._contention - 1) * crowd)
-
-    def forward_to(self, now: float) -> None:
-        """Time passes."""
-        if self.working:
-            self.done += (now - self.now) * self._speed()
-        self.now = now
-
-    def begin(self, rank: int, seconds: float) -> None:
-        heappush(self.working, (self.done + seconds, rank))
-
-    def next_end(self) -> float:
-        """When the next work ends, if none begins before."""
-        return self.now + max(0.0, self.working[0][0] - self.done) / self._speed() if self.working else math.inf
+    def begin(self, rank: int, seconds: float, now: float) -> None:
+        self._done += (now - self._now) * self._speed if self._working else 0.0
+        heappush(self._working, (self._done + seconds, rank))
+        self._changed(now)
 
     def end(self) -> int:
-        """The rank whose work ends next."""
-        self.done, rank = heappop(self.working)
+        """The rank whose work ends next; it is that time now."""
+        self._done, rank = heappop(self._working)
+        self._changed(self.next_end)
         return rank
 
+    def _changed(self, now: float) -> None:
+        self._now, busy = now, len(self._working)
+        if not busy:
+            self.next_end = math.inf
+            return
+        crowd = min(1.0, (busy - 1) / max(1, self._cores - 1))
+        self._speed = min(1.0, self._cores / busy) / (1 + (self._contention - 1) * crowd)
+        self.next_end = now + max(0.0, self._working[0][0] - self._done) / self._speed
 
-class _RankSimulation:
-    """All ranks; `ends` are the times at which each ended its steps."""
 
-    def __init__(self, programs: list[list[Operation]], machine: Machine) -> None:
-        self._programs, self._at = programs, [0] * len(programs)
+class RankSimulation:
+    """Runs a program on each rank, some steps in a row.
+
+    Args:
+        programs: A step of each rank.
+        machine: Its first hosts have these ranks.
+        steps: How often each rank runs its program.
+    """
+
+    def __init__(self, programs: Sequence[Sequence[Operation]], machine: Machine, steps: int = 1) -> None:
+        self._programs, self._steps = programs, steps
+        self._at, self._step = [0] * len(programs), [0] * len(programs)
         self._hosts = [_Host(cores, machine.contention) for cores in machine.cores]
         self._host_of = {rank: host for ranks, host in zip(machine.hosts, self._hosts, strict=True) for rank in ranks}
         self._now = 0.0
         self._timers: list[tuple[float, int]] = []  # a heap: when a rank goes on
-        self._arrivals: dict[tuple[object, ...], float] = {}
-        self._waiting: dict[tuple[object, ...], int] = {}
-        self._gathered: dict[tuple[object, ...], list[int]] = {}
-        self.ends: list[list[float]] = [[] for _ in programs]
+        self._arrivals: dict[object, float] = {}
+        self._waiting: dict[object, int] = {}
+        self._gathered: dict[object, list[int]] = {}
+        self._began = [0.0] * len(programs)  # the work under way
+        self.ends: list[list[float]] = [[] for _ in programs]  #: of each rank: when it ended its steps
+        self.occupied = [0.0] * len(programs)  #: seconds in which each was at work
+        self._run()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         for rank in range(len(self._programs)):
             self._go_on(rank)
         while True:
-            host = min(self._hosts, key=_Host.next_end)
-            worked, timer = host.next_end(), self._timers[0][0] if self._timers else math.inf
+            host = min(self._hosts, key=lambda host: host.next_end)
+            worked, timer = host.next_end, self._timers[0][0] if self._timers else math.inf
             if worked == timer == math.inf:
                 break
             self._now = min(worked, timer)
@@ -337,21 +370,34 @@ class _RankSimulation:
                 _, rank = heappop(self._timers)
                 self._go_on(rank)
                 continue
-            host.forward_to(self._now)
             rank = host.end()
+            self.occupied[rank] += self._now - self._began[rank]
             work = self._programs[rank][self._at[rank] - 1]
             assert isinstance(work, Work)
-            self._sleep(rank, work.idle) if work.idle else self._go_on(rank)
-        if stuck := [rank for rank, program in enumerate(self._programs) if self._at[rank] < len(program)]:
+            if work.idle:
+                self._rest(rank, work.idle)
+            else:
+                self._go_on(rank)
+        if stuck := [rank for rank, step in enumerate(self._step) if step < self._steps]:
             raise BrokenInvariant(f"deadlock: ranks {stuck} wait in a simulated step")
 
     def _sleep(self, rank: int, seconds: float) -> None:
         heappush(self._timers, (self._now + seconds, rank))
 
+    def _rest(self, rank: int, seconds: float) -> None:
+        """Work that needs no core."""
+        self.occupied[rank] += seconds
+        self._sleep(rank, seconds)
+
     def _go_on(self, rank: int) -> None:
         """The next operations of a rank, until it works or waits."""
         program = self._programs[rank]
-        while self._at[rank] < len(program):
+        while self._step[rank] < self._steps:
+            if self._at[rank] == len(program):
+                self.ends[rank].append(self._now)
+                self._at[rank] = 0
+                self._step[rank] += 1
+                continue
             operation = program[self._at[rank]]
             self._at[rank] += 1
             if not self._done_at_once(rank, operation):
@@ -360,53 +406,41 @@ class _RankSimulation:
     def _done_at_once(self, rank: int, operation: Operation) -> bool:
         if isinstance(operation, Work):
             return self._work(rank, operation)
+        key = (self._step[rank], operation.key)
         if isinstance(operation, Post):
-            self._arrivals[operation.key] = self._now + operation.seconds
-            if (waiting := self._waiting.pop(operation.key, None)) is not None:
+            self._arrivals[key] = self._now + operation.seconds
+            if (waiting := self._waiting.pop(key, None)) is not None:
                 self._sleep(waiting, operation.seconds)
             return True
-        if isinstance(operation, Await):
-            return self._await(rank, operation)
-        if isinstance(operation, Gather):
-            return self._gather(rank, operation)
-        self.ends[rank].append(self._now)
-        return True
+        return self._await(rank, key) if isinstance(operation, Await) else self._gather(rank, key, operation.members)
 
     def _work(self, rank: int, work: Work) -> bool:
         if work.core:
-            host = self._host_of[rank]
-            host.forward_to(self._now)
-            host.begin(rank, work.core)
+            self._began[rank] = self._now
+            self._host_of[rank].begin(rank, work.core, self._now)
         elif work.idle:
-            self._sleep(rank, work.idle)
+            self._rest(rank, work.idle)
         return not (work.core or work.idle)
 
-    def _await(self, rank: int, operation: Await) -> bool:
-        arrival = self._arrivals.get(operation.key)
+    def _await(self, rank: int, key: object) -> bool:
+        arrival = self._arrivals.get(key)
         if arrival is None:
-            self._waiting[operation.key] = rank
+            self._waiting[key] = rank
         elif arrival > self._now:
             self._sleep(rank, arrival - self._now)
         return arrival is not None and arrival <= self._now
 
-    def _gather(self, rank: int, operation: Gather) -> bool:
-        here = self._gathered.setdefault(operation.key, [])
+    def _gather(self, rank: int, key: object, members: int) -> bool:
+        here = self._gathered.setdefault(key, [])
         here.append(rank)
-        if len(here) < operation.members:
+        if len(here) < members:
             return False
         for other in here[:-1]:
             self._sleep(other, 0.0)
         return True
 
 
-def simulate_ranks(programs: list[list[Operation]], machine: Machine) -> list[list[float]]:
-    """When each rank ended each of its steps."""
-    simulation = _RankSimulation([_merged(program) for program in programs], machine)
-    simulation.run()
-    return simulation.ends
-
-
-def _merged(program: list[Operation]) -> list[Operation]:
+def _merged(program: Iterable[Operation]) -> list[Operation]:
     """Pieces of work on a core that follow each other are one."""
     merged: list[Operation] = []
     for operation in program:

@@ -81,6 +81,7 @@ class ThreadJob:
             slow=slow or {},
             hiccup=hiccup,
             positions=positions,
+            budgeted=self.plan.limits.any,
             via=via,
             meeting=str(self._directory),
         )

@@ -17,8 +17,16 @@ EVERY = 1.0
 class ProgressReporter:
     """The first worker reports to the first server, if there is one: at the start, once a second, and at the end."""
 
-    def __init__(self, session: Session, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        session: Session,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        distributed: bool = False,
+    ) -> None:
         self._session, self._what, self._clock = session, what, clock
+        self._flags = session.job.budgeted and not distributed, distributed
         self._steps = 0
         self._loss: float | None = None
         self._begun: float | None = None
@@ -51,4 +59,4 @@ class ProgressReporter:
         if self._loss is not None:
             figures["loss"] = self._loss
         with suppress(PeerError), self._session.lock:  # training does not need the server; the launcher sees that it is gone
-            client.metric(figures, TrainingProgress(self._what, self._steps, seconds, self._loss))
+            client.metric(figures, TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags))

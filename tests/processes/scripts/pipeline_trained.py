@@ -74,6 +74,8 @@ def main() -> None:
                 layer = pipe.stage.part.module
                 layer.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             told.write(json.dumps([step, pipe.step(*batch(step))]) + "\n")
+            if pt.should_stop():
+                break
 
 
 if __name__ == "__main__":
