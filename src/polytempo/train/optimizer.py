@@ -162,6 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
+        self._reducers: list[Reducer] = []  # of all its parts
         fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
@@ -179,7 +180,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         fragments = _make_fragments(self, averaged, not among_workers)
         self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
         _take_over(self, self._params, self._names)
-        for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
+        self._reducers = [fragment.reducer for fragment in fragments] or [self._reducer]
+        for reducer in self._reducers:
             session.watches.add(reducer.copier.watch)
         if self._reducer.needs_join:
             session.before_leaving(self.join)
@@ -463,9 +465,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; in modes
-        with blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent,
-        because the push before was not merged yet."""
+        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; also
+        bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
+        blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
+        the push before was not merged yet."""
         reducer = self._reducer
         known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)
@@ -475,6 +478,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "staleness": known.staleness,
             "bytes_sent": sent,
             "bytes_received": received,
+            "bytes_handed": sum(one.handed() for one in self._reducers),
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
             **self._update.stats(),

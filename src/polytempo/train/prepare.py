@@ -70,7 +70,7 @@ def prepare(
         model, optimizer, loader = pt.prepare(model, optimizer, loader)
         ```
     """
-    shuffle = _check(loader)
+    shuffle = is_shuffled(loader, "prepare()", "make it yourself with sampler=pt.DistributedSampler(dataset)")
     if not is_initialized():
         init()
     kept = {name: getattr(loader, name) for name in KEPT if hasattr(loader, name)}
@@ -78,21 +78,20 @@ def prepare(
     return model, wrapped, SharedLoader(loader.dataset, shuffle, kept)
 
 
-def _check(loader: Any) -> bool:
-    """Refuse what cannot be made again; is it shuffled?"""
-    advice = "make it yourself with sampler=pt.DistributedSampler(dataset)"
+def is_shuffled(loader: Any, caller: str, advice: str) -> bool:
+    """Refuse a loader that cannot be made again for a share of its data, in the name of `caller`; is it shuffled?"""
     if type(loader) is not DataLoader:
-        raise UsageError(f"prepare() expected a torch DataLoader, got {type(loader).__name__}; {advice}")
+        raise UsageError(f"{caller} expected a torch DataLoader, got {type(loader).__name__}; {advice}")
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "prepare() expected a data set with a length, got an IterableDataset, which has no places to share out; "
+            f"{caller} expected a data set with a length, got an IterableDataset, which has no places to share out; "
             "let it yield every size-th sample from pt.rank() on"
         )
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise UsageError(f"prepare() cannot share out a {type(loader.batch_sampler).__name__} (batch_sampler=); {advice}")
+        raise UsageError(f"{caller} cannot share out a {type(loader.batch_sampler).__name__} (batch_sampler=); {advice}")
     sampler = loader.sampler
     partial = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset))
     if type(sampler) not in (RandomSampler, SequentialSampler) or partial:
         what = "RandomSampler that leaves out or repeats samples" if partial else type(sampler).__name__
-        raise UsageError(f"prepare() cannot share out a {what} (sampler=); {advice}")
+        raise UsageError(f"{caller} cannot share out a {what} (sampler=); {advice}")
     return isinstance(sampler, RandomSampler)

@@ -14,14 +14,16 @@ the last few not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import torch
 
 from polytempo.errors import UsageError
 from polytempo.session.positions import Pass
 from polytempo.session.session import current
+
+T = TypeVar("T")
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
@@ -105,7 +107,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
             self._complete = []
-        rest = remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch])
+        rest = list(remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch]))
         rank, size = self._share or (self._session.rank, self._session.size)
         each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
         return [rest[place % len(rest)] for place in range(rank, each * size, size)]
@@ -129,10 +131,12 @@ def _share(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None
     return rank, num_replicas
 
 
-def remaining(order: Sequence[int], parts: Sequence[dict[str, Any]]) -> list[int]:
+def remaining(order: Iterable[T], parts: Sequence[Mapping[str, Any]]) -> Iterator[T]:
     """The rest of an epoch after earlier jobs: each part has the `size` of a job and how many samples each worker took."""
-    rest = list(order)
     for part in parts:
-        size, taken = part["size"], part["taken"]
-        rest = [index for place, index in enumerate(rest) if place // size >= taken[place % size]]
-    return rest
+        order = _after(order, part["size"], part["taken"])
+    return iter(order)
+
+
+def _after(order: Iterable[T], size: int, taken: Sequence[int]) -> Iterator[T]:
+    return (sample for place, sample in enumerate(order) if place // size >= taken[place % size])
