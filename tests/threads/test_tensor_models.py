@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from splitting import TOLERANCE, assert_equal_to_whole, joined, on_ranks, seeded
 from torch import Tensor, nn
 from torch.nn import functional
@@ -79,6 +82,28 @@ def test_evaluation_without_gradients_leaves_the_fast_path(padded: bool) -> None
     kept = slice(None) if mask is None else ~mask
     for result in on_ranks(2, work):
         torch.testing.assert_close(result[kept], wanted[kept], **TOLERANCE)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.sampled_from(["linear", "wide", "act", "norm", "drop", "shared", "chain", "layer"]), min_size=1, max_size=7)
+)
+def test_chains_of_any_layers(kinds: list[str]) -> None:
+    def model() -> nn.Module:
+        shared = nn.Linear(WIDTH, WIDTH)
+        make: dict[str, Callable[[], nn.Module]] = {
+            "linear": lambda: nn.Linear(WIDTH, WIDTH),
+            "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)),
+            "act": nn.GELU,
+            "norm": lambda: nn.LayerNorm(WIDTH),
+            "drop": lambda: nn.Dropout(0.0),
+            "shared": lambda: shared,
+            "chain": lambda: nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+            "layer": encoder_layer,
+        }
+        return nn.Sequential(*(make[kind]() for kind in kinds), nn.Linear(WIDTH, 5))
+
+    assert_equal_to_whole(seeded(model), [numbers(BATCH, LENGTH, WIDTH)], 2)
 
 
 # Models as users write them.
