@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
     from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
+    from polytempo.strategy.explanation import Explanation as Explanation
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
@@ -82,6 +83,7 @@ _MODULES = {
         *("shutdown", "size"),
     ),
     "strategy.distributed_model": ("DistributedModel",),
+    "strategy.explanation": ("Explanation",),
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
@@ -100,6 +102,7 @@ __all__ = [
     "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Explanation",
     "Group",
     "JobEnded",
     "PeerError",

@@ -21,6 +21,7 @@ def test_public_names() -> None:
         "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
+        "Explanation",
         "Group",
         "JobEnded",
         "PeerError",

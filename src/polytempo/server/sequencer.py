@@ -250,11 +250,12 @@ class WorkerMembership:
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
         for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
+            lost = clock.optimizer_spec.members and reason != "finished"
+            if lost:  # before answers to rounds that close without it
+                effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
             clock.slots.pop(worker, None)
-            if clock.optimizer_spec.members and reason != "finished":
-                effects += told_of_loss(clock, worker, clock.slots)
-            elif clock.optimizer_spec.apply == "peers":
+            if clock.optimizer_spec.apply == "peers" and not lost:
                 effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
             if worker in clock.early:
                 clock.early.remove(worker)
@@ -436,7 +437,8 @@ def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorke
 def told_of_loss(clock: OptimizerClock, lost: int, workers: Iterable[int]) -> list[Effect]:
     """Tell these members of a group that another is lost, without which it does not go on."""
     members = clock.optimizer_spec.members
-    return [ToWorker(worker, Departed(worker=lost, group=members)) for worker in workers] if lost in members else []
+    told = Departed(worker=lost, group=members, optimizer_id=clock.name)
+    return [ToWorker(worker, told) for worker in workers] if lost in members else []
 
 
 def listed(ranks: Sequence[int]) -> str:
