@@ -299,7 +299,7 @@ class DistributedModel:
             if cause is error:
                 raise
             if isinstance(error, PeerError):
-                raise cause from error
+                raise cause from None
             raise
         except Exception as error:
             self._failures.cause(error)

@@ -30,10 +30,12 @@ from typing import Any
 import torch
 
 from polytempo.client.client_state import ClientState
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.world import OF_FAILURES
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
-from polytempo.protocol.optimizer_names import beside
+from polytempo.protocol.optimizer_names import beside, number_of
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
@@ -212,6 +214,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
         self.inner.state.clear()
         return state
+
+    def failure_groups(self) -> list[RankGroup]:
+        """The groups in which ranks that take the steps together tell each other why one of them cannot go on."""
+        if self._reducer is None:
+            return []
+        world, members = self._session.world(), self._reducer.spec.members or range(self._session.size)
+        return [*self._reducer.groups(), world.group_of_optimizer(members, number_of(self._name), OF_FAILURES)]
 
     @property
     def spec(self) -> Spec:
