@@ -40,7 +40,9 @@ def test_a_rank_that_is_killed_ends_its_own_group_by_name(bench: Bench) -> None:
     assert run.returncode == 0, run.stderr
     told = {rank: json.loads((bench.folder / f"told-{rank}").read_text()) for rank in (0, 1, 2)}
     assert told[0] == told[2] == {"lost": [], "steps": 8, "weight": -0.5 * 8 * 1.0}
-    assert told[1] == {"lost": [3], "steps": 3, "weight": -0.5 * 3 * 2.0}
+    steps = told[1]["steps"]
+    assert steps in (2, 3)  # it may be told before the answer to its last step
+    assert told[1] == {"lost": [3], "steps": steps, "weight": -0.5 * steps * 2.0}
     assert bench.meta()["job"]["members"] == {"0": [0, 2], "0@1": [1, 3]}
     assert bench.meta()["job"]["steps"] == 16
     check = bench.run("check", "record")

@@ -336,4 +336,7 @@ def test_a_lost_rank_is_named_at_its_group_and_does_not_concern_another(way: str
         run_in(way, work)
     assert [(rank, lost.ranks) for rank, lost in named.items()] == [(1, (3,))]
     assert "rank 3" in str(named[1])
-    assert finished == {0: 12, 1: 2, 2: 12, 3: 2}
+    # It may be told before the answer to its last step; and the thread of rank 3 leaves by `close`, which between hosts
+    # takes part once more.
+    assert finished.pop(1) in ((1, 2, 3) if way == "hosts" else (1, 2))
+    assert finished == {0: 12, 2: 12, 3: 2}
