@@ -196,7 +196,7 @@ def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[
     for nbytes in (SMALL, LARGE):
         param = nn.Parameter(torch.zeros(nbytes // 4))
         inner = torch.optim.SGD([param], lr=0.0)
-        optimizer = DistributedOptimizer(inner, group=members)
+        optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
         together = timed_together(group, optimizer.step, partial(_make_gradient, param))
         alone = median([_seconds(inner.step) for _ in range(LEAST)])
         times.append([max(0.0, seconds - alone) for seconds in together])
