@@ -251,7 +251,7 @@ def test_the_budget_of_the_launcher_ends_the_run_on_all_ranks(sync: str) -> None
     assert {history.stopped for history in found.histories} == {"budget"}
     assert len(found.rows) >= 2
     if sync == "bsp":
-        assert found.rows[-1]["step"] == 26
+        assert found.rows[-1]["step"] == 13  # a step of the job is one of a replica
 
 
 def test_max_steps_ends_the_run_and_evaluates() -> None:

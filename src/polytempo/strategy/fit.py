@@ -251,7 +251,8 @@ class FitRun:
             reasons = (should_stop(), self.step >= limits.max_steps, self._asked)
             evaluates = last or _is_due(self.step, limits.evaluate_every)
             saves = _is_due(self.step, limits.checkpoint_every) or (last and not limits.checkpoint_every)
-            if evaluates or saves or any(reasons) or (self.callbacks and self.step % VOTE_EVERY == 0):
+            due = evaluates or saves or any(reasons[:2])  # on all ranks of the replica; a callback may have asked on one
+            if due or (self.callbacks and self.step % VOTE_EVERY == 0):
                 self._vote([evaluates, saves, last, *reasons])
                 began = time.perf_counter()
             if self.history.stopped:
