@@ -10,6 +10,7 @@ accuracy  local steps, AdaComm and DiLoCo against bsp given the same samples: a 
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
+strategies bytes, memory and seconds of strategies of four processes: predicted against counted
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from polytempo.sync.spec import parse_spec
 from prediction import predict
 from scripts_proof import scripts
 from slow_network import slow_network
+from strategies import strategies
 from tables_proof import tables
 from talk_less import talk_less
 
@@ -144,7 +146,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            "talk_less",
+            *("talk_less", "strategies"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -163,6 +165,8 @@ def main() -> None:
         slow_network()
     if arguments.only in (None, "talk_less"):
         talk_less(arguments.seeds or 5)
+    if arguments.only in (None, "strategies"):
+        strategies()
     if arguments.only in (None, "pauses"):
         longest_pauses()
     if arguments.only in (None, "records"):

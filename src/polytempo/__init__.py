@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import size as size
     from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
     from polytempo.strategy.evaluate import evaluate as evaluate
+    from polytempo.strategy.explanation import Explanation as Explanation
     from polytempo.strategy.fit import FitRun as FitRun
     from polytempo.strategy.fit import fit as fit
     from polytempo.strategy.fit_history import Callback as Callback
@@ -89,6 +90,7 @@ _MODULES = {
     ),
     "strategy.distributed_model": ("DistributedModel",),
     "strategy.evaluate": ("evaluate",),
+    "strategy.explanation": ("Explanation",),
     "strategy.fit": ("FitRun", "fit"),
     "strategy.fit_history": ("Callback", "EarlyStop", "History"),
     "strategy.strategy": ("Strategy",),
@@ -111,6 +113,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "EarlyStop",
+    "Explanation",
     "FitRun",
     "Group",
     "History",

@@ -58,3 +58,11 @@ def test_models_on_a_gpu_are_averaged(options: tuple[str, ...]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as a plain loop") == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_layers_split_on_a_gpu() -> None:
+    command = [sys.executable, "-m", "polytempo", "run", "-n", "2", str(Path(__file__).parent / "tensor_on_gpu.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("split: as one process") == 2

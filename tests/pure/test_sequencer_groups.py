@@ -16,6 +16,7 @@ from polytempo.protocol.optimizer_names import beside, name_in_group, number_of,
 from polytempo.records.check import check_lines
 from polytempo.records.lines import of_optimizer
 from polytempo.records.replay import replay
+from polytempo.server.effects import ToWorker, Write
 from polytempo.server.job_plan import Limits
 from polytempo.sync.actions import Release
 from polytempo.sync.events import Joined, Pushed
@@ -148,6 +149,9 @@ def test_the_main_group_counts_the_budget_and_all_groups_are_told() -> None:
     assert bench.replies["0@1", 1].stop
     assert bench.sequencer.budget.steps == 4
     assert [stats.steps for stats in bench.sequencer.statistics] == [2, 0, 2, 0]
+    assert [(stats.step, stats.state) for stats in bench.sequencer.statistics] == [
+        (2 + 2 * (w % 2), "computing") for w in range(4)
+    ]
     assert bench.sequencer.figures.summary(1.0)["members"] == {"0": [0, 2], "0@1": [1, 3]}
 
 
@@ -176,8 +180,19 @@ def test_a_group_starts_from_the_values_of_its_lowest_rank_that_may_still_come()
 def test_the_other_members_are_told_of_a_lost_one_and_no_other_worker(apply: str) -> None:
     bench = Grouped("bsp", apply=apply)
     told = [(worker, message) for worker, message in told_in(bench.end(3, "lost")) if isinstance(message, Departed)]
-    assert told == [(1, Departed(worker=3, group=(1, 3)))]
-    assert not [1 for name, _ in bench.replies if name == "0" and bench.replies[name, 0].lost]
+    assert told == [(1, Departed(worker=3, group=(1, 3), optimizer_id="0@1"))]
+
+
+def test_a_loss_is_told_before_the_answer_of_a_round_that_closes_by_it() -> None:
+    bench = Grouped("bsp")
+    bench.step(1)
+    orders = bench.end(3, "lost")
+    kinds = [type(order.message if isinstance(order, ToWorker) else order.entry) for order in orders if not _is_line(order)]
+    assert kinds.index(Departed) < kinds.index(Reply)
+
+
+def _is_line(order: Any) -> bool:
+    return isinstance(order, Write)
 
 
 def test_a_member_that_has_finished_is_not_waited_for() -> None:
@@ -194,8 +209,8 @@ def test_a_worker_that_comes_to_a_group_after_a_loss_is_told() -> None:
     bench.leave(3, "failed")
     bench.leave(0, "failed")
     told = told_in(bench.register(2, "0", members=(0, 2)))
-    assert (2, Departed(worker=0, group=(0, 2))) in told
-    assert Departed(worker=3, group=(1, 3)) not in [message for _, message in told]
+    assert (2, Departed(worker=0, group=(0, 2), optimizer_id="0")) in told
+    assert Departed(worker=3, group=(1, 3), optimizer_id="0@1") not in [message for _, message in told]
 
 
 # Refusals.

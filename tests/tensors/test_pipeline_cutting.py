@@ -246,3 +246,21 @@ def test_memory_is_held_as_long_as_anything_that_came_in_it() -> None:
     del kept
     gc.collect()
     assert memory() is None
+
+
+def test_a_model_in_one_part_that_cannot_be_traced_stays_as_it_is() -> None:
+    class Branching(nn.Module):
+        """Its code depends on values: it cannot be traced."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x) if x.sum() > 0 else -self.layer(x)
+            return result
+
+    model = Branching()
+    (part,) = cut(model, 1)
+    assert part.module is model
+    assert part.state().keys() == model.state_dict().keys()

@@ -99,17 +99,20 @@ class ReadsWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(5000, 16)
+        self.parts = nn.ModuleDict({"embed": nn.Embedding(5000, 16)})
         self.mlp = mlp(16, 32, 16)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return functional.linear(self.mlp(self.embed(ids)), self.embed.weight)
+        return self.classes(self.mlp(self.parts["embed"](ids)))
+
+    def classes(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.parts["embed"].weight)
 
 
 def test_what_custom_code_reads_directly_stays_whole() -> None:
     plan = find_plan(ReadsWeight(), 2)
     assert styles(plan) == {"mlp.0": "column", "mlp.2": "row"}
-    assert "may read its weight directly" in plan.whole["embed"]
+    assert "may read its weight directly" in plan.whole["parts.embed"]
 
 
 def test_layers_that_share_a_parameter_in_other_ways_stay_whole() -> None:
@@ -124,6 +127,11 @@ def test_layers_that_share_a_parameter_in_other_ways_stay_whole() -> None:
     plan = find_plan(Both(), 2)
     assert styles(plan) == {"mlp.0": "column", "mlp.2": "row"}
     assert "shares a parameter" in plan.whole["inner.0"]
+
+
+def test_lazy_layers_stay_whole() -> None:
+    model = nn.Sequential(mlp(8, 16, 8), nn.LayerNorm(8), nn.LazyLinear(8))
+    assert "lazy" in find_plan(model, 2).whole["2"]
 
 
 def test_a_lone_layer_that_does_not_divide_stays_whole() -> None:
@@ -150,6 +158,17 @@ def test_patterns_name_styles_and_the_first_that_matches_counts() -> None:
         "2.0": "column-gather",
         "2.2": "row-split",
     }
+
+
+def test_what_is_inside_a_replicated_module_stays_whole() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList([mlp(8, 16, 8)]), mlp(8, 16, 8)
+
+    assert list(styles(find_plan(Blocks(), 2, {"blocks": "replicate"}))) == ["last.0", "last.2"]
+    wanted = {"blocks.0.0": "column", "blocks.0.2": "row", "blocks": "replicate"}
+    assert list(styles(find_plan(Blocks(), 2, wanted))) == ["blocks.0.0", "blocks.0.2", "last.0", "last.2"]
 
 
 def test_torchs_styles_are_read_with_their_layouts() -> None:

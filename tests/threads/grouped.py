@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from helpers import Batch, MakeOptimizer, loss_of, made_from_seed, small_model, weights
+from local_blocks import HostsJob
 from torch import nn
 
 from polytempo.mesh import ReplicaRanks
@@ -17,8 +18,8 @@ from polytempo.train.optimizer import DistributedOptimizer
 
 T = TypeVar("T")
 
-#: Gradients over servers, through shared memory with a sequencer, and by collectives without one.
-WAYS = ("ps", "allreduce", "collectives")
+#: Gradients over servers, through shared memory with a sequencer, by collectives with one and without.
+WAYS = ("ps", "allreduce", "hosts", "collectives")
 GROUPS = ((0, 2), (1, 3))
 #: Of the groups. Everything random is made in the main thread.
 MODELS: tuple[nn.Module, nn.Module] = (
@@ -56,5 +57,5 @@ def run_in(way: str, work: Callable[[Session], T], sync: str = "bsp", **options:
     if way == "collectives":
         with GroupJob(4, least=1) as group_job:
             return group_job.run(work)
-    with ThreadJob(4, 2, sync, via=way, **options) as job:
+    with HostsJob(4, sync, **options) if way == "hosts" else ThreadJob(4, 2, sync, via=way, **options) as job:
         return job.run(work)

@@ -101,6 +101,6 @@ def size_of(strategy: str) -> int:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 1e-8) -> None:
-    assert list(found) == list(wanted)
+    assert sorted(found) == sorted(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")

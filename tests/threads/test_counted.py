@@ -1,67 +1,105 @@
-"""Predicted bytes and memory against those counted by the transport and by hooks."""
+"""Predicted bytes and memory against those counted by the transport and by hooks, for every way to use four ranks."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from spreading import cross_entropy, part_of, sentences, transformer
 from torch import nn
-from torch.nn import functional
 
-from polytempo.mesh import Mesh
-from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.partition import cut
 from polytempo.session.session import Session
+from polytempo.strategy.bytes_moved import RankBytes
 from polytempo.strategy.costs import Machine, MeasuredLink
 from polytempo.strategy.counting import ByteCounter, counted_memory
 from polytempo.strategy.measure import measure_model
+from polytempo.strategy.memory import RankMemory
 from polytempo.strategy.parallel_plan import ParallelPlan
-from polytempo.strategy.prediction import predict
-from polytempo.testing.threads import GroupJob
+from polytempo.strategy.prediction import Prediction, predict
+from polytempo.strategy.strategy import Strategy
+from polytempo.testing.threads import GroupJob, ThreadJob
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
+pytestmark = pytest.mark.timeout(60)
 
 LINK = MeasuredLink(0.0, 0.0)
-BATCH = 8
+MACHINE = Machine(((0, 1, 2, 3),), (1,), LINK, reduce_inside=LINK)
+BATCH = sentences(1)[0]
+FACTORISATIONS = [(data, pipe, 4 // data // pipe) for data in (4, 2, 1) for pipe in (4, 2, 1) if 4 % (data * pipe) == 0]
+MAKE = torch.optim.Adam
+#: Of a model of a few hundred bytes, the votes that end a step of the data axis; of a job over a coordinator there are none.
+BALLOTS = 64
 
 
-def model() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        wide = [nn.Linear(16, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 16), nn.Tanh()]
-        return nn.Sequential(nn.Embedding(10, 16), *wide, nn.Dropout(0.1), nn.Linear(16, 10))
+def tied_model() -> nn.Module:
+    model = transformer()
+    model[-1].weight = model[0].weight
+    return model
 
 
-INPUTS, TARGETS = torch.arange(BATCH) % 10, (torch.arange(BATCH) + 1) % 10
-MODEL = model()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gpipe,recompute=0"])
-@pytest.mark.parametrize(("layers", "microbatches"), [((8,), 2), ((3, 5), 4), ((2, 2, 1, 3), 8), ((1, 3, 2, 2), 2)])
-def test_a_pipeline(layers: tuple[int, ...], microbatches: int, schedule: str) -> None:
-    stages = len(layers)
-    mesh = Mesh(pipe=stages)
-    plan = ParallelPlan(mesh, layers, BATCH, microbatches, schedule)
+def predicted(strategy: Strategy, model: nn.Module) -> Prediction:
+    mesh = strategy.mesh(4)
+    parts = cut(model, mesh.pipe)
+    layers = tuple(len(part.names) for part in parts)
+    microbatches = strategy.microbatches or mesh.pipe
+    plan = ParallelPlan(mesh, layers, len(BATCH[0]), microbatches, strategy.schedule)
     profile = measure_model(
-        MODEL, INPUTS, microbatch=plan.microbatch, optimizer=torch.optim.Adam, loss=functional.cross_entropy,
-        target=TARGETS, repeats=1,
+        model, BATCH[0], microbatch=plan.microbatch, tensor=mesh.tensor, optimizer=MAKE, loss=cross_entropy,
+        target=BATCH[1], repeats=1,
     )  # fmt: skip
-    machine = Machine((tuple(range(stages)),), (1,), LINK, reduce_inside=LINK)
-    predicted = predict(plan, profile, machine)
-    models = [copy.deepcopy(MODEL) for _ in range(stages)]
+    return predict(plan, profile, MACHINE)
 
-    def work(session: Session) -> tuple[object, object]:
-        pipe = Pipeline(
-            models[session.rank], loss=functional.cross_entropy, optimizer=torch.optim.Adam, stages=list(layers),
-            schedule=schedule, microbatches=microbatches,
-        )  # fmt: skip
-        pipe.step(INPUTS, TARGETS)
-        counter = ByteCounter([pipe._built.group], [], lambda: 0)
-        with counted_memory(pipe.stage) as memory:
-            pipe.step(INPUTS, TARGETS)
+
+def counted(strategy: Strategy, model: nn.Module) -> Callable[[Session], tuple[RankBytes, RankMemory]]:
+    def work(session: Session) -> tuple[RankBytes, RankMemory]:
+        own = strategy.distribute(models[session.rank], loss=cross_entropy, optimizer=MAKE)
+        mine = part_of(BATCH, own.point.data, own.mesh.data)
+        for _ in range(4):  # the first steps also compare what must be alike
+            own.step(*mine)
+        counter = ByteCounter(lambda: own.stats["bytes_sent"])
+        with counted_memory(own.pipeline.stage) as memory:
+            own.step(*mine)
         return counter.read(), memory.read()
 
-    with GroupJob(stages) as job:
-        counted = job.run(work)
-    assert [moved for moved, _ in counted] == list(predicted.moved)
-    assert [memory for _, memory in counted] == list(predicted.memory)
+    models = [_copied(model) for _ in range(4)]
+    return work
+
+
+def _copied(model: nn.Module) -> Any:
+    made = tied_model() if model[-1].weight is model[0].weight else transformer()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def check(found: list[tuple[RankBytes, RankMemory]], wanted: Prediction, ballots: int = 0, facts: int = 0) -> None:
+    for (moved, memory), bytes_wanted, memory_wanted in zip(found, wanted.moved, wanted.memory, strict=True):
+        assert (moved.pipe - facts, moved.tensor) == (bytes_wanted.pipe, bytes_wanted.tensor)
+        assert 0 <= moved.data - bytes_wanted.data <= ballots
+        held = [(one.parameters, one.gradients, one.state, one.activations) for one in (memory, memory_wanted)]
+        assert held[0] == held[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "pipe", "tensor", "schedule"),
+    [(*sizes, schedule) for sizes in FACTORISATIONS for schedule in ("1f1b", "gpipe") if sizes[1] > 1 or schedule == "1f1b"],
+)
+def test_every_factorisation(data: int, pipe: int, tensor: int, schedule: str) -> None:
+    strategy = Strategy(data=data, pipe=pipe, tensor=tensor, schedule=schedule, microbatches=4)
+    model = transformer()
+    with GroupJob(4) as job:
+        check(job.run(counted(strategy, model)), predicted(strategy, model), BALLOTS)
+
+
+@pytest.mark.both_wires
+def test_with_a_coordinator() -> None:
+    strategy, model = Strategy(data=2, pipe=2), transformer()
+    with ThreadJob(4, via="allreduce") as job:
+        check(job.run(counted(strategy, model)), predicted(strategy, model))
+
+
+def test_tied_weights_in_several_stages() -> None:
+    strategy, model = Strategy(data=2, pipe=2), tied_model()
+    with GroupJob(4) as job:
+        check(job.run(counted(strategy, model)), predicted(strategy, model), BALLOTS, facts=16)  # who has a gradient

@@ -32,3 +32,19 @@ def test_each_group_equals_one_process_on_its_own_batches(way: str, make: MakeOp
         wanted = trained_alone(MODELS[group_of(group[0])], make, own)
         for rank in group:
             assert_close(results[rank], wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_of_a_group_that_run_out_of_data_are_not_waited_for(way: str) -> None:
+    """Ranks leave after 7, 2, 4 and 5 steps; the means of a group are those of the ranks that still have data."""
+    steps = (7, 2, 4, 5)
+    batches = small_batches(max(steps), (4, 4, 4, 4))
+
+    def work(session: Session) -> list[torch.Tensor]:
+        return trained_in_groups(session, momentum, batches[: steps[session.rank]])[0]
+
+    results = run_in(way, work)
+    for group in GROUPS:
+        last = max(group, key=lambda rank: steps[rank])
+        own = [[step[rank] for rank in group if number < steps[rank]] for number, step in enumerate(batches[: steps[last]])]
+        assert_close(results[last], trained_alone(MODELS[group_of(last)], momentum, own), rtol=1e-9)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from worlds import Hosts, close_all, everywhere, open_worlds
 
+from polytempo.session.session import Session
 from polytempo.strategy import links
 from polytempo.strategy.costs import Machine
 from polytempo.strategy.links import measure_machine
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -56,3 +59,24 @@ def test_one_rank_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = measured(monkeypatch, 1)
     assert torch.equal(drawn, torch.get_rng_state())
     assert (machine.hosts, machine.reductions, machine.inside.seconds(100)) == (((0,),), (), 0)
+
+
+def test_the_data_axis_beside_the_main_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SECONDS", 0.001)
+    param = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    def work(session: Session) -> Machine:
+        machine = measure_machine(session.world(), session=session)
+        assert measure_machine(session.world(), session=session).hosts == machine.hosts  # once more
+        optimizer = DistributedOptimizer(torch.optim.SGD([param[session.rank]], 0.5))
+        param[session.rank].sum().backward()
+        optimizer.step()
+        return machine
+
+    with ThreadJob(2, via="allreduce") as job:
+        first, second = job.run(work)
+    assert first == second
+    assert [(one.axis, one.ranks) for one in first.reductions] == [("tensor", 2), ("data", 2)]
+    assert first.data_inside == first.reduction("data", [0, 1])
+    assert torch.equal(param[0], torch.full((3,), 0.5))
+    assert job.summary["updates"] == 1

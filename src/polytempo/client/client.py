@@ -82,6 +82,7 @@ class Client:
         self.retry = retry
         self.pool = pool
         self._stored: dict[str, str] = {}
+        self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
         hello = Hello(role="worker", rank=rank, incarnation=incarnation, pid=os.getpid(), token=token)
         self.connections = ServerConnections(channels, hello, self._handle)
@@ -214,7 +215,7 @@ class Client:
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
         deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
-        while not done():
+        while self._goes_on(states) and not done():
             if self.connections.receive(min(self.retry, 1.0)):
                 heard = time.monotonic()
                 continue
@@ -226,6 +227,14 @@ class Client:
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
+
+    def _goes_on(self, states: Sequence[ClientState]) -> bool:
+        """True, unless a rank is lost without which one of these optimizers does not go on: that is raised."""
+        if self._losses:
+            for state in states:
+                if state.name in self._losses:
+                    raise self._losses[state.name]
+        return True
 
     def poll(self) -> None:
         """Handle what has come, without waiting."""
@@ -266,7 +275,9 @@ class Client:
         if message.group:
             ranks = ", ".join(map(str, message.group))
             text = f"rank {message.worker} is lost, and with it the group of ranks {ranks}, which takes steps together"
-            raise RankLost(f"{text}; start the job again, from a checkpoint", (message.worker,))
+            self._losses[message.optimizer_id] = RankLost(
+                f"{text}; start the job again, from a checkpoint", (message.worker,)
+            )
 
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")
@@ -281,6 +292,7 @@ class Client:
 
     def leave(self, reason: str) -> None:
         """Leave the job and close. A worker that finishes waits for its last answers first (`delay`)."""
+        self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)

@@ -31,6 +31,8 @@ from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_
 JOIN_TIMEOUT = 60.0
 #: Contexts from here on belong to groups in which optimizers take their steps: some for each optimizer.
 OF_OPTIMIZERS, PARTS = 1 << 19, 4
+#: The part in which nothing is called: ranks tell each other there why they cannot go on.
+OF_FAILURES = PARTS - 1
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
 GENERATIONS = 1 << 12

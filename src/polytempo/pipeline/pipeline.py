@@ -118,7 +118,7 @@ class Pipeline:
             with self._failing_together():
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
-        distributed = self.stage.distributed is not None or bool(session.job.strategy)
+        distributed = self.stage.data_axis is not None or bool(session.job.strategy)
         self._progress = ProgressReporter(session, pipeline_title(self.schedule), distributed=distributed)
 
     @property
@@ -304,8 +304,8 @@ class Pipeline:
         except Exception as error:
             cause = self._cause(error)
             self._broken = cause
-            groups = [self._built.group, *self._built.runtime.gradient_sync.groups, *self._hooks.groups]
-            self._built.p2p.fail(cause, groups)
+            groups = [self._built.group, *self._built.runtime.gradient_sync.groups]
+            self._built.p2p.fail(cause, [*groups, *self._other_groups()])
             try:
                 self._state.write_last()
             except OSError as problem:  # the first error is the one to raise
@@ -314,12 +314,21 @@ class Pipeline:
                 raise cause from error
             raise
 
+    def _other_groups(self) -> list[RankGroup]:
+        """Groups of the other axes of the mesh: their ranks learn why this one cannot go on."""
+        data_axis = self.stage.data_axis
+        return [*self._hooks.groups, *(data_axis.optimizer.failure_groups() if data_axis is not None else ())]
+
     def _cause(self, error: Exception) -> Exception:
         """The error that all ranks report: the one that another rank sent, a lost rank, or this rank's own."""
-        built, action = self._built, self._built.runtime.current
+        built, action, told = self._built, self._built.runtime.current, None
         own = built.layout.name(self.rank)
+        if isinstance(error, RankLost) and built.p2p.failed is None and (others := self._other_groups()):
+            told = built.p2p.told(error.ranks[0], [built.group, *others])  # it may have ended because of another
         if built.p2p.failed is not None:
             return built.p2p.failed
+        if told is not None and told is not error:
+            return told
         if isinstance(error, RankLost):
             rank, needed = error.ranks[0], f" for {action}" if action is not None else ""
             return RankLost(f"{built.layout.name(rank)} {built.p2p.loss_of(rank)}: {own} needs it{needed}", (rank,))

@@ -36,6 +36,8 @@ from polytempo.transport.shared_memory import SHARE_FROM, LeasedBlocks, Segment,
 #: Kinds of messages: activations, gradients, losses; activations and losses of a batch that is only evaluated.
 FORWARD, BACKWARD, LOSS, EVALUATION, EVALUATED = 0, 1, 2, 3, 4
 KINDS = 8
+#: Seconds in which what a lost rank has said may still come.
+LAST_WORDS = 1.0
 #: An announcement has this many bytes.
 ANNOUNCEMENT = 8 << 10
 #: What an announcement begins with: messages refer to blocks of shared memory, or are the bytes.
@@ -231,6 +233,21 @@ class PointToPoint:
 
         with suppress(PeerError):  # what is to be said is more than that it could not be said
             self._start("telling other ranks of a failure", steps()).wait(5.0)
+
+    def told(self, rank: int, groups: Sequence[RankGroup]) -> Exception | None:
+        """Why a lost rank could not go on, if it has said so in one of these groups before it left."""
+
+        def heard() -> Exception | None:
+            return next((group.queue.failed for group in groups if group.queue.failed is not None), None)
+
+        def steps() -> Steps:
+            if heard() is None:
+                yield Wait(lambda: heard() is not None or rank in self._engine.messages.left, list)
+                self._engine.read_all()
+
+        with suppress(PeerError):
+            self._start(f"the last words of rank {rank}", steps()).wait(LAST_WORDS)
+        return heard()
 
     def loss_of(self, rank: int) -> str:
         """What is known of a rank that is gone."""

@@ -277,11 +277,12 @@ class Refused(WireMessage):
 class Departed(WireMessage):
     """Another worker is gone: its sockets may live on in a process that it has forked.
 
-    `group`: it is lost, and was in this group of ranks, which does not go on without it.
+    `group`: it is lost, and was in this group of ranks, whose optimizer does not go on without it.
     """
 
     worker: int
     group: tuple[int, ...] = ()
+    optimizer_id: str = ""
 
 
 class Stopped(WireMessage):

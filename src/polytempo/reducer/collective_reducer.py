@@ -468,6 +468,9 @@ class CollectiveReducer(Reducer):
             sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
             sys.stderr.flush()
 
+    def groups(self) -> list[RankGroup]:
+        return [self.voters.group]
+
     def traffic(self) -> tuple[int, int]:
         sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
         return sent, self.voters.world.engine.messages.payload_received

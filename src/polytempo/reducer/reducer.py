@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from polytempo.client.client_state import ClientState
+from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -111,6 +112,10 @@ class Reducer(ABC):
 
     def settle(self) -> None:
         """Wait for pushes that are still unanswered."""
+
+    def groups(self) -> list[RankGroup]:
+        """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""
+        return []
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:

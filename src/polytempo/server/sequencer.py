@@ -98,7 +98,8 @@ class PolicyRunner:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign)
-            self._statistics[push.id.worker].pushed(push, sign)
+        if clock.is_first:
+            self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
     def _written(
         self, clock: OptimizerClock, line_of: Callable[[Any, float], RecordLine | None], what: Any, now: float
@@ -125,11 +126,12 @@ class PolicyRunner:
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
         if clock.is_main:
             self._budget.begin(now)
+        if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
         return [ToShards(clock.reply(action, self._budget.stopping, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
-        if clock.is_main:
+        if clock.is_first:
             self._statistics[action.worker].held(now, action.waiting_for)
         slot = clock.slots[action.worker]
         slot.held_at = now if slot.held_at is None else slot.held_at
@@ -250,11 +252,12 @@ class WorkerMembership:
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
         for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
+            lost = clock.optimizer_spec.members and reason != "finished"
+            if lost:  # before answers to rounds that close without it
+                effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
             clock.slots.pop(worker, None)
-            if clock.optimizer_spec.members and reason != "finished":
-                effects += told_of_loss(clock, worker, clock.slots)
-            elif clock.optimizer_spec.apply == "peers":
+            if clock.optimizer_spec.apply == "peers" and not lost:
                 effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
             if worker in clock.early:
                 clock.early.remove(worker)
@@ -436,7 +439,8 @@ def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorke
 def told_of_loss(clock: OptimizerClock, lost: int, workers: Iterable[int]) -> list[Effect]:
     """Tell these members of a group that another is lost, without which it does not go on."""
     members = clock.optimizer_spec.members
-    return [ToWorker(worker, Departed(worker=lost, group=members)) for worker in workers] if lost in members else []
+    told = Departed(worker=lost, group=members, optimizer_id=clock.name)
+    return [ToWorker(worker, told) for worker in workers] if lost in members else []
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -58,6 +58,8 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
+MEASURED = 1 << 10
 
 
 class Session:
@@ -70,6 +72,7 @@ class Session:
         self.size = job.size
         self.lock = threading.RLock()
         self.optimizers = 0
+        self.measured = MEASURED  #: the next number of an optimizer that is only measured
         self.positions = Positions()  #: in the data, of its samplers; sent with the pushes
         self.life = 0  #: the number of jobs that this process has left before this one
         self._returned = self._excluded = 0.0
@@ -90,6 +93,8 @@ class Session:
         self.parent = ""  #: in a child process of a worker: the name of that worker
         #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
         self.data_axis: tuple[int, int] | None = None
+        if job.replica > 1:
+            self.data_axis = rank // job.replica, job.size // job.replica
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
     @property

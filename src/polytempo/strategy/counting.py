@@ -14,7 +14,7 @@ autograd).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -30,31 +30,24 @@ from polytempo.strategy.measure import state_tensors
 from polytempo.strategy.memory import RankMemory
 
 
-def handed_by(groups: Iterable[RankGroup]) -> int:
+def handed_in(*groups: RankGroup | None) -> int:
     """Bytes that this rank has handed over so far, in the collectives and single messages of these groups."""
-    return sum(group.engine.messages.handed[group.context + kind] for group in groups for kind in (0, 1))
+    own = [group for group in groups if group is not None]
+    return sum(group.engine.messages.handed[group.context + kind] for group in own for kind in (0, 1))
 
 
 class ByteCounter:
-    """The bytes of this rank by axis, since the counter was made.
+    """The bytes of this rank by axis, since the counter was made. `handed`: all so far, as `DistributedModel.stats` has
+    them."""
 
-    Args:
-        pipe: The groups of its pipeline: of its stages, and of its gradients between stages.
-        tensor: Its tensor group.
-        data: Bytes on the data axis so far.
-    """
-
-    def __init__(self, pipe: Iterable[RankGroup], tensor: Iterable[RankGroup], data: Callable[[], int]) -> None:
-        self._pipe, self._tensor, self._data = list(pipe), list(tensor), data
-        self._before = self._now()
-
-    def _now(self) -> RankBytes:
-        return RankBytes(handed_by(self._pipe), handed_by(self._tensor), self._data())
+    def __init__(self, handed: Callable[[], Mapping[str, int]]) -> None:
+        self._handed = handed
+        self._before = dict(handed())
 
     def read(self) -> RankBytes:
         """Since the counter was made."""
-        now, before = self._now(), self._before
-        return RankBytes(now.pipe - before.pipe, now.tensor - before.tensor, now.data - before.data)
+        now = self._handed()
+        return RankBytes(**{axis: now[axis] - self._before[axis] for axis in ("pipe", "tensor", "data")})
 
 
 class HeldMemory:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
 from polytempo.mesh import Mesh, MeshPoint
 from polytempo.pipeline.pipeline import Folder, Pipeline
 from polytempo.strategy.batches import COMPARED_STEPS, checked_rows, compare
 from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_checkpoint
+from polytempo.strategy.counting import handed_in
 from polytempo.strategy.distribution import Distribution
 from polytempo.strategy.failures import JobFailures
 from polytempo.strategy.sampler_positions import joint_positions, resume_positions
@@ -138,14 +138,15 @@ class DistributedModel:
             logits, shards = self._made.plan.logits, self._groups.shards
             if logits is not None and shards is not None and self.point.pipe == self.mesh.pipe - 1:
                 out = gather_logits(out, RankTensorGroup(shards), logits[1])
-            return exchanged(self._groups.lane, out)[-1]
+            return moved(exchanged(self._groups.lane, out)[-1], self.pipeline.stage.device)
 
     # State.
 
     def consolidate(self) -> None:
         """Make the replicas agree: each takes the job's newest values, or the mean of all. All ranks of the job call it.
 
-        Under bsp they agree at all times. Under local and diloco it ends the block of local steps with an average.
+        Under bsp they agree at all times. Under local and diloco it ends the block of local steps with an average. Buffers
+        of floating point (running statistics of BatchNorm) are averaged in every mode.
         """
         with self._failing_together():
             self._groups.job.barrier().wait()
@@ -270,22 +271,19 @@ class DistributedModel:
     def stats(self) -> dict[str, Any]:
         """Figures of this rank so far: steps, samples, seconds (computing, waiting), and bytes_sent by axis (data, pipe,
         tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, what is exchanged."""
-        handed = self._groups.job.engine.messages.handed
-
-        def of(*groups: RankGroup | None) -> int:
-            return sum(handed[group.context] + handed[group.context + 1] for group in groups if group is not None)
-
+        groups, built = self._groups, self.pipeline._built
+        between = [group for group in built.runtime.gradient_sync.groups if group is not groups.replica]
         by_axis = {
-            "data": handed_by(self.optimizer),
-            "pipe": of(self._groups.lane, self.pipeline._built.group),
-            "tensor": of(self._groups.shards),
+            "data": self.optimizer.stats["bytes_handed"],
+            "pipe": handed_in(groups.lane, built.group, *between),
+            "tensor": handed_in(groups.shards),
         }
         waiting = sum(done.waited for done in self.pipeline.log) + self.optimizer.stats["waited_s"]
         return {
             "steps": self.steps,
             "samples": self.samples,
             "seconds": {"computing": max(0.0, self._seconds - waiting), "waiting": waiting},
-            "bytes_sent": {**by_axis, "all": sum(by_axis.values()) + of(self._groups.job, self._groups.replica)},
+            "bytes_sent": {**by_axis, "all": sum(by_axis.values()) + handed_in(groups.job, groups.replica)},
         }
 
     # Failures.
@@ -302,13 +300,15 @@ class DistributedModel:
             if cause is error:
                 raise
             if isinstance(error, PeerError):
-                raise cause from error
+                raise cause from None
             raise
         except Exception as error:
             self._failures.cause(error)
             raise
 
 
-def handed_by(optimizer: DistributedOptimizer) -> int:
-    """Bytes that an optimizer has handed to other ranks, or exchanged with servers."""
-    return optimizer._reducer.handed() if optimizer._reducer is not None else 0
+def moved(out: Any, device: torch.device) -> Any:
+    """Outputs on a device."""
+    if isinstance(out, torch.Tensor):
+        return out.to(device)
+    return tuple(moved(one, device) for one in out) if isinstance(out, tuple | list) else out

@@ -5,7 +5,9 @@ measured is not predicted.
 
     inside, between   a stage's message, there and back between two ranks (`pipeline/point_to_point.py`), a small and a large
                       one: latency, and seconds a byte
-    reductions        an all-reduce of a tensor group of each size that divides the ranks, all groups of that size at once
+    reductions        an all-reduce of a tensor group of each size that divides the ranks, all groups of that size at once;
+                      with a session also the step of a `DistributedOptimizer` among the ranks of each size of the data axis,
+                      less that of the optimizer that it wraps
     contention        the same work on one rank of each host, then on all of them at once; what the number of ranks for each
                       core explains is taken out, and what is left is shared memory bandwidth and caches
     action_s          a stage's forward and backward around a layer, less the layer
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -24,11 +27,14 @@ from torch import nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
+from polytempo.mesh import ReplicaRanks
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
 from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
+from polytempo.session.session import Session
 from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
+from polytempo.train.optimizer import DistributedOptimizer
 
 #: Bytes of the messages and reductions that are measured, and seconds that each may take.
 SMALL, LARGE = 256, 1 << 20
@@ -39,22 +45,24 @@ MOST, LEAST = 30, 3
 MASK = 4096
 
 
-def measure_machine(world: World, work: Callable[[], object] | None = None) -> Machine:
+def measure_machine(world: World, work: Callable[[], object] | None = None, session: Session | None = None) -> Machine:
     """Measure what lies between the ranks of a job. All ranks call this together, and get the same.
 
     Args:
         world: All ranks of the job.
         work: What ranks compute while contention is measured, a few milliseconds of it, such as a forward and backward of
             the model; by default a small perceptron.
+        session: The job, where the data axis is to be measured, too: optimizers that do nothing take some steps in its mode,
+            beside its main one.
 
     Returns:
         The machine, as predictions need it.
     """
     with drawing_apart(torch.device("cpu")):
-        return _measured(world, work or _perceptron())
+        return _measured(world, work or _perceptron(), session)
 
 
-def _measured(world: World, work: Callable[[], object]) -> Machine:
+def _measured(world: World, work: Callable[[], object], session: Session | None) -> Machine:
     group = world.new_group(range(world.size))
     assert group is not None
     hosts = tuple(tuple(host) for host in world.hosts)
@@ -62,22 +70,27 @@ def _measured(world: World, work: Callable[[], object]) -> Machine:
     between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
     inside = _link(group, neighbours) if neighbours is not None else between
     cores = _cores(group, hosts)
-    reductions = tuple(_tensor_reductions(world, group))
+    sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
+    reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
+    if session is not None:
+        reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
     return Machine(
         hosts=hosts,
         cores=cores,
         inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
         between=between,
-        reduce_inside=_of_two(reductions, 1),
-        reduce_between=_of_two(reductions, 2),
+        reduce_inside=_of_two(reductions, "tensor", 1),
+        reduce_between=_of_two(reductions, "tensor", 2),
         contention=_contention(group, hosts, cores, work),
         action_s=_agreed(group, _action_seconds(), group.ranks[0]),
-        reductions=reductions,
+        data_inside=_of_two(reductions, "data", 1),
+        data_between=_of_two(reductions, "data", 2),
+        reductions=tuple(reductions),
     )
 
 
-def _of_two(reductions: Sequence[MeasuredReduction], hosts: int) -> MeasuredLink | None:
-    return next((one.link for one in reductions if (one.ranks, one.hosts) == (2, hosts)), None)
+def _of_two(reductions: Sequence[MeasuredReduction], axis: str, hosts: int) -> MeasuredLink | None:
+    return next((one.link for one in reductions if (one.axis, one.ranks, one.hosts) == (axis, 2, hosts)), None)
 
 
 # What all ranks know.
@@ -157,27 +170,50 @@ def _pong(p2p: PointToPoint, other: int) -> None:
 # Reductions.
 
 
-def _tensor_reductions(world: World, group: RankGroup) -> Iterator[MeasuredReduction]:
-    for size in range(2, world.size + 1):
-        if world.size % size == 0:
-            ranks = [range(first, first + size) for first in range(0, world.size, size)]
-            made = [world.new_group(one) for one in ranks]  # all ranks make all groups, in the same order
-            yield from _measured_groups(group, "tensor", ranks, next(one for one in made if one is not None))
-
-
-def _measured_groups(
-    group: RankGroup, axis: str, ranks: Sequence[Sequence[int]], own: RankGroup
-) -> Iterator[MeasuredReduction]:
-    """All groups at once; where several are alike, the slowest counts."""
+def _tensor_reductions(world: World, group: RankGroup, size: int) -> Iterator[MeasuredReduction]:
+    """Adjacent ranks."""
+    ranks = [range(first, first + size) for first in range(0, world.size, size)]
+    made = [world.new_group(one) for one in ranks]  # all ranks make all groups, in the same order
+    own = next(one for one in made if one is not None)
     times = []
-    for size in (SMALL, LARGE):
-        tensor = torch.zeros(size // 4)
+    for nbytes in (SMALL, LARGE):
+        tensor = torch.zeros(nbytes // 4)
 
         def reduce(tensor: torch.Tensor = tensor) -> None:
             own.all_reduce([tensor]).wait()
 
         times.append(timed_together(group, reduce))
-    rows = _gathered(group, *_figures(*times))
+    return _of_groups(group, "tensor", ranks, _figures(*times))
+
+
+def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[MeasuredReduction]:
+    """Ranks as far apart as the replicas of a model."""
+    apart = session.size // size
+    ranks = [range(first, session.size, apart) for first in range(apart)]
+    members = ReplicaRanks(tuple(ranks[session.rank % apart]), session.rank % apart == 0)
+    before, session.optimizers = session.optimizers, session.measured
+    times = []
+    for nbytes in (SMALL, LARGE):
+        param = nn.Parameter(torch.zeros(nbytes // 4))
+        inner = torch.optim.SGD([param], lr=0.0)
+        optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
+        together = timed_together(group, optimizer.step, partial(_make_gradient, param))
+        alone = median([_seconds(inner.step) for _ in range(LEAST)])
+        times.append([max(0.0, seconds - alone) for seconds in together])
+    session.measured, session.optimizers = session.optimizers, before
+    return _of_groups(group, "data", ranks, _figures(*times))
+
+
+def _make_gradient(param: nn.Parameter) -> None:
+    param.grad = None
+    param.sum().backward()
+
+
+def _of_groups(
+    group: RankGroup, axis: str, ranks: Sequence[Sequence[int]], figures: Sequence[float]
+) -> Iterator[MeasuredReduction]:
+    """Of groups with as many ranks on as many hosts, the slowest counts."""
+    rows = _gathered(group, *figures)
     found: dict[int, list[list[float]]] = {}
     for members in ranks:
         hosts = sum(1 for host in group.place.hosts if set(host) & set(members))
@@ -187,12 +223,20 @@ def _measured_groups(
         yield MeasuredReduction(axis, len(ranks[0]), hosts, link)
 
 
-def timed_together(group: RankGroup, call: Callable[[], object]) -> list[float]:
-    """Seconds of a call that all ranks of a group make equally often, as often as fits into the time of the slowest."""
-    slowest = max(row[0] for row in _gathered(group, median([_seconds(call) for _ in range(LEAST)])))
+def timed_together(group: RankGroup, call: Callable[[], object], prepare: Callable[[], object] | None = None) -> list[float]:
+    """Seconds of a call that all ranks of a group make equally often, as often as fits into the time of the slowest.
+    `prepare`: what each rank does before it, and all wait for."""
+
+    def seconds() -> float:
+        if prepare is not None:
+            prepare()
+            group.barrier().wait()
+        return _seconds(call)
+
+    slowest = max(row[0] for row in _gathered(group, median([seconds() for _ in range(LEAST)])))
     rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
     group.barrier().wait()
-    return [_seconds(call) for _ in range(rounds)]
+    return [seconds() for _ in range(rounds)]
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -219,20 +263,20 @@ def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], cores: Sequenc
     """The largest of all hosts, and at least 1."""
     if max(map(len, hosts)) == 1:
         return 1.0
-    rank = group.engine.rank
     work()
-    first = any(rank == host[0] for host in hosts)
-    alone = median([_seconds(work) for _ in range(LEAST + 2)]) if first else 0.0
-    rounds = max(LEAST, min(MOST, int(2 * SECONDS / max(1e-9, max(row[0] for row in _gathered(group, alone))))))
-    group.barrier().wait()
-    started = perf_counter()
-    for _ in range(rounds):
-        work()
-    rows = _gathered(group, alone, (perf_counter() - started) / rounds)
+    first = any(group.engine.rank == host[0] for host in hosts)
+    alone = min(_seconds(work) for _ in range(LEAST + 2)) if first else 0.0
+    slowest = max(row[0] for row in _gathered(group, alone))
+    rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
+    together = []
+    for _ in range(LEAST):  # other processes may disturb; the least counts, as of one rank
+        group.barrier().wait()
+        together.append(_seconds(lambda: [work() for _ in range(rounds)]) / rounds)
+    rows = _gathered(group, alone, *together)
     found = [1.0]
     for host, count in zip(hosts, cores, strict=True):
-        together = sum(rows[member][1] for member in host) / len(host)
-        found.append(together / rows[host[0]][0] / max(1.0, len(host) / count))
+        least = min(sum(rows[member][1 + turn] for member in host) / len(host) for turn in range(LEAST))
+        found.append(least / rows[host[0]][0] / max(1.0, len(host) / count))
     return max(found)
 
 

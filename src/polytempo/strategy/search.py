@@ -12,7 +12,7 @@ best of another mesh, where there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -86,7 +86,7 @@ class SearchResult:
 
 def difference(best: Prediction, other: Prediction) -> str:
     """What the other has more of."""
-    work, more_work = max(best.time.busy), max(other.time.busy)
+    work, more_work = max(best.time.occupied), max(other.time.occupied)
     waits, more_waits = best.seconds - work, other.seconds - more_work
     if more_work - work > more_waits - waits:
         moved, more_moved = best.most_moved, other.most_moved
@@ -117,10 +117,11 @@ def microbatch_counts(space: SearchSpace, mesh: Mesh) -> list[int]:
     return sorted({max(count for count in possible if count <= most) for most in wanted})
 
 
-def needed_profiles(space: SearchSpace, layers: int) -> list[tuple[int, int]]:
-    """The shards and microbatch sizes that have to be measured for a model that can have this number of stages."""
+def needed_profiles(space: SearchSpace, layers: int, only: Iterable[Mesh] | None = None) -> list[tuple[int, int]]:
+    """The shards and microbatch sizes that have to be measured for a model that can have this number of stages. `only`: for
+    these meshes, not for all."""
     found: dict[tuple[int, int], None] = {}
-    for mesh in meshes(space.world):
+    for mesh in meshes(space.world) if only is None else only:
         if mesh_problem(space, mesh, layers) is None:
             for count in microbatch_counts(space, mesh):
                 found[mesh.tensor, space.batch // mesh.data // count] = None

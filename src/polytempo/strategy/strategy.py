@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from polytempo.pipeline.partition import PartitionPlan
     from polytempo.strategy.distributed_model import DistributedModel
+    from polytempo.strategy.explanation import Explanation
 
 #: The field of a strategy text that an item without a known name continues: it is an option of the mode or the schedule.
 WITH_OPTIONS = ("sync", "schedule")
@@ -367,6 +368,7 @@ class Strategy:
         clip_norm: float | None = None,
         tensor_plan: Mapping[str, Any] | None = None,
         stages: Sequence[int] | PartitionPlan | str | None = None,
+        target: Any = None,
     ) -> DistributedModel:
         """Spread a model over the workers of the job. All ranks call it, with the same model; all start from rank 0's
         weights.
@@ -376,13 +378,14 @@ class Strategy:
                 torch.fx can trace. Its layers become this rank's part.
             loss: A function of outputs and targets, the mean over its microbatch.
             optimizer: Makes the optimizer from a list of parameters; called with those of this rank's part.
-            example: A tuple of inputs for one replica's batch: for models that can only be traced on an input, for
-                `stages="auto"` and for strategy auto.
+            example: A tuple of inputs for one replica's batch: for models that can only be traced on an input, and for
+                `stages="auto"`. For strategy auto: of a step of the whole job, whose samples the replicas share.
             seed: Of dropout.
             device: Where this rank computes.
             clip_norm: Clip the gradients of the whole model to this norm.
             tensor_plan: How layers are split, by name patterns; found by itself for what it does not name.
             stages: The number of layers of each stage, a plan, or "auto" to measure; balanced by parameters by default.
+            target: For strategy auto: an example of the targets, with which the loss is measured, too.
 
         Returns:
             The model, spread: `step(x, y)` trains it.
@@ -398,8 +401,68 @@ class Strategy:
         from polytempo.strategy.distribution import Distributor
 
         whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-        making = Distributor(self, whole, loss, optimizer, example, seed, device, clip_norm, tensor_plan, stages)
+        strategy = self
+        if self.automatic:
+            from polytempo.strategy.planning import PlannedModel, decided
+
+            planned = PlannedModel(whole, example, loss, optimizer, target, tensor_plan, device)
+            strategy, stages = decided(self, planned, current(), stages)
+        making = Distributor(strategy, whole, loss, optimizer, example, seed, device, clip_norm, tensor_plan, stages)
         return DistributedModel(making.build(current()))
+
+    def explain(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        example: Any,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        batch: int,
+        memory: float | str | None = None,
+        world: int | None = None,
+        target: Any = None,
+        tensor_plan: Mapping[str, Any] | None = None,
+        stages: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Explanation:
+        """What this strategy costs for a model, before anything is trained, beside data, pipeline and tensor parallelism
+        alone: samples, bytes, memory, balance and step time, predicted from measured layers and links.
+
+        In a job all ranks call it; the links are those of the job, and rank 0 prints it. Outside of one, a short job of
+        `world` processes on this host measures them.
+
+        Args:
+            model: The whole model; afterwards it is as it was.
+            example: An example of its inputs: a tensor, or a tuple of them.
+            loss: A function of outputs and targets; measured where `target` is given.
+            optimizer: Makes the optimizer from a list of parameters; without it updates and their state count nothing.
+            batch: The samples of a step of the whole job, which the replicas share.
+            memory: What a worker may need: bytes, or a text such as "2GB"; of auto its own limit by default.
+            world: Outside of a job: the number of workers; what the strategy says by default.
+            target: An example of the targets.
+            tensor_plan: As for `distribute`.
+            stages: The layers of each stage, where `distribute` is given them.
+            device: Where to measure, if not where the model is.
+
+        Returns:
+            The explanation: `print` shows its tables, `compare(spread.stats)` puts what was measured beside them.
+
+        Raises:
+            UsageError: The number of workers is not known, or nothing is possible or fits.
+        """
+        from torch import nn
+
+        from polytempo.session.session import current, is_initialized
+        from polytempo.strategy.planning import PlannedModel, explain, say
+
+        whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        planned = PlannedModel(whole, example, loss, optimizer, target, tensor_plan, device)
+        session = current() if is_initialized() else None
+        limit = None if memory is None else parse_size(memory, "a memory limit")
+        found = explain(self, planned, batch, limit, session, world, None if stages is None else tuple(stages))
+        if session is not None and session.size > 1 and session.rank == 0:
+            say(str(found))
+        return found
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Strategy)}

@@ -48,7 +48,7 @@ class HeadsAttention(nn.MultiheadAttention):  # type: ignore[misc]
         attended = attended.flatten(2) if first == 0 else attended.transpose(0, 1).flatten(2)
         output = reduce_from(functional.linear(attended, self.out_proj.weight), self.group)
         if self.out_proj.bias is not None:
-            output = output + self.out_proj.bias
+            output = output + self.out_proj.bias.to(output.dtype)
         if weights is not None:
             weights = self._of_all_heads(weights, average_attn_weights)
         if batched:

@@ -149,12 +149,11 @@ class Discovery:
 
     def _custom(self, module: nn.Module, name: str) -> None:
         reads = _reads_weights(type(module))
-        for key, child in module._modules.items():
-            inside = _joined(name, key)
-            if child is not None and reads and isinstance(child, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
+        for inside, child in _held(module, name):
+            if reads and isinstance(child, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
                 self._seen.add(id(child))
                 self.whole[inside] = f"the code of {type(module).__name__} may read its weight directly; a dict can split it"
-            elif child is not None:
+            else:
                 self._visit(child, inside)
 
     def _try(self, module: nn.Module, name: str, style: Style) -> None:
@@ -167,6 +166,15 @@ class Discovery:
 
 def _joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
+
+
+def _held(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Its children, and those of lists and dicts of modules, which have no code of their own."""
+    for key, child in module._modules.items():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _held(child, _joined(name, key))
+        elif child is not None:
+            yield _joined(name, key), child
 
 
 def _reads_weights(kind: type[nn.Module]) -> bool:

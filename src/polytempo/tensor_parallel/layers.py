@@ -44,4 +44,4 @@ class RowLinear(nn.Linear):  # type: ignore[misc]
         """The output, on all ranks."""
         part = split_to(input, self.group) if self.splits else input
         total = reduce_from(functional.linear(part, self.weight), self.group)
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # as torch does under autocast

@@ -23,15 +23,20 @@ MASK = (1 << 63) - 1
 
 @contextmanager
 def shard_random(group: TensorGroup, device: torch.device) -> Iterator[None]:
-    """Inside the block torch's default generators are this rank's own."""
+    """Inside the block torch's default generator of this device is the rank's own."""
     if group.size == 1:
         yield
         return
     common = int(torch.randint(1 << 62, ()).item())
-    on_gpu = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu):
-        torch.manual_seed((common + group.rank * STRIDE) & MASK)
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.get_state()
+    generator.manual_seed((common + group.rank * STRIDE) & MASK)
+    try:
         yield
+    finally:
+        generator.set_state(state)
 
 
 class ShardDropout(nn.Dropout):  # type: ignore[misc]

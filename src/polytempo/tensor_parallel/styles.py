@@ -70,6 +70,8 @@ def obstacle(module: nn.Module, style: Style) -> str:
         return f"{module.out_features} outputs are not {style.blocks} blocks"
     if isinstance(module, (nn.Linear, nn.Embedding)) and not module._parameters.keys() <= {"weight", "bias"}:
         return "a layer with other parameters than weight and bias cannot be split"
+    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in module.parameters()):
+        return "a lazy layer has no weights before it has been called once"
     if getattr(module, "parametrizations", None):
         return "a layer with parametrizations (weight_norm and its kin) cannot be split"
     return ""
@@ -116,7 +118,10 @@ def read_styles(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Style]
                 f"{nearest(pattern, modules)}"
             )
         for name in names:
-            chosen.setdefault(name, _read_style(pattern, value, modules[name]))
+            style = _read_style(pattern, value, modules[name])
+            inside = [other for other in modules if other.startswith(f"{name}.")] if style == REPLICATE else []
+            for each in (name, *inside):
+                chosen.setdefault(each, style)
     for name, style in chosen.items():
         problem = obstacle(modules[name], style)
         if problem:

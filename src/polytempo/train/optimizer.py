@@ -30,10 +30,12 @@ from typing import Any
 import torch
 
 from polytempo.client.client_state import ClientState
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.world import OF_FAILURES
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
-from polytempo.protocol.optimizer_names import beside
+from polytempo.protocol.optimizer_names import beside, number_of
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
@@ -160,6 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
+        self._reducers: list[Reducer] = []  # of all its parts
         fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
@@ -177,7 +180,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         fragments = _make_fragments(self, averaged, not among_workers)
         self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
         _take_over(self, self._params, self._names)
-        for reducer in [fragment.reducer for fragment in fragments] or [self._reducer]:
+        self._reducers = [fragment.reducer for fragment in fragments] or [self._reducer]
+        for reducer in self._reducers:
             session.watches.add(reducer.copier.watch)
         if self._reducer.needs_join:
             session.before_leaving(self.join)
@@ -210,6 +214,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
         self.inner.state.clear()
         return state
+
+    def failure_groups(self) -> list[RankGroup]:
+        """The groups in which ranks that take the steps together tell each other why one of them cannot go on."""
+        if self._reducer is None:
+            return []
+        world, members = self._session.world(), self._reducer.spec.members or range(self._session.size)
+        return [*self._reducer.groups(), world.group_of_optimizer(members, number_of(self._name), OF_FAILURES)]
 
     @property
     def spec(self) -> Spec:
@@ -454,9 +465,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; in modes
-        with blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent,
-        because the push before was not merged yet."""
+        """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; also
+        bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
+        blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
+        the push before was not merged yet."""
         reducer = self._reducer
         known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)
@@ -466,6 +478,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "staleness": known.staleness,
             "bytes_sent": sent,
             "bytes_received": received,
+            "bytes_handed": sum(one.handed() for one in self._reducers),
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
             **self._update.stats(),
