@@ -109,7 +109,19 @@ def test_commands_and_options() -> None:
     ]
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
-    assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
+    assert options("plan") == [
+        *(
+            "--batch",
+            "--devices",
+            "--json",
+            "--memory",
+            "--microbatches",
+            "--profile",
+            "--repeats",
+            "--strategy",
+            "--workers",
+        ),
+    ]
     assert options("worker") == ["--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
         "--fork",
