@@ -51,14 +51,15 @@ def in_scope(
 ) -> tuple[str | None, str | None]:
     """Mode and way of an optimizer that is made inside `with strategy.scope():`, where it has none of its own."""
     scope = session.scope
-    if scope is None or group is not None:
+    if group is not None:
         return sync, via
-    if scope.is_split:
+    if scope.is_split if scope is not None else session.job.replica > 1:
         raise UsageError(
-            f"DistributedOptimizer keeps a whole model on each worker, and the strategy {scope.text} splits it; use "
+            f"DistributedOptimizer keeps a whole model on each worker, and the strategy "
+            f"{scope.text if scope is not None else session.job.strategy} splits it; use "
             "strategy.distribute(model, loss=..., optimizer=...)"
         )
-    return sync or scope.sync, via or scope.via
+    return (sync or scope.sync, via or scope.via) if scope is not None else (sync, via)
 
 
 def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: Spec) -> OptimizerGroup:
