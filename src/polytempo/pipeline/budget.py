@@ -21,7 +21,7 @@ class PipelineBudget:
     def __init__(self, session: Session, built: StageBuild, agree: Callable[[bool], bool] | None) -> None:
         self._session, self._agree = session, agree
         self._exists = session.job.budgeted and session.client is not None
-        self._distributed = built.stage.distributed is not None
+        self._distributed = built.stage.data_axis is not None
         self._clock: StepClock | None = None
         if session.client is not None:
             session.stops = bool(session.stops)  # from now on, what the last stage says
