@@ -321,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._is_first:
             return {}
         self._to_digest -= self._to_digest > 0
-        digest = gradient_digest(self._params) if self._to_digest else 0
+        digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
         return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
 
     def _unscale(self) -> bool:
