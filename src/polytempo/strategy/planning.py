@@ -302,7 +302,7 @@ def measured_together(
     """In a job: the ranks measure what lies between them, and rank 0 the model."""
     _check_possible(pairs, space, layers)
     world = session.world()
-    machine = measure_machine(world)
+    machine = measure_machine(world, session=session)
     group = world.new_group(range(session.size))
     assert group is not None
     told: dict[str, Any] = {}
