@@ -10,6 +10,8 @@ accuracy  local steps, AdaComm and DiLoCo against bsp given the same samples: a 
 network   time to a target loss on two hosts at 100 Mbit/s: local steps against bsp
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
+strategies bytes, memory and seconds of strategies of four processes: predicted against counted
+auto      strategy="auto" against all factorisations of 4 x schedules x microbatch counts, each measured, on three models
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from rich.progress import track
 
 from asup import asup
+from auto_strategy import auto_strategy
 from local_accuracy import local_accuracy
 from measure import save
 from pauses import longest_pauses
@@ -37,6 +40,7 @@ from polytempo.sync.spec import parse_spec
 from prediction import predict
 from scripts_proof import scripts
 from slow_network import slow_network
+from strategies import strategies
 from tables_proof import tables
 from talk_less import talk_less
 
@@ -144,7 +148,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            "talk_less",
+            *("talk_less", "strategies", "auto"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -163,6 +167,10 @@ def main() -> None:
         slow_network()
     if arguments.only in (None, "talk_less"):
         talk_less(arguments.seeds or 5)
+    if arguments.only in (None, "strategies"):
+        strategies()
+    if arguments.only in (None, "auto"):
+        auto_strategy()
     if arguments.only in (None, "pauses"):
         longest_pauses()
     if arguments.only in (None, "records"):

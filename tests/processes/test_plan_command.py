@@ -12,6 +12,8 @@ import pytest
 
 from polytempo.cli.main import run
 from polytempo.pipeline.layer_profile import Layer, Profile, save_profile
+from polytempo.strategy import planning
+from polytempo.strategy.costs import Machine, MeasuredLink
 
 SCRIPT = """
 import torch
@@ -102,7 +104,8 @@ def test_saved_profiles_and_graphs(tmp_path: Path) -> None:
         (["broken.py"], "broken.py, line 2: ZeroDivisionError: division by zero"),
         (
             ["empty.py"],
-            "expected empty.py to define model or make_model(), or to train a pt.Pipeline, got neither; nearest: modle",
+            "expected empty.py to define model or make_model(), or to train a pt.Pipeline, a strategy or pt.fit, got "
+            "neither; nearest: modle",
         ),
         (["nowhere.py"], "cannot read nowhere.py: No such file"),
         (["--profile", "nowhere.json"], "cannot read the profile nowhere.json"),
@@ -129,3 +132,60 @@ def test_a_mistake_is_the_exit_status(tmp_path: Path) -> None:
     done = plan("nowhere.py", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "cannot read nowhere.py: No such file" in done.stderr
+
+
+STRATEGY_SCRIPT = """
+import torch
+import polytempo as pt
+from torch import nn
+pt.init()
+model_of_mine = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+strategy = pt.Strategy(data=3, pipe=2, microbatches=2)
+with strategy.scope():
+    spread = strategy.distribute(model_of_mine, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam)
+spread.step(torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
+raise SystemExit("trained")
+"""
+
+
+def test_a_strategy_is_explained_from_a_short_job(tmp_path: Path) -> None:
+    """With processes: the links of two are measured."""
+    (tmp_path / "net.py").write_text(STRATEGY_SCRIPT)
+    done = plan("--strategy", "pipe=2", "-n", "2", "net.py", "--batch", "8", "--json", "out/s.json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("Sequential: 3 layers; 2 workers on 1 host with ")
+    assert first.endswith("8 samples a step")
+    assert [line.split()[0] for line in lines[4:7]] == ["data=2", "tensor=2", ">"]
+    found = json.loads((tmp_path / "out/s.json").read_text())
+    chosen = found["strategies"][-1]
+    assert (chosen["pipe"], chosen["stages"], chosen["microbatches"]) == (2, [1, 2], 2)
+    weights = [4 * (8 * 16 + 16), 4 * (16 * 4 + 4)]
+    assert [row["parameters"] for row in chosen["memory"]] == weights
+    assert [row["state"] for row in chosen["memory"]] == [2 * size + 2 * 4 for size in weights]  # Adam counts its steps
+    assert chosen["seconds"] > 0
+
+
+def test_scripts_that_train_by_a_strategy_are_found_and_refusals_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = MeasuredLink(1e-4, 1e-9)
+    monkeypatch.setattr(planning, "measured_machine", lambda count: Machine((tuple(range(count)),), (count,), link))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(STRATEGY_SCRIPT)
+    assert run(["plan", "--strategy", "data=3,pipe=2", "net.py"]) == 0
+    shown = capfd.readouterr().out
+    assert "12 samples a step" in shown  # three replicas of 4
+    assert "> data=3,pipe=2        1f1b x 2" in shown
+    for arguments, text in {
+        ("--strategy", "auto", "net.py"): "goes with any number of workers; give -n",
+        ("-n", "2", "net.py"): "expected --strategy",
+        ("--strategy", "auto", "-n", "2", "--profile", "p.json"): "give a SCRIPT",
+        ("--strategy", "auto", "-n", "0", "net.py"): "expected --workers of at least 1",
+        ("--strategy", "dota=2", "net.py"): "dota",
+        ("--strategy", "auto", "-n", "2", "--memory", "1B", "net.py"): "the least that any needs is",
+    }.items():
+        assert run(["plan", *arguments]) == 2
+        said = capfd.readouterr().err
+        assert text in said
+        assert len(said.strip().splitlines()) == 1

@@ -149,6 +149,9 @@ def test_the_main_group_counts_the_budget_and_all_groups_are_told() -> None:
     assert bench.replies["0@1", 1].stop
     assert bench.sequencer.budget.steps == 4
     assert [stats.steps for stats in bench.sequencer.statistics] == [2, 0, 2, 0]
+    assert [(stats.step, stats.state) for stats in bench.sequencer.statistics] == [
+        (2 + 2 * (w % 2), "computing") for w in range(4)
+    ]
     assert bench.sequencer.figures.summary(1.0)["members"] == {"0": [0, 2], "0@1": [1, 3]}
 
 

@@ -142,7 +142,7 @@ def settled(**given: object) -> dict[str, object]:
 
 
 def test_without_a_strategy_a_command_is_as_before() -> None:
-    plain = {"workers": 2, "sync": "bsp", "via": "auto", "min_workers": None, "strategy": ""}
+    plain = {"workers": 2, "sync": "bsp", "via": "auto", "min_workers": None, "strategy": "", "replica": 1}
     assert settled() == plain
     given = {"workers": 4, "sync": "ssp:3", "via": "ps", "min_workers": 2}
     assert settled(**given) == plain | given
@@ -155,6 +155,7 @@ def test_the_product_is_the_number_of_workers() -> None:
     assert settled(strategy="data=2,pipe=3", expect=4)["workers"] == 2
     filled = settled(strategy="pipe=2", workers=2, expect=4, sync="ssp:1")
     assert (filled["strategy"], filled["sync"]) == ("data=3,pipe=2,sync=ssp:1,microbatches=2", "ssp:1")
+    assert filled["replica"] == 2
     assert filled["min_workers"] == 6, "a worker of each replica is a part of the model"
     assert settled(strategy="data=4,sync=asp", min_workers=2)["min_workers"] == 2
     served = settled(strategy="parameter_server", workers=3)

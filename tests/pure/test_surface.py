@@ -18,11 +18,15 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
+        "Callback",
         "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
+        "EarlyStop",
         "Explanation",
+        "FitRun",
         "Group",
+        "History",
         "JobEnded",
         "PeerError",
         "Pipeline",
@@ -42,8 +46,10 @@ def test_public_names() -> None:
         "broadcast_parameters",
         "cross_entropy",
         "describe_model",
+        "evaluate",
         "evaluation_statistics",
         "explain_algorithm",
+        "fit",
         "gather",
         "init",
         "irecv",
@@ -109,7 +115,19 @@ def test_commands_and_options() -> None:
     ]
     assert options("check") == options("key") == []
     assert options("picture") == ["--between", "--last", "--out", "--title"]
-    assert options("plan") == ["--devices", "--json", "--memory", "--microbatches", "--profile", "--repeats"]
+    assert options("plan") == [
+        *(
+            "--batch",
+            "--devices",
+            "--json",
+            "--memory",
+            "--microbatches",
+            "--profile",
+            "--repeats",
+            "--strategy",
+            "--workers",
+        ),
+    ]
     assert options("worker") == ["--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
     assert options("compare") == [
         "--fork",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from piped import PLAIN, batches, layered, mse
@@ -16,6 +17,7 @@ from test_pipeline_data_axis import lane, together
 from polytempo.cli.main import run
 from polytempo.mesh import Mesh
 from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session, should_stop
 from polytempo.testing.threads import ThreadJob
@@ -120,6 +122,28 @@ def test_pipelines_side_by_side_stop_when_that_of_rank_0_has_used_it_up() -> Non
         found = job.run(work)
     assert found[0] == found[2] == 3
     assert found[1] == found[3] > 0
+
+
+def test_all_lanes_of_a_replica_stop_at_the_same_step() -> None:
+    """The last stage of the first lane is told; the other lanes ask it."""
+    mesh, model = Mesh(1, 2, 2), layered(5)
+
+    def work(session: Session) -> int:
+        shards = session.world().new_group(mesh.tensor_group(session.rank))
+        assert shards is not None
+
+        def agree(stop: bool) -> bool:
+            told = torch.tensor([float(stop)])
+            shards.broadcast([told], 0).wait()
+            return bool(told)
+
+        hooks = StageHooks(agree_to_stop=agree)
+        own, group = copy.deepcopy(model), lane(session, mesh)
+        pipe = Pipeline(own, loss=mse, optimizer=PLAIN, group=group, microbatches=2, _hooks=hooks)
+        return steps_until_told(pipe)
+
+    with ThreadJob(mesh.size, limits=Limits(steps=4)) as job:
+        assert job.run(work) == [4] * mesh.size
 
 
 @pytest.mark.parametrize(("sync", "steps"), [("bsp", 6), ("ssp:1", 7), ("local:2", 6)])

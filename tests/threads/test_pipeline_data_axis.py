@@ -134,14 +134,15 @@ def test_blocks_of_local_steps_of_replicas_are_those_of_whole_models(sync: str) 
     assert_equals(found, wanted[0].state)
 
 
-def test_stale_replicas_have_the_gradients_of_the_weights_they_have_read() -> None:
+@pytest.mark.parametrize("sync", ["ssp:1", "asp", "delay:1"])
+def test_stale_replicas_have_the_gradients_of_the_weights_they_have_read(sync: str) -> None:
     """Each step's gradients are those of the whole model at the weights that the stages had when the step began."""
     mesh, model = Mesh(2, 2), layered(5)
     data = [batches(6, 8, seed=1), batches(6, 8, seed=2)]
 
     def train(session: Session) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
         seen = []
-        optimizer = together(session, mesh, PLAIN, sync="ssp:1")
+        optimizer = together(session, mesh, PLAIN)
         pipe = Pipeline(
             copy.deepcopy(model), loss=mse, optimizer=optimizer, group=lane(session, mesh), microbatches=4, stages=[3, 2]
         )
@@ -158,7 +159,7 @@ def test_stale_replicas_have_the_gradients_of_the_weights_they_have_read() -> No
             seen.append((weights, dict(gradients)))
         return seen
 
-    with ThreadJob(mesh.size, servers=2, sync="ssp:1") as job:
+    with ThreadJob(mesh.size, servers=2, sync=sync) as job:
         found = job.run(train)
     for replica in range(2):
         first, last = (found[rank] for rank in mesh.replica_group(2 * replica))
@@ -169,6 +170,22 @@ def test_stale_replicas_have_the_gradients_of_the_weights_they_have_read() -> No
             gradients = one[1] | other[1]
             for name, param in whole.named_parameters():
                 torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=1e-10)
+
+
+def test_gradients_travel_once_for_each_update_however_many_microbatches_it_has() -> None:
+    mesh, model, data = Mesh(2, 2), layered(5), [batches(3, 8, seed=1), batches(3, 8, seed=2)]
+
+    def sent(microbatches: int) -> list[int]:
+        def train(session: Session) -> int:
+            replicated(session, mesh, model, data, PLAIN, microbatches=microbatches)
+            assert session.client is not None
+            return session.client.bytes_sent
+
+        with ThreadJob(mesh.size, servers=2, via="ps") as job:
+            return job.run(train)
+
+    few, many = sent(1), sent(8)
+    assert all(abs(one - other) < 0.02 * one for one, other in zip(few, many, strict=True)), (few, many)
 
 
 def test_weight_gradients_are_still_deferred(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ def told_on_all(strategy: str, broken: int, how: str) -> dict[int, PolytempoErro
     def work(session: Session) -> None:
         model = spread(strategy)
         train(model, sentences(1))
+        session.world().all_ranks.barrier().wait()
         if session.rank == broken and how == "ends":
             session.abandon()
             return

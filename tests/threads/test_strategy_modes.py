@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from spreading import OPTIMIZERS, assert_same, cross_entropy, part_of, sentences, spread, train, transformer
+from spreading import (
+    OPTIMIZERS,
+    assert_same,
+    cross_entropy,
+    part_of,
+    sentences,
+    spread,
+    train,
+    trained_alone,
+    transformer,
+)
 from torch import nn
 
 import polytempo as pt
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.strategy.distributed_model import DistributedModel
+from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import ThreadJob
 
 pytestmark = pytest.mark.timeout(60)
@@ -100,6 +112,51 @@ def test_replicas_agree_after_consolidate() -> None:
         found = job.run(work)
     for state in found:
         assert_same(state, found[0], atol=0)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(6)
+    layers = [nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def test_running_statistics_are_averaged() -> None:
+    """Each replica has its own until then."""
+    start, draw = normed(), torch.Generator().manual_seed(1)
+    data = [torch.randn(8, 3, generator=draw).double() * (1 + replica) for replica in range(2)]
+
+    def work(session: Session) -> Any:
+        model = Strategy(2, 2).distribute(copy.deepcopy(start), loss=nn.functional.mse_loss, optimizer=plain_sgd)
+        x = data[model.point.data]
+        model.step(x, x[:, :1])
+        before = model.state_dict()
+        model.consolidate()
+        return before, model.state_dict()
+
+    with ThreadJob(4, via="allreduce") as job:
+        found = job.run(work)
+    for name in ("1.running_var", "4.running_mean"):
+        one, other = (found[rank][0][name] for rank in (0, 2))
+        assert not torch.equal(one, other)
+        for _, state in found:
+            torch.testing.assert_close(state[name], (one + other) / 2, rtol=0, atol=1e-12)
+
+
+def test_stages_that_are_measured_are_the_same_in_all_lanes(capfd: pytest.CaptureFixture[str]) -> None:
+    data = sentences(2)
+    wanted = trained_alone(data)[0].state_dict()
+
+    def work(session: Session) -> Any:
+        model = spread("data=2,pipe=2", stages="auto", example=(data[0][0][:8],))
+        train(model, data)
+        return [list(stage) for stage in model.pipeline._built.tensors], model.state_dict()
+
+    with ThreadJob(4, via="allreduce") as job:
+        found = job.run(work)
+    for stages, state in found:
+        assert stages == found[0][0]
+        assert_same(state, wanted)
+    assert capfd.readouterr().out.count("stage 0") <= 2, "one lane measures"
 
 
 # Budgets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,14 +184,40 @@ def test_a_scope_is_what_samplers_and_optimizers_use() -> None:
     assert everywhere(4, work) == [data[::2], data[::2], data[1::2], data[1::2]]
 
 
-def test_the_strategy_of_a_job_is_that_of_its_command() -> None:
-    from dataclasses import replace
+class DeclaredJob(GroupJob):
+    """A job of four that was started with `--strategy data=2,pipe=2`."""
 
-    with GroupJob(4) as job:
-        for session in job.sessions:
-            session.job = replace(session.job, strategy="data=2,pipe=2,sync=bsp,microbatches=4")
-        found = job.run(lambda session: (Strategy.of_job(), Strategy.current()))
-    assert set(found) == {(Strategy(2, 2, sync="bsp", microbatches=4),) * 2}
+    def __init__(self) -> None:
+        super().__init__(4)
+        facts = replace(self.sessions[0].job, strategy="data=2,pipe=2,sync=bsp,microbatches=4", replica=2)
+        worlds = [session.world() for session in self.sessions]
+        self.sessions = [Session(None, facts, rank) for rank in range(4)]
+        for session, world in zip(self.sessions, worlds, strict=True):
+            session.use(world)
+
+
+def test_the_strategy_of_a_job_is_that_of_its_command() -> None:
+    data = list(range(8))
+
+    def work(session: Session) -> Any:
+        assert Strategy.of_job() == Strategy.current() == Strategy(2, 2, sync="bsp", microbatches=4)
+        assert list(pt.DistributedSampler(data, shuffle=False)) == data[session.rank // 2 :: 2]
+        with pytest.raises(UsageError, match=r"the strategy data=2,pipe=2,sync=bsp,microbatches=4 splits it; use"):
+            pt.DistributedOptimizer(MOMENTUM(list(transformer().parameters())))
+        with Strategy(data=4).scope():  # what the script says wins
+            pt.DistributedOptimizer(MOMENTUM(list(transformer().parameters())))
+            assert len(list(pt.DistributedSampler(data))) == 2
+        spread(Strategy(data=4))
+        assert len(list(pt.DistributedSampler(data))) == 2, "of the model that was distributed last"
+
+    with DeclaredJob() as job:
+        job.run(work)
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:1"])
+def test_modes_that_need_servers_are_refused_without_them(sync: str) -> None:
+    (text,) = refused(f"data=2,pipe=2,sync={sync}", 4)
+    assert "polytempo run" in text
 
 
 def test_without_init_there_is_no_job() -> None:

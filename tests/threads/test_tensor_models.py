@@ -15,11 +15,13 @@ from splitting import TOLERANCE, assert_equal_to_whole, joined, on_ranks, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polytempo.errors import UsageError
+from polytempo.errors import RankLost, UsageError
 from polytempo.pipeline.partition import cut
+from polytempo.session.session import Session
 from polytempo.tensor_parallel.cross_entropy import cross_entropy, gather_logits, parallel_loss
 from polytempo.tensor_parallel.group import CountingGroup, RankTensorGroup, TensorGroup
 from polytempo.tensor_parallel.plan import TensorPlan, find_plan, parallelize
+from polytempo.testing.threads import GroupJob
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
@@ -355,3 +357,31 @@ def test_ranks_drop_other_elements_and_the_common_generator_goes_on_alike() -> N
     assert not torch.equal(*drawn)
     assert torch.equal(*after)
     assert all(0.2 < float((mask == 0).float().mean()) < 0.8 for mask in drawn)
+
+
+# A rank that is lost.
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_lost_rank_is_named_on_the_others(in_backward: bool) -> None:
+    plan = find_plan(nn.Sequential(encoder_layer()), 4)
+
+    def work(session: Session) -> str:
+        model = nn.Sequential(encoder_layer())
+        parallelize(model, plan, RankTensorGroup(session.world().all_ranks))
+        x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+        if session.rank == 2 and not in_backward:
+            session.abandon()
+            return "gone"
+        try:
+            output = model(x)
+            if session.rank == 2:
+                session.abandon()
+                return "gone"
+            output.sum().backward()
+        except RankLost as lost:
+            return f"lost {lost.ranks}"
+        return "no error"
+
+    with GroupJob(4) as job:
+        assert job.run(work) == ["lost (2,)", "lost (2,)", "gone", "lost (2,)"]

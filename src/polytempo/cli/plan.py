@@ -1,7 +1,8 @@
-"""`polytempo plan`: where to cut a model into stages, the devices of each stage, and the expected throughput.
+"""`polytempo plan`: where to cut a model into stages, the devices of each stage, and the expected throughput. With
+`--strategy`: what a strategy costs for a model, measured in a short job, beside other ways to spread it.
 
 A script is run as Python would run it, until its model is known: the `model` and `example` that it defines, or those of the
-pipeline that it trains, which stops at its first batch.
+pipeline or the strategy that it trains by, or of `pt.fit`, which stop at their first batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,8 @@ def plan(
     script: Annotated[
         Path | None,
         typer.Argument(
-            help="Python that defines model and example, or make_... of them, or trains a pt.Pipeline.", metavar="SCRIPT"
+            help="Python that defines model and example, or make_... of them, or trains (pt.Pipeline, a strategy, pt.fit).",
+            metavar="SCRIPT",
         ),
     ] = None,
     arguments: Arguments = None,
@@ -48,10 +50,23 @@ def plan(
         Path | None, Option(help="Read the profile from this file, written with --json, instead of a script.")
     ] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write plan and profile to this file.")] = None,
+    strategy: Annotated[
+        str | None,
+        Option(help="Show what a strategy costs, such as data=2,pipe=2 or auto, beside other ways to spread the model."),
+    ] = None,
+    workers: Annotated[
+        int | None, Option("--workers", "-n", help="With --strategy: the number of workers (what the strategy needs).")
+    ] = None,
+    batch: Annotated[
+        int | None, Option(help="With --strategy: samples of a step of the whole job (those of the script's batch).")
+    ] = None,
 ) -> None:
-    """Measure a model layer by layer, and plan pipeline stages for it."""
+    """Measure a model layer by layer, and plan pipeline stages for it; or show what a strategy costs."""
     topology = parse_topology(devices)
     limit = parse_size(memory, "--memory") if memory is not None else None
+    if strategy is not None or workers is not None or batch is not None:
+        asked = StrategyQuestion(strategy or "", workers, batch, limit, microbatches)
+        return plan_strategy(asked, script, arguments or (), profile, json_file)
     if microbatches is not None and microbatches < 1:
         raise UsageError(f"expected --microbatches of at least 1, got {microbatches}")
     if (script is None) == (profile is None):
@@ -67,8 +82,75 @@ def plan(
     for line in explain(measured, found, microbatches=microbatches):
         typer.echo(line)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(_as_dict(measured, found, devices, microbatches), indent=1) + "\n", encoding="utf-8")
+        _write(json_file, _as_dict(measured, found, devices, microbatches))
+
+
+# Strategies.
+
+
+@dataclass(frozen=True)
+class StrategyQuestion:
+    """The options that go with --strategy."""
+
+    strategy: str
+    workers: int | None = None
+    batch: int | None = None
+    memory: float | None = None
+    microbatches: int | None = None
+
+    def check(self, script: Path | None, profile: Path | None) -> None:
+        """Refuse what does not go together."""
+        if not self.strategy:
+            raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
+        if script is None or profile is not None:
+            raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
+        for name, value in (("--workers", self.workers), ("--batch", self.batch)):
+            if value is not None and value < 1:
+                raise UsageError(f"expected {name} of at least 1, got {value}")
+
+
+def plan_strategy(
+    asked: StrategyQuestion, script: Path | None, arguments: Sequence[str], profile: Path | None, json_file: Path | None
+) -> None:
+    """Measure a script's model and the links of a short job, and show what a strategy costs."""
+    asked.check(script, profile)
+    from polytempo.strategy.strategy import Strategy
+
+    wanted = Strategy.parse(asked.strategy)
+    if asked.workers is None and (wanted.automatic or wanted.data is None):
+        raise UsageError(f"--strategy {asked.strategy} goes with any number of workers; give -n, such as -n 4")
+    if asked.microbatches is not None and not wanted.automatic:
+        wanted = replace(wanted, microbatches=asked.microbatches)
+    with progress_bar() as bar:
+        assert script is not None
+        task = bar.add_task(f"running {script.name} up to its model", total=None)
+        found = look_into(script, arguments)
+        bar.update(task, description="measuring its layers, and the links of a short job")
+        shown = wanted.explain(
+            found.model,
+            found.example,
+            loss=found.loss,
+            optimizer=found.optimizer,
+            batch=asked.batch or found.batch or _rows(found.example),
+            memory=asked.memory,
+            world=asked.workers,
+            target=found.target,
+            tensor_plan=found.tensor_plan,
+        )
+    typer.echo(str(shown))
+    if json_file is not None:
+        _write(json_file, shown.as_dict())
+
+
+def _rows(example: Any) -> int:
+    from polytempo.pipeline.stage_message import rows
+
+    return rows(example)
+
+
+def _write(file: Path, data: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _as_dict(profile: Profile, found: StagePlan, devices: str, microbatches: int) -> dict[str, Any]:
@@ -112,42 +194,49 @@ def look_into(script: Path, arguments: Sequence[str]) -> Found:
 
 
 def _run(script: Path, text: str, module: ModuleType) -> Found:
-    from polytempo.pipeline.first_batch import Found, Stepped
+    from polytempo.pipeline.first_batch import Found, Stepped, leave_job
 
     try:
         exec(compile(text, str(script), "exec"), module.__dict__)  # the user's own script, as python would run it
         if not any(hasattr(module, name) for name in ("model", "make_model")) and "__main__" in text:
             module.__dict__["__name__"] = "__main__"  # it may make its pipeline there
+            leave_job()
             exec(compile(text, str(script), "exec"), module.__dict__)
     except Stepped as stepped:
         return stepped.found
-    return Found(_made(script, module, "model"), _made(script, module, "example"))
+    more = {name: _made(script, module, name, False) for name in ("loss", "optimizer", "target")}
+    return Found(_made(script, module, "model"), _made(script, module, "example"), **more)
 
 
 @contextmanager
 def _as_its_own_process(script: Path, arguments: Sequence[str], module: ModuleType) -> Iterator[None]:
     """Its arguments, the modules beside it, a job of one; afterwards all is as it was."""
     from polytempo.pipeline.first_batch import pipelines_stop_at_their_first_batch
+    from polytempo.strategy.script_probe import strategies_stop_at_their_first_batch
 
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     sys.modules[module.__name__] = module  # some classes look for the module that they are from
     try:
-        with pipelines_stop_at_their_first_batch():
+        with pipelines_stop_at_their_first_batch(), strategies_stop_at_their_first_batch():
             yield
     finally:
         sys.argv, sys.path[:] = before
 
 
-def _made(script: Path, module: ModuleType, what: str) -> Any:
+def _made(script: Path, module: ModuleType, what: str, needed: bool = True) -> Any:
     for name in (what, f"make_{what}"):
         if hasattr(module, name):
             found = getattr(module, name)
-            return found() if name.startswith("make_") else found
+            is_optimizer = what == "optimizer"  # what makes one is itself the answer
+            return found() if name.startswith("make_") and not is_optimizer else found
+    if not needed:
+        return None
     known = [name for name in vars(module) if not name.startswith("__")]
     raise UsageError(
-        f"expected {script} to define {what} or make_{what}(), or to train a pt.Pipeline, got neither{nearest(what, known)}"
+        f"expected {script} to define {what} or make_{what}(), or to train a pt.Pipeline, a strategy or pt.fit, got neither"
+        f"{nearest(what, known)}"
     )
 
 

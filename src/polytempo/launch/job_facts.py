@@ -49,6 +49,7 @@ class JobFacts:
     proxies: dict[int, str] = field(default_factory=dict)  #: by rank: its way to all others, where the network is emulated
     strategy: str = ""  #: how the model is spread (--strategy); empty where the script says it, or nothing does
     budgeted: bool = False  #: has the job a budget?
+    replica: int = 1  #: workers that share one replica of the model, by that strategy
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:

@@ -120,6 +120,7 @@ class JobProcesses:
             route=request.listen or "",
             insecure=request.insecure,
             strategy=request.strategy,
+            replica=request.replica,
             budgeted=self._plan.limits.any,
             port=self._port,
         )

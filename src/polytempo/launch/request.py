@@ -43,6 +43,7 @@ class RunRequest:
     checkpoint_errors: str = "stop"
     grace: float = 20.0
     strategy: str = ""  #: how the script's model is spread, as it was checked; empty without --strategy
+    replica: int = 1  #: workers that share one replica of the model, by that strategy
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property

@@ -146,8 +146,8 @@ class StageBuilder:
         gradient_sync.broadcast_initial([*(param for _, param in part.parameters()), *part.module.buffers()])
         stage = _stage(part, number, schedule, facts, loss, optimizer, seed, device)
         _check_data_axis(stage, schedule, shared)
-        changes = gradient_sync.changes_gradients() or self.clip_norm is not None
-        stage.sends_early = not changes
+        if stage.data_axis is not None:
+            stage.data_axis.sends_early = not gradient_sync.changes_gradients()
         p2p = PointToPoint(group, stage.device)
         deferred, actions = DeferredGradients(facts.activations[number]), schedule.actions[number][replica]
         steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
@@ -306,9 +306,9 @@ def _tied_names(parts: list[ModelPart], own: int, schedule: Schedule) -> TiedNam
 
 def _check_data_axis(stage: Stage, schedule: Schedule, shared: TiedNames) -> None:
     """Refuse what is not sound where other replicas of the model take their steps together with this one."""
-    optimizer = stage.distributed
-    if optimizer is None:
+    if stage.data_axis is None:
         return
+    optimizer = stage.data_axis.optimizer
     if not schedule.flushes:
         raise UsageError(
             f"{schedule.name} has microbatches in flight at every update, and a DistributedOptimizer takes new weights from "

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.pipeline import pipeline
+from polytempo.pipeline.stage_message import rows
 from polytempo.session.session import is_initialized, shutdown
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model, an example of its inputs, and the number of microbatches of a batch where the script sets it."""
+    """A model, an example of its inputs, and the number of microbatches of a batch where the script sets it. What follows is
+    for plans of strategies: loss, optimizer, an example of the targets, the samples of a step."""
 
     model: Any
     example: Any
     microbatches: int | None = None
+    loss: Any = None
+    optimizer: Any = None
+    target: Any = None
+    batch: int | None = None
+    tensor_plan: Any = None
 
 
 class Stepped(BaseException):
@@ -31,12 +38,16 @@ class Stepped(BaseException):
 class _PipelineProbe:
     """Replaces `pt.Pipeline` while a script is inspected."""
 
-    def __init__(self, model: Any, *_: Any, microbatches: int | None = None, **__: Any) -> None:
+    def __init__(
+        self, model: Any, *_: Any, microbatches: int | None = None, loss: Any = None, optimizer: Any = None, **__: Any
+    ) -> None:
         self.microbatches = microbatches
-        self._model = model
+        self._model, self._loss, self._optimizer = model, loss, optimizer
 
     def step(self, x: Any = None, y: Any = None) -> None:
-        raise Stepped(Found(self._model, _part(x, self.microbatches or 1), self.microbatches))
+        count = self.microbatches or 1
+        inputs, targets = _part(x, count), _part(y, count)
+        raise Stepped(Found(self._model, inputs, self.microbatches, self._loss, self._optimizer, targets, rows(x)))
 
 
 def _part(value: Any, parts: int) -> Any:
@@ -55,5 +66,10 @@ def pipelines_stop_at_their_first_batch() -> Iterator[None]:
         yield
     finally:
         pipeline.Pipeline = real  # type: ignore[misc]
-        if is_initialized():
-            shutdown()
+        leave_job()
+
+
+def leave_job() -> None:
+    """End the job that a script has joined, if it has."""
+    if is_initialized():
+        shutdown()

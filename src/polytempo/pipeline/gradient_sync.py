@@ -89,7 +89,7 @@ class GradientSync:
 
     def changes_gradients(self) -> bool:
         """Do gradients change on this rank after its last backward?"""
-        return self._replicas is not None or bool(self._tied)
+        return self._replicas is not None or bool(self._tied) or self.clipping is not None
 
 
 def _summed(group: RankGroup, params: Sequence[nn.Parameter], backwards: int) -> int:

@@ -118,7 +118,7 @@ class Pipeline:
             with self._failing_together():
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
-        distributed = self.stage.distributed is not None or bool(session.job.strategy)
+        distributed = self.stage.data_axis is not None or bool(session.job.strategy)
         self._progress = ProgressReporter(session, pipeline_title(self.schedule), distributed=distributed)
 
     @property
@@ -316,8 +316,8 @@ class Pipeline:
 
     def _other_groups(self) -> list[RankGroup]:
         """Groups of the other axes of the mesh: their ranks learn why this one cannot go on."""
-        distributed = self.stage.distributed
-        return [*self._hooks.groups, *(distributed.failure_groups() if distributed is not None else ())]
+        data_axis = self.stage.data_axis
+        return [*self._hooks.groups, *(data_axis.optimizer.failure_groups() if data_axis is not None else ())]
 
     def _cause(self, error: Exception) -> Exception:
         """The error that all ranks report: the one that another rank sent, a lost rank, or this rank's own."""

@@ -159,7 +159,8 @@ class Runtime:
         params, clipping = self.stage.collect(), self.gradient_sync.clipping
         self.gradient_sync.reduce(params, self.stage.backwards, self.stage.divisor)
         if clipping is not None:
-            self.stage.average_gradients()
+            if self.stage.data_axis is not None:
+                self.stage.data_axis.average(self.stage.samples)
             clipping.clip(params)
         self._start = time.perf_counter()
         self._waited += self._start - waits

@@ -9,8 +9,8 @@ versions: BatchNorm normalises each microbatch by its own statistics, and counts
 A backward may defer weight gradients (`weight_gradients.py`): `run_deferred` computes a piece of them. An update needs all.
 The only stage of a pipeline defers none: no other waits for the gradient of its input.
 
-Where the optimizer is a `DistributedOptimizer`, the stage is one of several replicas on the data axis. Nothing of a gradient
-is sent before the last backward of an update, and its step is told the number of examples.
+Where the optimizer is a `DistributedOptimizer`, the stage is one of several replicas on the data axis (`data_axis.py`), and
+a step is told its number of examples.
 
 Dropout draws from a generator seeded for each microbatch and stage: masks depend neither on the schedule, nor on replicas,
 nor on whether a forward is recomputed.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.pipeline.data_axis import DataAxis
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.pipeline.weight_gradients import SplitBackward, WeightGradient, may_split
@@ -55,7 +56,6 @@ class DeferredBackward:
     number: int
     version: int
     pieces: deque[WeightGradient]
-    last: bool  # before the update
 
 
 class Stage:
@@ -86,9 +86,6 @@ class Stage:
         tensors = [*self.params, *part.module.buffers()]
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
         self.optimizer = make_optimizer(self.params) if self.params else None
-        #: The same, where its steps are taken together with those of other replicas.
-        self.distributed = self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
-        self.sends_early = True  #: may gradients leave in the last backward of an update?
         self.samples = 0.0  #: examples of the backwards since the last update
         self.version = 0
         self.backwards = 0  #: since the last update
@@ -104,6 +101,14 @@ class Stage:
         self._oldest = 0  # version that a forward may still need
         self._in_place = part.changes_its_input()
         self._split = SplitBackward() if may_split(part.module) and not alone else None
+        self.data_axis: DataAxis | None = None  #: where the optimizer's steps are taken together with other replicas
+        if isinstance(self.optimizer, DistributedOptimizer):
+            self.data_axis = DataAxis(self.optimizer, self._split is not None)
+
+    @property
+    def distributed(self) -> DistributedOptimizer | None:
+        """The optimizer, where its steps are taken together with other replicas."""
+        return self.data_axis.optimizer if self.data_axis is not None else None
 
     # Forward and backward.
 
@@ -157,24 +162,20 @@ class Stage:
         ]
         pieces: list[WeightGradient] = []
         if pairs:
-            with self._accumulating(last), self._deferring(pieces):
+            with self.data_axis.accumulating(last) if self.data_axis else nullcontext(), self._deferring(pieces):
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.backwards += 1
         self.samples += microbatch.inputs.figure
         if pieces:
-            self.deferred.append(DeferredBackward(number, microbatch.version, deque(pieces), last and self.sends_early))
+            self.deferred.append(DeferredBackward(number, microbatch.version, deque(pieces)))
         elif microbatch.version != self.version:
             self._collect(microbatch.version)
+        if last and self.data_axis is not None:
+            self.data_axis.last_backward_done(self.params, (piece for one in self.deferred for piece in one.pieces))
         inputs = microbatch.inputs.values if self.number else []  # the batch itself needs no gradient
         back = [value.grad if isinstance(value, torch.Tensor) else None for value in inputs]
         self._free_versions()
         return StageMessage(back, number=number, version=microbatch.version)
-
-    def _accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients of backwards in here do not leave this rank, unless they are the last of an update."""
-        if self.distributed is None or (last and self.sends_early):
-            return nullcontext()
-        return self.distributed.no_sync()
 
     @contextmanager
     def _deferring(self, pieces: list[WeightGradient]) -> Iterator[None]:
@@ -197,8 +198,8 @@ class Stage:
         oldest = self.deferred[0]
         piece = oldest.pieces.popleft()
         piece.compute()
-        if oldest.last:
-            piece.call_hooks()
+        if self.data_axis is not None:
+            self.data_axis.added(piece)
         if not oldest.pieces:
             self.deferred.popleft()
             if oldest.version != self.version:
@@ -213,13 +214,6 @@ class Stage:
         self._collect(self.version)
         return self.params
 
-    def average_gradients(self) -> None:
-        """Make the gradients the mean over the replicas of the data axis, where the mode averages gradients."""
-        if self.distributed is not None:
-            spec = self.distributed.spec
-            if spec.mode.barrier and spec.averaging is None:
-                self.distributed.synchronize(self.samples)
-
     def update(self) -> None:
         """A step of the optimizer, which makes a new version. If the present one is still read, step into a copy."""
         self.updating = True
@@ -227,8 +221,8 @@ class Stage:
         if self._stashing and read:
             for param in self.params:
                 param.data = param.data.clone()
-        if self.distributed is not None:
-            self.distributed.step(samples=self.samples)
+        if self.data_axis is not None:
+            self.data_axis.optimizer.step(samples=self.samples)
         elif self.optimizer is not None:
             self.optimizer.step()
         if self.optimizer is not None:

@@ -7,8 +7,8 @@ schedules stay as they are, and no more microbatches are held than they say.) Gr
 
 This is for linear layers and convolutions, however they are called. All other operations are autograd's, and so are these
 where the difference could be seen: hooks on the parameter or on saved tensors (checkpointing), autocast, torch.func,
-compiled modules. Hooks that say they are optional, as those of `DistributedOptimizer` do, are called for the last gradient
-of an update, when it is complete.
+compiled modules. Hooks that say they are optional, as those of `DistributedOptimizer` do, do not count: autograd calls them
+though there is no gradient yet, and `call_hooks` when it is complete.
 """
 
 from __future__ import annotations
@@ -98,11 +98,16 @@ class WeightGradient:
             if self.bias is not None:
                 _add(self.layer.of_bias(self.given), self.bias)
 
-    def call_hooks(self) -> None:
-        """The gradients of the layer's weights are complete."""
-        for leaf in (self.weight, self.bias):
-            for hook in (leaf._post_accumulate_grad_hooks or {}).values() if leaf is not None else ():
-                hook(leaf)
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it adds to."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def call_hooks(param: nn.Parameter) -> None:
+    """Call the hooks of a parameter whose gradient is complete."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
 
 
 class _Split(torch.autograd.Function):  # type: ignore[misc]

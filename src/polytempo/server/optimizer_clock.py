@@ -15,6 +15,7 @@ from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
+from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.sync.actions import Apply, Release
@@ -70,6 +71,10 @@ class OptimizerClock:
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
+
+    def __post_init__(self) -> None:
+        #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
+        self.is_first = beside(self.name) == MAIN
 
     @property
     def is_main(self) -> bool:

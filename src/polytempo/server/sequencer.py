@@ -98,7 +98,8 @@ class PolicyRunner:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign)
-            self._statistics[push.id.worker].pushed(push, sign)
+        if clock.is_first:
+            self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
     def _written(
         self, clock: OptimizerClock, line_of: Callable[[Any, float], RecordLine | None], what: Any, now: float
@@ -125,11 +126,12 @@ class PolicyRunner:
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
         if clock.is_main:
             self._budget.begin(now)
+        if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
         return [ToShards(clock.reply(action, self._budget.stopping, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
-        if clock.is_main:
+        if clock.is_first:
             self._statistics[action.worker].held(now, action.waiting_for)
         slot = clock.slots[action.worker]
         slot.held_at = now if slot.held_at is None else slot.held_at

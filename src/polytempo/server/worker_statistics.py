@@ -45,15 +45,21 @@ class WorkerStatistics:
         self.joined_at = self.left_at = self.held_since = None
         self.state = "absent"
 
-    def pushed(self, push: Push, sign: int = 1) -> None:
-        """A push was counted (or, with sign -1, refused after all)."""
+    def pushed(self, push: Push, sign: int = 1, counts: bool = True) -> None:
+        """A push was counted (or, with sign -1, refused after all).
+
+        Where groups of ranks train side by side, only steps of the main one are the job's (`counts`); of the others' ranks
+        this is how they spend their time.
+        """
+        self.computing_s += sign * push.computed
+        self.exchanging_s += sign * push.exchanged
+        self.bytes_sent, self.bytes_received = push.sent, push.received
+        if not counts:
+            return
         self.steps += sign * push.count
         self.pushes += sign
         self.samples += sign * push.samples
-        self.computing_s += sign * push.computed
-        self.exchanging_s += sign * push.exchanged
         self.nonfinite += sign * push.nonfinite
-        self.bytes_sent, self.bytes_received = push.sent, push.received
         if push.positions:
             self.before = self.positions
             self.positions = self.positions | {position.sampler: position for position in push.positions}

@@ -93,6 +93,8 @@ class Session:
         self.parent = ""  #: in a child process of a worker: the name of that worker
         #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
         self.data_axis: tuple[int, int] | None = None
+        if job.replica > 1:
+            self.data_axis = rank // job.replica, job.size // job.replica
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
     @property

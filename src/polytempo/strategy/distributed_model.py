@@ -138,14 +138,15 @@ class DistributedModel:
             logits, shards = self._made.plan.logits, self._groups.shards
             if logits is not None and shards is not None and self.point.pipe == self.mesh.pipe - 1:
                 out = gather_logits(out, RankTensorGroup(shards), logits[1])
-            return exchanged(self._groups.lane, out)[-1]
+            return moved(exchanged(self._groups.lane, out)[-1], self.pipeline.stage.device)
 
     # State.
 
     def consolidate(self) -> None:
         """Make the replicas agree: each takes the job's newest values, or the mean of all. All ranks of the job call it.
 
-        Under bsp they agree at all times. Under local and diloco it ends the block of local steps with an average.
+        Under bsp they agree at all times. Under local and diloco it ends the block of local steps with an average. Buffers
+        of floating point (running statistics of BatchNorm) are averaged in every mode.
         """
         with self._failing_together():
             self._groups.job.barrier().wait()
@@ -304,3 +305,10 @@ class DistributedModel:
         except Exception as error:
             self._failures.cause(error)
             raise
+
+
+def moved(out: Any, device: torch.device) -> Any:
+    """Outputs on a device."""
+    if isinstance(out, torch.Tensor):
+        return out.to(device)
+    return tuple(moved(one, device) for one in out) if isinstance(out, tuple | list) else out

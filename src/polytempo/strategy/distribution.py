@@ -24,6 +24,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
 from polytempo.errors import UsageError
 from polytempo.mesh import Mesh, MeshPoint, ReplicaRanks
+from polytempo.pipeline.builder import planned_stages
 from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import Loss, MakeOptimizer
@@ -104,20 +105,22 @@ class Distributor:
         mesh = strategy.mesh(session.size)
         point = mesh.point(session.rank)
         plan = find_plan(self.model, mesh.tensor, self.tensor_plan, self.loss)
-        self._check_stages(strategy)
         groups = AxisGroups.of(world, mesh)
+        stages = self._stages(strategy, groups)
+        self._check_stages(strategy, stages)
         _start_alike(groups.job, self.model, strategy)
         unsplit = UnsplitModel.of(self.model)
         whole = dict(self.model.state_dict(keep_vars=True))
+        if session.scope is None:  # samplers that are made from now on
+            session.data_axis = (point.data, mesh.data) if strategy.is_split else None
         made = _StageMaker(session, strategy, mesh, point, plan, groups, self.optimizer, self.clip_norm is not None)
         pipeline = Pipeline(
             self.model,
             loss=made.loss(self.loss),
             optimizer=made.make_optimizer,
-            stages=self.stages if self.stages is not None else mesh.pipe,
+            stages=stages,
             schedule=strategy.schedule,
             microbatches=strategy.microbatches,
-            replicas=[1] * mesh.pipe if self.stages is None or isinstance(self.stages, str) else None,
             seed=self.seed + 1_000_003 * point.data,  # replicas draw different masks
             device=self.device,
             example=self.example,
@@ -134,11 +137,23 @@ class Distributor:
         names = made.names(pipeline.stage.part, optimizer)
         return Distribution(session, strategy, mesh, point, groups, plan, pipeline, optimizer, names, state)
 
-    def _check_stages(self, strategy: Strategy) -> None:
+    def _stages(self, strategy: Strategy, groups: AxisGroups) -> int | Sequence[int] | PartitionPlan:
+        """How the model is cut, alike in all lanes: where it is measured, by the lane of rank 0."""
+        if not isinstance(self.stages, str):
+            return self.stages if self.stages is not None else strategy.pipe
+        counts: list[int] = []
+        if 0 in groups.lane.ranks and strategy.pipe > 1:
+            found = planned_stages(
+                self.stages, self.model, self.example, groups.lane, straight=True, microbatches=strategy.microbatches
+            )
+            counts = [stage.last - stage.first + 1 for stage in found.stages]
+        return exchanged(groups.job, counts)[0] or strategy.pipe
+
+    def _check_stages(self, strategy: Strategy, stages: int | Sequence[int] | PartitionPlan) -> None:
         """Refuse stages without parameters, and tied ones where copies would drift apart: on all ranks alike."""
-        if strategy.pipe == 1 or isinstance(self.stages, str):
+        if strategy.pipe == 1:
             return
-        parts = cut(self.model, self.stages if self.stages is not None else strategy.pipe, self.example)
+        parts = cut(self.model, stages, self.example)
         if len(parts) != strategy.pipe:
             raise UsageError(f"stages= cuts the model into {len(parts)} stages, and the strategy has pipe={strategy.pipe}")
         for number, part in enumerate(parts):
@@ -147,10 +162,10 @@ class Distributor:
                     f"stage {number} of {strategy.pipe} has no parameters to train, and the data axis has nothing to keep "
                     f"in step there; give stages= with parameters in each, or pipe={strategy.pipe - 1}"
                 )
-        for stages, params in tied(parts).items():
-            held = dict(parts[stages[0]].parameters())
+        for holders, params in tied(parts).items():
+            held = dict(parts[holders[0]].parameters())
             names = tuple(name for name, param in held.items() if param is params[0])
-            check_tied(strategy.sync or "bsp", names, stages)
+            check_tied(strategy.sync or "bsp", names, holders)
 
 
 @dataclass
@@ -165,23 +180,25 @@ class _StageMaker:
     groups: AxisGroups
     inner: MakeOptimizer
     clips: bool
+    part: nn.Module | None = None  #: the module of this rank's stage
 
     def hooks(self) -> StageHooks:
         """What tensor parallelism adds to the pipeline."""
         shards = self.groups.shards
         return StageHooks(
-            prepare_part=self.shard if shards is not None else None,
+            prepare_part=self.prepare,
             norm_group=self.groups.replica if self.clips else None,
             counts=lambda name: self.point.tensor == 0 or name in self.plan.sharding,
             groups=(shards,) if shards is not None else (),
             agree_to_stop=functools.partial(_agreed, shards) if shards is not None else None,
         )
 
-    def shard(self, part: ModelPart) -> None:
+    def prepare(self, part: ModelPart) -> None:
         """Make the layers of this rank's part their shards."""
-        assert self.groups.shards is not None
-        for name, member in part.members:
-            parallelize(member, self.plan, RankTensorGroup(self.groups.shards), name)
+        self.part = part.module
+        if self.groups.shards is not None:
+            for name, member in part.members:
+                parallelize(member, self.plan, RankTensorGroup(self.groups.shards), name)
 
     def loss(self, loss: Loss) -> Loss:
         """The loss: of this rank's logits, where the output layer stays split."""
@@ -193,7 +210,10 @@ class _StageMaker:
         """The optimizer of this rank's part, whose steps are taken together with those of the other replicas."""
         main = self.point.pipe == self.mesh.pipe - 1 and self.point.tensor == 0
         ranks = ReplicaRanks(self.mesh.data_group(self.session.rank), main)
-        return DistributedOptimizer(self.inner(params), sync=self.strategy.sync, via=self.strategy.via, group=ranks)
+        way: dict[str, Any] = {"sync": self.strategy.sync, "via": self.strategy.via}
+        if self.part is not None and any(buffer.is_floating_point() for buffer in self.part.buffers()):
+            return DistributedOptimizer(self.inner(params), self.part, buffers="mean", group=ranks, **way)
+        return DistributedOptimizer(self.inner(params), group=ranks, **way)
 
     def names(self, part: ModelPart, optimizer: DistributedOptimizer) -> list[str]:
         """The names of the optimizer's parameters, in its order."""

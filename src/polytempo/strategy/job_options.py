@@ -25,13 +25,13 @@ class JobOptions:
     saves: str = ""  #: --checkpoint or --resume, where one is given
 
     def settled(self) -> dict[str, object]:
-        """The fields `workers`, `sync`, `via`, `min_workers` and `strategy` of the request that follow.
+        """The fields `workers`, `sync`, `via`, `min_workers`, `strategy` and `replica` of the request that follow.
 
         Raises: UsageError, one line with the nearest choice, for what cannot work."""
         if self.strategy is None:
             workers = DEFAULT_WORKERS if self.workers is None else self.workers
             plain = {"workers": workers, "sync": self.sync or "bsp", "via": self.via or "auto"}
-            return plain | {"min_workers": self.min_workers, "strategy": ""}
+            return plain | {"min_workers": self.min_workers, "strategy": "", "replica": 1}
         strategy = Strategy.parse(self.strategy)
         sync = _one("sync", strategy.sync, self.sync) or "bsp"
         via = _one("via", strategy.via, self.via) or "auto"
@@ -41,7 +41,8 @@ class JobOptions:
             check_pair(sync, strategy.pipe, strategy.tensor, strategy.schedule)
             self._check_split(strategy, workers + self.expect)
         least = workers + self.expect if strategy.is_split else self.min_workers
-        return {"workers": workers, "sync": sync, "via": via, "min_workers": least, "strategy": str(strategy)}
+        spread = {"strategy": str(strategy), "replica": strategy.each}
+        return {"workers": workers, "sync": sync, "via": via, "min_workers": least, **spread}
 
     def _workers(self, strategy: Strategy) -> int:
         """The workers of this host: -n, or the product less those of other hosts."""

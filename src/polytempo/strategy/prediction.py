@@ -47,8 +47,8 @@ class Prediction:
 
     @property
     def waiting(self) -> float:
-        """The share of the step in which the busiest rank does not work."""
-        return 1 - max(self.time.busy) / self.seconds if self.seconds else 0.0
+        """The share of the step in which the busiest rank waits for others."""
+        return max(0.0, 1 - max(self.time.occupied) / self.seconds) if self.seconds else 0.0
 
 
 def predict(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> Prediction:

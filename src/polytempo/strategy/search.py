@@ -86,7 +86,7 @@ class SearchResult:
 
 def difference(best: Prediction, other: Prediction) -> str:
     """What the other has more of."""
-    work, more_work = max(best.time.busy), max(other.time.busy)
+    work, more_work = max(best.time.occupied), max(other.time.occupied)
     waits, more_waits = best.seconds - work, other.seconds - more_work
     if more_work - work > more_waits - waits:
         moved, more_moved = best.most_moved, other.most_moved

@@ -2,7 +2,7 @@
 
 All ranks of a group must make the same calls in the same order. In forward that is the order of the program. In backward it
 is autograd's: on the CPU it runs nodes in the calling thread, the latest first, so ranks with the same graph agree, also
-where ranks are threads of one process.
+where ranks are threads of one process. On a GPU it has one thread a device and process: there ranks must be processes.
 """
 
 from __future__ import annotations
