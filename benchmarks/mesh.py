@@ -20,7 +20,7 @@ from cases import Bar, Case, Cell, Ratio, Subject
 from jobs import start_job
 from rigs import Rig, Round, answer
 
-BLOCKS, BATCH, RANKS, CLASSES = 4, 16, 4, 64
+BLOCKS, BATCH, LENGTH, WIDTH, RANKS, CLASSES = 4, 16, 64, 512, 4, 64
 STRATEGIES = ("data=4", "data=2,pipe=2", "data=2,tensor=2")
 MICROBATCHES = 2
 
@@ -30,12 +30,11 @@ def task() -> tuple[Any, Any, Any, dict[str, Any]]:
     import torch
     from torch import nn
 
-    blocks = [tensor_parallel.task(tensor_parallel.LAYER) for _ in range(BLOCKS)]
+    blocks = [tensor_parallel.task(f"{tensor_parallel.LAYER}, {BATCH} x {LENGTH} x {WIDTH}") for _ in range(BLOCKS)]
     torch.manual_seed(0)
-    width, length = tensor_parallel.WIDTH, tensor_parallel.LENGTH
-    model = nn.Sequential(*(block for block, _, _ in blocks), nn.Linear(width, CLASSES))
+    model = nn.Sequential(*(block for block, _, _ in blocks), nn.Linear(WIDTH, CLASSES))
     plan = {f"{number}.{name}": style for number, (_, _, styles) in enumerate(blocks) for name, style in styles.items()}
-    return model, torch.randn(BATCH, length, width), torch.randint(CLASSES, (BATCH, length)), plan
+    return model, torch.randn(BATCH, LENGTH, WIDTH), torch.randint(CLASSES, (BATCH, LENGTH)), plan
 
 
 def loss(found: Any, targets: Any) -> Any:
@@ -173,7 +172,7 @@ GAIN = Ratio("torch over gloo / ours", ("torch over gloo",), ("ours",))
 
 CASE = Case(
     name="mesh",
-    title=f"A training step on {RANKS} processes: {BLOCKS} transformer blocks, {BATCH} x {tensor_parallel.LENGTH} tokens",
+    title=f"A training step on {RANKS} processes: {BLOCKS} transformer blocks, {BATCH} x {LENGTH} tokens",
     cells=CELLS,
     subjects=(
         Subject("ours", start_ours),
