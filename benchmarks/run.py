@@ -16,10 +16,12 @@ alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
 tensor     layers that two ranks split, beside torch's DTensor and the whole layer
+mesh       a training step by three strategies on four processes, beside what torch composes for the same mesh
 idle       CPU time of an idle server
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
 training   training in virtual time, beside a plain loop
+strategies bytes, memory and seconds of a strategy: predicted against counted
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ import bubble
 import exchange
 import idle
 import link
+import mesh
 import pipelines
 import rows
 import steps
+import strategies
 import tensor_parallel
 from cases import Case
 from measure import save
@@ -57,9 +61,13 @@ CASES: dict[str, Case] = {
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
         *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, idle.CASE),
-        *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE),
+        *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE, mesh.CASE),
     )
 }
+
+
+#: What makes its own table; the argument is --quick.
+OWN_TABLES = {**SIMULATED, "strategies": lambda quick: strategies.strategies(quick=True, out=OUT)}
 
 
 def bench(case: Case, quick: bool) -> list[Judged]:
@@ -87,17 +95,17 @@ def fill_in(page: Path, names: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=(*CASES, *SIMULATED), action="append", help="this case; may be repeated")
+    parser.add_argument("--only", choices=(*CASES, *OWN_TABLES), action="append", help="this case; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
     parser.add_argument("--page", type=Path, help="put the tables into this page, where it asks for them")
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
-    wanted = arguments.only or (*CASES, *SIMULATED)
+    wanted = arguments.only or (*CASES, *OWN_TABLES)
     judged = {name: bench(case, arguments.quick) for name, case in CASES.items() if name in wanted}
-    for name, simulated in SIMULATED.items():
+    for name, own_table in OWN_TABLES.items():
         if name in wanted:
-            simulated(arguments.quick)
+            own_table(arguments.quick)
     if judged:
         print(last_line(judged))
     if arguments.page:

@@ -14,9 +14,9 @@ from typing import Any
 from cases import Bar, Case, Cell, Ratio, Subject
 from rigs import Rig, RigFailed, Round, answer
 
-RANKS, WIDTH, HIDDEN, HEADS = 2, 512, 2048, 8
-BATCH, LENGTH = 8, 64
+RANKS, HEADS = 2, 8
 MLP, LAYER = "MLP", "transformer layer"
+SIZES = ((2, 32, 128), (8, 64, 512))  #: batch, length, width; in the small one calls cost more than products
 
 
 def task(work: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -26,25 +26,28 @@ def task(work: str) -> tuple[Any, Any, dict[str, Any]]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.nn import functional
 
+    kind, _, size = work.partition(", ")
+    batch, length, width = map(int, size.split(" x "))
+
     class Block(nn.Module):
         """Attention and MLP. Queries, keys and values of a head lie side by side, so that heads are columns in a row."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x: Any) -> Any:
-            heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
+            heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, width // HEADS)).permute(3, 0, 2, 1, 4)
             attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
             x = x + self.proj(attended.transpose(1, 2).flatten(2))
             return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
 
     torch.manual_seed(0)
-    inputs = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
-    if work == MLP:
-        model: nn.Module = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    inputs = torch.randn(batch, length, width, requires_grad=True)
+    if kind == MLP:
+        model: nn.Module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         return model, inputs, {"0": ColwiseParallel(), "2": RowwiseParallel()}
     plan = {"qkv": ColwiseParallel(), "proj": RowwiseParallel(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
     return Block(), inputs, plan
@@ -113,13 +116,14 @@ def start_whole(rig: Rig, workers: int, servers: int) -> None:
     rig.add_workers(whole_worker, 1)
 
 
-CELLS = tuple(Cell(work, work, RANKS) for work in (MLP, LAYER))
+WORKS = [f"{kind}, {' x '.join(map(str, size))}" for kind in (MLP, LAYER) for size in SIZES]
+CELLS = tuple(Cell(work, work, RANKS) for work in WORKS)
 NAMES = tuple(cell.name for cell in CELLS)
 GAIN = Ratio("DTensor over gloo / ours", ("DTensor over gloo",), ("ours",))
 
 CASE = Case(
     name="tensor",
-    title=f"Forward and backward on {RANKS} ranks, {BATCH} x {LENGTH} x {WIDTH}, float32, milliseconds",
+    title=f"Forward and backward of layers split over {RANKS} ranks (batch x length x width, float32), milliseconds",
     cells=CELLS,
     subjects=(
         Subject("ours", start_ours),

@@ -41,7 +41,13 @@ if TYPE_CHECKING:
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
     from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
+    from polytempo.strategy.evaluate import evaluate as evaluate
     from polytempo.strategy.explanation import Explanation as Explanation
+    from polytempo.strategy.fit import FitRun as FitRun
+    from polytempo.strategy.fit import fit as fit
+    from polytempo.strategy.fit_history import Callback as Callback
+    from polytempo.strategy.fit_history import EarlyStop as EarlyStop
+    from polytempo.strategy.fit_history import History as History
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
@@ -83,7 +89,10 @@ _MODULES = {
         *("shutdown", "size"),
     ),
     "strategy.distributed_model": ("DistributedModel",),
+    "strategy.evaluate": ("evaluate",),
     "strategy.explanation": ("Explanation",),
+    "strategy.fit": ("FitRun", "fit"),
+    "strategy.fit_history": ("Callback", "EarlyStop", "History"),
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
@@ -99,11 +108,15 @@ _MODULES = {
 
 __all__ = [
     "AsuP",
+    "Callback",
     "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",
+    "EarlyStop",
     "Explanation",
+    "FitRun",
     "Group",
+    "History",
     "JobEnded",
     "PeerError",
     "Pipeline",
@@ -123,8 +136,10 @@ __all__ = [
     "broadcast_parameters",
     "cross_entropy",
     "describe_model",
+    "evaluate",
     "evaluation_statistics",
     "explain_algorithm",
+    "fit",
     "gather",
     "init",
     "irecv",

@@ -82,7 +82,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             *("checkpoints", "errors", "mesh", "options", "summation", "units", "sync", "collectives", "launch", "session"),
             *("reducer", "train", "pipeline", "tensor_parallel"),
         },
-        {"torch", "safetensors"},
+        {"torch", "rich", "safetensors"},
     ),
     "torch_backend": ({"errors", "lazy_imports", "collectives", "launch", "client"}, {"torch"}),
     "horovod": ({"errors", "session", "reducer", "train"}, {"torch", "numpy", "msgspec"}),

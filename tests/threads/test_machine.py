@@ -63,6 +63,7 @@ def test_one_rank_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_data_axis_beside_the_main_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SECONDS", 0.001)
+    monkeypatch.setattr(links, "GRADIENTS", 1 << 12)
     param = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
 
     def work(session: Session) -> Machine:

@@ -57,7 +57,9 @@ def test_an_explanation_is_the_same_on_all_ranks_and_rank_0_shows_it(capsys: pyt
     found = everywhere(4, work)
     assert all(one == found[0] for one in found)
     assert capsys.readouterr().out == f"{found[0]}\n"
-    assert [row.name for row in found[0].rows][:2] == ["data=4", "pipe=4,schedule=1f1b,microbatches=4"]
+    first, second = [row.name for row in found[0].rows][:2]
+    assert first == "data=4"
+    assert second.startswith("pipe=4,")  # the schedule and the microbatches are the fastest, as measured
     chosen = found[0].chosen
     assert chosen is not None
     parameters = sum(value.nbytes for value in transformer().state_dict().values())

@@ -138,6 +138,7 @@ class BucketRounds:
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
         self._total = float(voters.group.size)  # and those of all ranks together
+        self._is_first = True  # no total is known: the first round is scaled as later ones are, so that a resume is exact
         self._start_over()
 
     def _start_over(self) -> None:
@@ -197,6 +198,7 @@ class BucketRounds:
         self._start_over()
         if found.total and not found.skipped:
             self._correct(found.total)
+            self._is_first = False
         return found
 
     def _correct(self, total: float) -> None:
@@ -228,13 +230,18 @@ class BucketRounds:
         return found
 
     def _to_repeat(self, found: BallotOutcome) -> Sequence[int]:
-        """Buckets to reduce again: changed on a rank, or float16 scaled for another total, which may have overflowed."""
-        wrong = self._is_narrow and found.total and not found.skipped and found.total != self._total
+        """Buckets to reduce again: changed on a rank, or scaled for another total where that matters."""
+        wrong = self._needs_total and found.total and not found.skipped and found.total != self._total
         return range(len(self._parts)) if wrong else found.again
 
     def _expect(self, found: BallotOutcome) -> None:
-        if self._is_narrow and found.total and not found.skipped:
+        if self._needs_total and found.total and not found.skipped:
             self._total = found.total
+
+    @property
+    def _needs_total(self) -> bool:
+        """float16 may overflow when it is scaled for another total."""
+        return self._is_narrow or self._is_first
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
         self.voters.vote(replace(ballot, changed=changed).pack(len(self._parts), self._count))

@@ -34,10 +34,11 @@ from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.session.session import Session
 from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
+from polytempo.sync.spec import parse_spec
 from polytempo.train.optimizer import DistributedOptimizer
 
-#: Bytes of the messages and reductions that are measured, and seconds that each may take.
-SMALL, LARGE = 256, 1 << 20
+#: Bytes of the messages and reductions that are measured (gradients are large), and seconds that each may take.
+SMALL, LARGE, GRADIENTS = 256, 1 << 20, 8 << 20
 SECONDS = 0.05
 #: The largest number of rounds of one measurement, and the least.
 MOST, LEAST = 30, 3
@@ -52,8 +53,8 @@ def measure_machine(world: World, work: Callable[[], object] | None = None, sess
         world: All ranks of the job.
         work: What ranks compute while contention is measured, a few milliseconds of it, such as a forward and backward of
             the model; by default a small perceptron.
-        session: The job, where the data axis is to be measured, too: optimizers that do nothing take some steps in its mode,
-            beside its main one.
+        session: The job, where the data axis is to be measured, too, if its mode reduces among the ranks: optimizers that
+            change nothing take some steps, beside the job's main one.
 
     Returns:
         The machine, as predictions need it.
@@ -72,7 +73,7 @@ def _measured(world: World, work: Callable[[], object], session: Session | None)
     cores = _cores(group, hosts)
     sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
     reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
-    if session is not None:
+    if session is not None and parse_spec(session.job.sync).in_rounds:
         reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
     return Machine(
         hosts=hosts,
@@ -134,14 +135,14 @@ def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
         elif group.engine.rank == pair[1]:
             _pong(p2p, pair[0])
     p2p.settle()
-    mine = _figures(*times) if times else (0.0, 0.0)
+    mine = _figures(times[0], times[1]) if times else (0.0, 0.0)
     return MeasuredLink(*_gathered(group, *mine)[group.ranks.index(pair[0])])
 
 
-def _figures(small: Sequence[float], large: Sequence[float]) -> tuple[float, float]:
+def _figures(small: Sequence[float], large: Sequence[float], nbytes: int = LARGE) -> tuple[float, float]:
     """Latency and seconds a byte: what is usual for a small message, and what a large one takes longer at best. (The
     difference of medians would be smaller than their noise.)"""
-    per_byte = max(0.0, (min(large) - min(small)) / (LARGE - SMALL))
+    per_byte = max(0.0, (min(large) - min(small)) / (nbytes - SMALL))
     return max(0.0, median(small) - SMALL * per_byte), per_byte
 
 
@@ -183,7 +184,7 @@ def _tensor_reductions(world: World, group: RankGroup, size: int) -> Iterator[Me
             own.all_reduce([tensor]).wait()
 
         times.append(timed_together(group, reduce))
-    return _of_groups(group, "tensor", ranks, _figures(*times))
+    return _of_groups(group, "tensor", ranks, _figures(times[0], times[1]))
 
 
 def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[MeasuredReduction]:
@@ -193,7 +194,7 @@ def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[
     members = ReplicaRanks(tuple(ranks[session.rank % apart]), session.rank % apart == 0)
     before, session.optimizers = session.optimizers, session.measured
     times = []
-    for nbytes in (SMALL, LARGE):
+    for nbytes in (SMALL, GRADIENTS):
         param = nn.Parameter(torch.zeros(nbytes // 4))
         inner = torch.optim.SGD([param], lr=0.0)
         optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
@@ -201,7 +202,7 @@ def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[
         alone = median([_seconds(inner.step) for _ in range(LEAST)])
         times.append([max(0.0, seconds - alone) for seconds in together])
     session.measured, session.optimizers = session.optimizers, before
-    return _of_groups(group, "data", ranks, _figures(*times))
+    return _of_groups(group, "data", ranks, _figures(times[0], times[1], GRADIENTS))
 
 
 def _make_gradient(param: nn.Parameter) -> None:

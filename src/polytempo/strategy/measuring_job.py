@@ -52,7 +52,7 @@ def _main(file: str) -> None:
     from polytempo.strategy.links import measure_machine
 
     init()
-    machine = measure_machine(current().world())
+    machine = measure_machine(current().world(), session=current())
     if rank() == 0:
         Path(file).write_text(json.dumps(as_data([], machine)), encoding="utf-8")
     shutdown()

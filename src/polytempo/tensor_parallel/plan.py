@@ -12,7 +12,6 @@ tied parameters stay as they are.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -91,7 +90,12 @@ def find_plan(
         return TensorPlan(1)
     modules = dict(model.named_modules(remove_duplicate=False))
     found, whole = _styles(model, modules, fixed, size, as_cross_entropy(loss) is not None)
-    _check_divides(modules, found, size, fixed)
+    wrong = _not_divided(modules, found, size, fixed)
+    if wrong:
+        raise UsageError(
+            f"expected figures that divide by tensor={size}, but {wrong}; "
+            f"nearest: tensor={_possible(model, modules, fixed, size)[-1]}"
+        )
     sharding = _shardings(modules, found, whole, fixed)
     if not sharding:
         raise UsageError(
@@ -105,13 +109,15 @@ def find_plan(
 
 def limits(model: nn.Module, styles: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """The numbers of ranks over which a model can be split, 1 among them, up to `MOST`."""
-    fixed = read_styles(model, styles or {})
-    modules = dict(model.named_modules(remove_duplicate=False))
+    return _possible(model, dict(model.named_modules(remove_duplicate=False)), read_styles(model, styles or {}), MOST)
+
+
+def _possible(model: nn.Module, modules: Mapping[str, nn.Module], fixed: dict[str, Style], most: int) -> tuple[int, ...]:
     found, _ = _styles(model, modules, fixed, 1, False)
     needed = _needed(modules, found, fixed)
     optional = [divided(modules[name], style)[0] for name, style in found.items()]
     rows = [_rows(modules[name]) for name, style in found.items() if style.word == "vocab"]
-    largest = min([MOST, *(_rows(modules[name]) for name in fixed if fixed[name].word == "vocab")])
+    largest = min([most, *(_rows(modules[name]) for name in fixed if fixed[name].word == "vocab")])
 
     def is_possible(size: int) -> bool:
         splits = any(figure and figure % size == 0 for figure in optional) or any(count >= size for count in rows)
@@ -153,24 +159,13 @@ def _needed(
     ]
 
 
-def _check_divides(
-    modules: Mapping[str, nn.Module], found: Mapping[str, Style], size: int, fixed: Mapping[str, Style]
-) -> None:
-    needed = _needed(modules, found, fixed)
-    few = [
-        (name, _rows(modules[name]), "rows")
-        for name, style in found.items()
-        if style.word == "vocab" and _rows(modules[name]) < size
-    ]
-    wrong = [(name, figure, what) for name, figure, what in needed if figure % size] + few
-    if not wrong:
-        return
-    common = math.gcd(*(figure for _, figure, _ in needed))
-    most = min([size, *(figure for _, figure, _ in few)])
-    best = next(number for number in range(most, 0, -1) if common % number == 0)
-    named = ", ".join(f"{name} has {figure} {what}" for name, figure, what in wrong[:SHOWN])
+def _not_divided(modules: Mapping[str, nn.Module], found: Mapping[str, Style], size: int, fixed: Mapping[str, Style]) -> str:
+    """The modules whose figures do not allow this number of ranks, in words."""
+    wrong = [(name, figure, what) for name, figure, what in _needed(modules, found, fixed) if figure % size]
+    tables = [(name, _rows(modules[name]), "rows") for name, style in found.items() if style.word == "vocab"]
+    wrong += [(name, rows, what) for name, rows, what in tables if rows < size]
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    raise UsageError(f"expected figures that divide by tensor={size}, but {named}{more}; nearest: tensor={best}")
+    return ", ".join(f"{name} has {figure} {what}" for name, figure, what in wrong[:SHOWN]) + more
 
 
 def _shardings(
