@@ -71,8 +71,8 @@ class PipelineState:
         for name, value in self._stage.state().items():
             if name in shapes and shapes[name][0] != value.shape:
                 raise UsageError(
-                    f"{name} has shape {tuple(value.shape)} on rank {self._built.rank}, a shard of {tuple(shapes[name][0])}: "
-                    "this pipeline is one lane of a strategy; use state_dict() and save() of the DistributedModel"
+                    f"{name} has shape {tuple(value.shape)} on rank {self._built.rank}, a shard of {tuple(shapes[name][0])}"
+                    ": this pipeline is one lane of a strategy; use state_dict() and save() of the DistributedModel"
                 )
 
     # Checkpoints.
