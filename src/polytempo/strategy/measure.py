@@ -23,7 +23,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
-from polytempo.pipeline.profiler import Device, MeasuredPart, measure_parts
+from polytempo.pipeline.profiler import Device, MeasuredPart, measure_parts, queued_seconds
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
@@ -220,10 +220,10 @@ def _measured_update(params: Sequence[nn.Parameter], optimizer: MakeOptimizer, r
 
 
 def _step_seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    started = _now(device)
+    queued, started = queued_seconds(), _now(device)
     optimizer.step()
     optimizer.zero_grad()
-    return _now(device) - started
+    return max(0.0, _now(device) - started - (queued_seconds() - queued))
 
 
 def _now(device: torch.device) -> float:
