@@ -11,6 +11,7 @@ network   time to a target loss on two hosts at 100 Mbit/s: local steps against 
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
 strategies bytes, memory and seconds of strategies of four processes: predicted against counted
+auto      strategy="auto" against all factorisations of 4 x schedules x microbatch counts, each measured, on three models
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from rich.progress import track
 
 from asup import asup
+from auto_strategy import auto_strategy
 from local_accuracy import local_accuracy
 from measure import save
 from pauses import longest_pauses
@@ -146,7 +148,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            *("talk_less", "strategies"),
+            *("talk_less", "strategies", "auto"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -167,6 +169,8 @@ def main() -> None:
         talk_less(arguments.seeds or 5)
     if arguments.only in (None, "strategies"):
         strategies()
+    if arguments.only in (None, "auto"):
+        auto_strategy()
     if arguments.only in (None, "pauses"):
         longest_pauses()
     if arguments.only in (None, "records"):

@@ -16,6 +16,7 @@ alone      a training step in a job of one, beside plain PyTorch
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
 tensor     layers that two ranks split, beside torch's DTensor and the whole layer
+mesh       a training step by three strategies on four processes, beside what torch composes for the same mesh
 idle       CPU time of an idle server
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
@@ -41,6 +42,7 @@ import bubble
 import exchange
 import idle
 import link
+import mesh
 import pipelines
 import rows
 import steps
@@ -59,7 +61,7 @@ CASES: dict[str, Case] = {
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
         *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, idle.CASE),
-        *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE),
+        *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE, mesh.CASE),
     )
 }
 

@@ -155,6 +155,14 @@ def test_the_main_group_counts_the_budget_and_all_groups_are_told() -> None:
     assert bench.sequencer.figures.summary(1.0)["members"] == {"0": [0, 2], "0@1": [1, 3]}
 
 
+def test_a_rank_that_reports_no_steps_has_begun_when_others_have() -> None:
+    """Its failure is not one before the first push, which ends a job whatever --min-workers says."""
+    bench = Grouped("bsp", there=(0, 2))
+    assert [status.accepted for status in bench.sequencer.figures.status(0.0).workers] == [False] * 4
+    bench.step(0)
+    assert [status.accepted for status in bench.sequencer.figures.status(0.0).workers] == [True, True, False, True]
+
+
 def test_lines_of_other_groups_name_their_optimizer() -> None:
     bench = Grouped("asp")
     bench.step(0)

@@ -115,6 +115,46 @@ def test_what_custom_code_reads_directly_stays_whole() -> None:
     assert "may read its weight directly" in plan.whole["parts.embed"]
 
 
+class Called(nn.Module):
+    """A chain that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = mlp(8, 16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.chain(x)
+        return result
+
+
+class Iterated(Called):
+    """A chain whose members are called by themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.chain:
+            x = layer(x)
+            seen.append(x)
+        return torch.cat(seen, -1)
+
+
+class Indexed(Called):
+    """The same in a method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+    def first(self, x: Tensor) -> Tensor:
+        result: Tensor = self.chain[0](x)
+        return result
+
+
+def test_a_chain_that_custom_code_takes_apart_is_split_layer_by_layer() -> None:
+    assert styles(find_plan(Called(), 2)) == {"chain.0": "column", "chain.2": "row"}
+    for model in (Iterated(), Indexed()):
+        assert styles(find_plan(model, 2)) == {"chain.0": "column-gather", "chain.2": "column-gather"}
+
+
 def test_layers_that_share_a_parameter_in_other_ways_stay_whole() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Bilinear(8, 8, 8))
     model[2].bias = model[0].bias

@@ -7,7 +7,9 @@ import torch
 from grouped import GROUPS, MODELS, WAYS, group_of, run_in, trained_in_groups
 from helpers import MakeOptimizer, assert_close, small_batches, trained_alone
 
+from polytempo.mesh import ReplicaRanks
 from polytempo.session.session import Session
+from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
 
@@ -48,3 +50,26 @@ def test_ranks_of_a_group_that_run_out_of_data_are_not_waited_for(way: str) -> N
         last = max(group, key=lambda rank: steps[rank])
         own = [[step[rank] for rank in group if number < steps[rank]] for number, step in enumerate(batches[: steps[last]])]
         assert_close(results[last], trained_alone(MODELS[group_of(last)], momentum, own), rtol=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_successive_optimizers_may_have_other_groups(way: str) -> None:
+    """Groups of different sizes, of one rank too: the names and numbers of a group are the same on its members."""
+    partitions = [[(0, 1), (2,), (3,)], [(0,), (1, 2, 3)], [(0, 3), (1, 2)], [(0, 1, 2, 3)], [(0, 2), (1, 3)]]
+
+    def work(session: Session) -> list[float]:
+        values = []
+        for groups in partitions:
+            ranks = next(group for group in groups if session.rank in group)
+            param = torch.nn.Parameter(torch.zeros(len(ranks)))
+            optimizer = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), group=ReplicaRanks(ranks, 0 in ranks))
+            for _ in range(2):
+                param.grad = torch.full_like(param, -float(session.rank))
+                optimizer.step()
+            values.append(param[0].item())
+        return values
+
+    results = run_in(way, work)
+    for rank, values in enumerate(results):
+        mine = [next(group for group in groups if rank in group) for groups in partitions]
+        assert values == pytest.approx([2 * sum(group) / len(group) for group in mine])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from polytempo.pipeline.builder import StageBuild
 from polytempo.session.session import Session
-from polytempo.train.step_clock import StepClock
+from polytempo.train.step_clock import StepClock, clock_in_group
 
 
 class PipelineBudget:
@@ -31,7 +31,7 @@ class PipelineBudget:
         last = layout.ranks(layout.last_stage)
         members = last[:1] if built.steady_state is None else last  # without flushes, each replica has steps of its own
         if session.rank in members:
-            self._clock = StepClock(session, number, members, 0 in layout.members)
+            self._clock = clock_in_group(session, number, members, 0 in layout.members)
 
     def used_up(self, samples: float) -> bool:
         """On the last stage, after a step with this number of examples."""

@@ -131,12 +131,7 @@ class SpecBuilder:
     def build(
         self, special: str, tensors: tuple[TensorInfo, ...], hyper: tuple[dict[str, Any], ...], tables: tuple[TableInfo, ...]
     ) -> OptimizerSpec:
-        """The spec; `special`: "peers", "mean" or "steps", where servers do not hold the values. Under "steps" no other
-        rank has them: they are those of a group of one, which makes plain steps and reports them."""
-        if special == "steps":
-            return OptimizerSpec(
-                sync="bsp", apply="peers", optimizer="", tensors=tensors, groups=hyper, members=self.members
-            )
+        """The spec; `special`: "peers" or "mean", where servers do not hold the values."""
         on_server = self._apply == "server" and not special
         name = ""
         if special == "peers":  # each worker keeps its own, and all must begin alike

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
-from polytempo.protocol.messages import Push, Status
+from polytempo.protocol.messages import Push, Status, WorkerStatus
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN, MEAN
 from polytempo.server.effects import Checkpoint
@@ -98,8 +98,14 @@ class JobFigures:
     def status(self, now: float) -> Status:
         """For the display."""
         budget = self._budget
-        workers = tuple(stats.status(now) for stats in self._statistics)
+        workers = tuple(self._seen(stats.status(now)) for stats in self._statistics)
         return Status(seconds=budget.seconds(now), used=budget.used(now), workers=workers, trains=bool(self._clocks))
+
+    def _seen(self, status: WorkerStatus) -> WorkerStatus:
+        """In a mesh not every rank reports steps: one that is in no clock has made steps when others have."""
+        if status.accepted or any(clock.includes(status.worker) for clock in self._clocks.values()):
+            return status
+        return structs.replace(status, accepted=any(stats.accepted for stats in self._statistics))
 
     def summary(self, now: float) -> dict[str, Any]:
         """For meta.json and the last line."""

@@ -30,6 +30,7 @@ from polytempo.strategy.links import measure_machine
 from polytempo.strategy.measure import measure_model
 from polytempo.strategy.measuring_job import measured_machine
 from polytempo.strategy.parallel_plan import ParallelPlan, batch_problem
+from polytempo.strategy.prediction import Prediction, predict
 from polytempo.strategy.search import Profiles, SearchResult, SearchSpace, mesh_problem, needed_profiles, search
 from polytempo.strategy.soundness import check_pair
 from polytempo.strategy.strategy import Strategy
@@ -119,7 +120,7 @@ def choose(strategy: Strategy, planned: PlannedModel, session: Session, batch: i
     """
     space = search_space(strategy, planned, session.size, batch, strategy.memory, session.job.sync)
     layers = planned.trained_layers()
-    figures = _measured_together(planned, session, needed_profiles(space, layers), space, layers)
+    figures = measured_together(planned, session, needed_profiles(space, layers), space, layers)
     return search(space, figures.profiles, figures.machine)
 
 
@@ -196,6 +197,29 @@ def explain(
     return explain_plan(space, figures.profiles, figures.machine, plan, strategy.schedule)
 
 
+def figures_of(strategies: Iterable[Strategy], planned: PlannedModel, session: Session, batch: int) -> Figures:
+    """What predictions of these strategies need, measured in a job. All ranks call it."""
+    pairs = []
+    for strategy in strategies:
+        resolved = strategy.resolved(session.size, session.job.sync)
+        mesh = resolved.mesh(session.size)
+        pairs.append((mesh.tensor, batch // mesh.data // (resolved.microbatches or resolved.pipe)))
+    space = search_space(Strategy(), planned, session.size, batch, None, session.job.sync)
+    return measured_together(planned, session, dict.fromkeys(pairs), space, planned.trained_layers())
+
+
+def predicted(
+    strategy: Strategy, planned: PlannedModel, figures: Figures, batch: int, stages: tuple[int, ...] | None = None
+) -> Prediction:
+    """What is predicted of a strategy that is possible, as `distribute` would make it."""
+    world = sum(map(len, figures.machine.hosts))
+    space = search_space(strategy, planned, world, batch, None, strategy.sync or "bsp")
+    plan, problem = _given_plan(strategy, planned, space, planned.trained_layers(), stages)
+    if plan is None:
+        raise UsageError(problem)
+    return predict(plan, figures.profiles[plan.mesh.tensor, plan.microbatch], figures.machine)
+
+
 def search_space(
     strategy: Strategy, planned: PlannedModel, world: int, batch: int | None, memory: float | None, sync: str
 ) -> SearchSpace:
@@ -260,7 +284,7 @@ def _measured(
     planned: PlannedModel, session: Session | None, pairs: Iterable[tuple[int, int]], space: SearchSpace, layers: int
 ) -> Figures:
     if session is not None and session.size == space.world:
-        return _measured_together(planned, session, pairs, space, layers)
+        return measured_together(planned, session, pairs, space, layers)
     _check_possible(pairs, space, layers)
     machine = measured_machine(space.world)
     threads = torch.get_num_threads()
@@ -272,7 +296,7 @@ def _measured(
     return Figures(_by_size(profiles), machine)
 
 
-def _measured_together(
+def measured_together(
     planned: PlannedModel, session: Session, pairs: Iterable[tuple[int, int]], space: SearchSpace, layers: int
 ) -> Figures:
     """In a job: the ranks measure what lies between them, and rank 0 the model."""

@@ -3,11 +3,13 @@
 Certain are: Linear, what works element by element, Linear in a chain (`nn.Sequential`) as column and row; torch's
 transformer layers; `nn.MultiheadAttention` by heads; large `nn.Embedding`s by rows; and any other Linear by columns with its
 outputs gathered, which is right wherever it is called. A Linear at the end of a chain that is the whole model is the output
-layer. Custom modules are searched inside. What their code reads directly (`self.wte.weight`) stays whole.
+layer. Custom modules are searched inside. What their code reads directly (`self.wte.weight`) stays whole, and the layers of
+a chain that it takes apart (`for layer in self.layers`) are split one by one.
 """
 
 from __future__ import annotations
 
+import dis
 from collections import Counter
 from collections.abc import Iterator
 from types import CodeType
@@ -153,8 +155,16 @@ class Discovery:
             if reads and isinstance(child, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
                 self._seen.add(id(child))
                 self.whole[inside] = f"the code of {type(module).__name__} may read its weight directly; a dict can split it"
+            elif type(child) is nn.Sequential and inside not in self._fixed and _takes_apart(type(module), inside):
+                self._steps(child, inside)
             else:
                 self._visit(child, inside)
+
+    def _steps(self, chain: nn.Sequential, name: str) -> None:
+        """The members of a chain that may be called one by one: each by itself."""
+        self._seen.add(id(chain))
+        for inside, member in _held(chain, name):
+            self._visit(member, inside)
 
     def _try(self, module: nn.Module, name: str, style: Style) -> None:
         problem = obstacle(module, style)
@@ -179,20 +189,34 @@ def _held(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _reads_weights(kind: type[nn.Module]) -> bool:
     """Does the forward of a custom class, or a method that it calls, read an attribute `weight`?"""
-    if kind.__module__.startswith("torch.nn."):
-        return False
+    return any({"weight", "in_proj_weight"} & set(code.co_names) for code in _codes(kind))
+
+
+def _takes_apart(kind: type[nn.Module], name: str) -> bool:
+    """May a custom class call the members of its chain one by one: does it read the chain other than to call it?"""
+    attribute = name.rpartition(".")[2]
+    return any(
+        step.argval == attribute and step.opname == "LOAD_ATTR" and "NULL" not in step.argrepr  # with it, it is called
+        for code in _codes(kind)
+        for step in dis.get_instructions(code)
+    )
+
+
+def _codes(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """The code of the forward of a custom class, and of its methods that are named there."""
     code = getattr(kind.forward, "__code__", None)
-    if code is None:
-        return False
-    names = set(_names_in(code))
-    for method in [getattr(kind, name, None) for name in names]:
-        if isinstance(getattr(method, "__code__", None), CodeType):
-            names |= set(_names_in(method.__code__))  # type: ignore[union-attr]
-    return bool(names & {"weight", "in_proj_weight"})
+    if kind.__module__.startswith("torch.nn.") or code is None:
+        return
+    codes = list(_nested(code))
+    named = {name for each in codes for name in each.co_names}
+    for method in [getattr(kind, name, None) for name in named]:
+        called = getattr(method, "__code__", None)
+        codes += _nested(called) if isinstance(called, CodeType) else ()
+    yield from codes
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _nested(constant)

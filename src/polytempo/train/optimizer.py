@@ -44,7 +44,6 @@ from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradi
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
 from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.spec import Spec, parse_spec
@@ -57,6 +56,7 @@ from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
+from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
     PushChange,
     PushGradient,
@@ -169,8 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
         if ranks.reports(self._name) and session.client is not None:
-            clock = SequencerClient(session, self._spec_of("steps"), ClientState(self._name))
-            self._update = CountedSteps(self._update, self._wrapped, session, clock)
+            self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
         session.computing_from(time.perf_counter())
 
     def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
@@ -200,8 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
     def _spec_of(self, special: str) -> OptimizerSpec:
-        """What the job must know of this optimizer; `special` is "peers", "mean" or "steps" where servers do not hold the
-        values."""
+        """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
         chosen = range(len(self._params)) if special else self._tables.dense
         tables = () if special else tuple(table.info for table in self._tables.all)
         described = self._specs.describe(self._params, self._names, self._groups, chosen)
@@ -323,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._is_first:
             return {}
         self._to_digest -= self._to_digest > 0
-        digest = gradient_digest(self._params) if self._to_digest else 0
+        digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
         return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
 
     def _unscale(self) -> bool:

@@ -14,11 +14,11 @@ from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.optimizer_names import name_in_group
 from polytempo.records.lines import MAIN
-from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.communication import Group
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+from polytempo.train.step_clock import StepClock
+from polytempo.train.update import StepRequest, StepUpdate
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,18 @@ def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: 
 class CountedSteps(StepUpdate):
     """Steps of a group of one, made by another update and reported to the sequencer."""
 
-    def __init__(self, update: StepUpdate, wrapped: Wrapped, session: Session, clock: SequencerClient) -> None:
-        self._update, self._wrapped, self._session, self._clock = update, wrapped, session, clock
+    def __init__(self, update: StepUpdate, session: Session, clock: StepClock) -> None:
+        self._update, self._session, self._clock = update, session, clock
 
     @property
     def steps(self) -> int:
-        return self._clock.step
+        return self._clock.steps
 
     def step(self, request: StepRequest) -> Any:
-        request.about["computed"] = self._session.computed(time.perf_counter())
+        computed = self._session.computed(time.perf_counter())
         result = self._update.step(request)
-        clock, began = self._clock, time.perf_counter()
-        traffic = clock.client.bytes_sent, clock.client.bytes_received
-        clock.push(self._wrapped.hyper(), traffic, samples=request.samples, skip=request.skip, **request.about)
-        clock.wait_for(clock.step + 1)
-        clock.step, clock.waited = clock.state.released, time.perf_counter() - began
+        self._clock.count(request.samples, skip=request.skip, **{**request.about, "computed": computed})
         return result
 
     def stats(self) -> dict[str, Any]:
-        return {"waited_s": self._clock.state.waited}
+        return {"waited_s": self._clock.waited}

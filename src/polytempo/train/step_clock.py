@@ -1,4 +1,5 @@
-"""A clock of the sequencer for training without pushes (a pipeline): it counts steps, for the budget of the job.
+"""A clock of the sequencer for steps that no other worker needs (of a pipeline, of a group of one): it counts them, for the
+budget of the job.
 
 Steps are reported as pushes without data, by one worker or a few; each answer says whether the budget is used up. Of
 several pipelines side by side that of rank 0 is counted; the others are told the same.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.optimizer_names import name_in_group
@@ -21,13 +23,11 @@ class StepClock:
 
     Args:
         session: The job.
-        number: In the order of the job's optimizers: the budget counts the first.
+        name: Of the optimizer: the budget counts the first.
         members: The workers that report steps, ascending; each step is reported by one of them.
-        main: Does the budget count them, of several that are made side by side?
     """
 
-    def __init__(self, session: Session, number: str, members: Sequence[int], main: bool) -> None:
-        name = name_in_group(number, members, main)
+    def __init__(self, session: Session, name: str, members: Sequence[int]) -> None:
         spec = OptimizerSpec(
             sync="bsp" if len(members) == 1 else "asp",
             apply="peers",
@@ -39,17 +39,37 @@ class StepClock:
         self._clock = SequencerClient(session, spec, ClientState(name))
         self._returned = time.perf_counter()
 
-    def count(self, samples: float) -> bool:
+    @property
+    def steps(self) -> int:
+        """This worker's steps so far."""
+        return self._clock.step
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the mode has made this worker wait."""
+        return self._clock.state.waited
+
+    def count(self, samples: float, **about: Any) -> bool:
         """Report a step of this worker.
+
+        Args:
+            samples: The number of its examples.
+            **about: More fields of the `Push` message.
 
         Returns:
             Whether the budget of the job is used up.
         """
         clock, began = self._clock, time.perf_counter()
         traffic = clock.client.bytes_sent, clock.client.bytes_received
-        clock.push(({},), traffic, samples=samples, computed=began - self._returned)
+        about.setdefault("computed", began - self._returned)
+        clock.push(({},), traffic, samples=samples, **about)
         clock.wait_for(clock.step + 1)
         clock.step = clock.state.released
         self._returned = time.perf_counter()
         clock.waited = self._returned - began
         return clock.client.stop
+
+
+def clock_in_group(session: Session, number: str, members: Sequence[int], main: bool) -> StepClock:
+    """The clock of these workers under this number of an optimizer; `main`: of several side by side the one that counts."""
+    return StepClock(session, name_in_group(number, members, main), members)
