@@ -1,6 +1,6 @@
 """A model measured layer by layer, for the planner: seconds of forward and backward, and bytes.
 
-Layers are those that a pipeline can be cut between (`partition.py`). Each is run by itself on what the layer before gave, once
+Layers are those that a pipeline can be cut between (`partition.py`). Each runs by itself on what the layer before gave, once
 to warm up and then some more times; the medians count, without the time in which other processes had the core. Only the
 layer under measurement is moved to the device, so a model can be measured that does not fit there. What a layer keeps for
 its backward is what torch saves, each piece of memory once, without weights, statistics and its input, which the layer
