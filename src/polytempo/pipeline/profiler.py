@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -175,18 +175,32 @@ def _spread(seconds: Sequence[float]) -> float | None:
 def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:
     inputs = _fresh(value, part.changes_its_input())
     devices = {tensor.device for tensor in _tensors(inputs) if tensor.is_cuda}
-    queued, busy, started = queued_seconds(), process_time(), _now(devices)
+    busy = process_time()
+    forward = Undisturbed(devices)
     output = _called(part, inputs)
-    between = _now(devices)
-    queued_between, resumed = queued_seconds(), _now(devices)
+    forward.end()
+    backward = Undisturbed(devices)
     _backward(output, gradients)
-    ended, cpu = _now(devices), process_time() - busy
-    forward = between - started - (queued_between - queued)
-    return _Times(max(0.0, forward), max(0.0, ended - resumed - (queued_seconds() - queued_between)), cpu)
+    backward.end()
+    return _Times(forward.seconds, backward.seconds, process_time() - busy)
+
+
+class Undisturbed:
+    """Seconds until `end`, without those for which this thread was ready and other processes had its core."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices, self.seconds = devices, 0.0
+        self._queued, self._cpu, self._started = queued_seconds(), thread_time(), _now(devices)
+
+    def end(self) -> None:
+        """Stop the clock."""
+        wall, cpu = _now(self._devices) - self._started, thread_time() - self._cpu
+        # Some of the queueing may have been just before or after: it was no less than the time on the core.
+        self.seconds = max(wall - (queued_seconds() - self._queued), min(wall, cpu))
 
 
 def queued_seconds() -> float:
-    """Seconds for which this thread was ready and other processes had its core; 0 where the system does not tell."""
+    """Seconds for which this thread has been ready without a core so far; 0 where the system does not tell."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
