@@ -106,9 +106,18 @@ def test_tied_weights_are_equal_on_all_copies(job: str, clip: float | None) -> N
         )
     make = clipping(SGD, clip) if clip else SGD
     assert_equals(found, alone(model, joined(data), make, loss=loss)[1])
+    assert all(torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"]) for outcome in found)
+
+
+@pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
+def test_tied_weights_stay_equal_in_blocks_of_local_steps(sync: str) -> None:
+    mesh, model, loss = Mesh(3, 2), seeded_model(Tied), nn.functional.cross_entropy
+    data = [words(5, 8), words(5, 8)[::-1], words(5, 8)[2:] + words(5, 8)[:2]]
+    with ThreadJob(mesh.size, sync=sync) as job:
+        found = job.run(lambda session: replicated(session, mesh, model, data, SGD, sync, microbatches=4, loss=loss))
     for outcome in found:
-        holders = [outcome.state[name] for name in outcome.state if name.endswith(("embed.weight", "head.weight"))]
-        assert all(torch.equal(one, holders[0]) for one in holders)
+        assert torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"])
+        assert torch.equal(outcome.state["out.weight"], found[0].state["out.weight"])
 
 
 @pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
