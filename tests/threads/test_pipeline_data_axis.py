@@ -13,7 +13,7 @@ from test_pipeline_clipping import clipping
 from test_pipeline_models import Tied, seeded_model, words
 from torch import nn
 
-from polytempo.errors import UsageError
+from polytempo.errors import PeerError, UsageError
 from polytempo.mesh import Mesh, ReplicaRanks
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.pipeline import Pipeline
@@ -106,9 +106,18 @@ def test_tied_weights_are_equal_on_all_copies(job: str, clip: float | None) -> N
         )
     make = clipping(SGD, clip) if clip else SGD
     assert_equals(found, alone(model, joined(data), make, loss=loss)[1])
+    assert all(torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"]) for outcome in found)
+
+
+@pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
+def test_tied_weights_stay_equal_in_blocks_of_local_steps(sync: str) -> None:
+    mesh, model, loss = Mesh(3, 2), seeded_model(Tied), nn.functional.cross_entropy
+    data = [words(5, 8), words(5, 8)[::-1], words(5, 8)[2:] + words(5, 8)[:2]]
+    with ThreadJob(mesh.size, sync=sync) as job:
+        found = job.run(lambda session: replicated(session, mesh, model, data, SGD, sync, microbatches=4, loss=loss))
     for outcome in found:
-        holders = [outcome.state[name] for name in outcome.state if name.endswith(("embed.weight", "head.weight"))]
-        assert all(torch.equal(one, holders[0]) for one in holders)
+        assert torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"])
+        assert torch.equal(outcome.state["out.weight"], found[0].state["out.weight"])
 
 
 @pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
@@ -262,6 +271,26 @@ def test_lanes_of_a_replica_clip_by_the_norm_of_all_their_ranks(kind: type[nn.Mo
         found = job.run(train)
     assert_equals(found, alone(model, data, clipping(SGD, clip, norms), loss=loss)[1])
     assert [outcome.pipe.gradient_norm for outcome in found] == [pytest.approx(norms[-1], abs=1e-10)] * mesh.size
+
+
+def test_shards_are_not_shown_as_the_state_of_the_whole_model() -> None:
+    model = layered(5)
+
+    def train(session: Session) -> None:
+        def prepare(part: ModelPart) -> None:
+            for name, layer in part.members:
+                if isinstance(layer, nn.Linear):
+                    half = nn.Linear(6, 6).double()
+                    half.bias = nn.Parameter(layer.bias.detach()[:3].clone())
+                    part.replace(name, half)
+
+        hooks = StageHooks(prepare_part=prepare)
+        text = r"a shard of \(6,\): this pipeline is one lane of a strategy; use state"
+        with pytest.raises((UsageError, PeerError), match=text):
+            Pipeline(copy.deepcopy(model), loss=mse, optimizer=SGD, microbatches=4, _hooks=hooks).state_dict()
+
+    with GroupJob(2) as job:
+        job.run(train)
 
 
 def test_a_part_is_prepared_before_its_optimizer_is_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,41 @@ def test_tied_parameters_with_one_train_as_one_process() -> None:
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-8)
         assert list(saved["state"]) == ["embed.weight", "middle.weight", "middle.bias"], "once, by its first name"
+
+
+class Branching(nn.Module):
+    """Cannot be traced: what it computes depends on values. Its dropout is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x)) if float(x.detach().sum()) > 0 else torch.tanh(self.first(x))
+        result: torch.Tensor = self.second(nn.functional.dropout(hidden, 0.5, self.training))
+        return result
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("data=2", 2), ("tensor=2", 2)])
+def test_a_model_that_is_not_cut_need_not_be_traced(strategy: str, size: int) -> None:
+    torch.manual_seed(5)
+    start, x = Branching(), torch.randn(4, 4)
+    plain = copy.deepcopy(start).eval()
+
+    def work(session: Session) -> Any:
+        model = Strategy.parse(strategy).distribute(
+            copy.deepcopy(start),
+            loss=nn.functional.mse_loss,
+            optimizer=MOMENTUM,
+            tensor_plan={"first": "column", "second": "row"},
+        )
+        before = model.predict(x)
+        model.step(x, x)
+        return before, list(model.state_dict())
+
+    for outputs, names in everywhere(size, work):
+        torch.testing.assert_close(outputs, plain(x).detach())
+        assert names == list(start.state_dict())
 
 
 # Batches.

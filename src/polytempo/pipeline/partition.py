@@ -86,12 +86,9 @@ def cut(
     example: tuple[Any, ...] | None = None,
 ) -> list[ModelPart]:
     """Cut into a number of parts of about equal cost, into parts of given numbers of layers, or as planned."""
-    try:
-        chain = layers_of(model, example if stages != 1 else None)
-    except UsageError:
-        if stages != 1 or not isinstance(model, nn.Module):
-            raise
-        return [ModelPart(model, spreads=True)]  # nothing is cut: what cannot be traced stays as it is
+    if stages == 1 and isinstance(model, nn.Module) and type(model) is not nn.Sequential:
+        return [ModelPart(model, spreads=True)]  # nothing is cut: it need not be traced, and has both of its modes
+    chain = layers_of(model, example)
     ends = _ends(chain, stages)
     return [chain.part(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
 

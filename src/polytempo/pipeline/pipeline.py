@@ -308,7 +308,7 @@ class Pipeline:
             self._built.p2p.fail(cause, [*groups, *self._other_groups()])
             try:
                 self._state.write_last()
-            except OSError as problem:  # the first error is the one to raise
+            except (OSError, PolytempoError) as problem:  # the first error is the one to raise
                 sys.stderr.write(f"polytempo: rank {self.rank} cannot write its part: {problem}\n")
             if isinstance(error, PeerError) and cause is not error:
                 raise cause from error

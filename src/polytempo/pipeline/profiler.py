@@ -1,10 +1,11 @@
 """A model measured layer by layer, for the planner: seconds of forward and backward, and bytes.
 
-Layers are those that a pipeline can be cut between (`cutting.py`). Each is run by itself on what the layer before gave, once
-to warm up and then some more times; the medians count. Only the layer under measurement is moved to the device, so a model
-can be measured that does not fit there. What a layer keeps for its backward is what torch saves, each piece of memory once,
-without weights, statistics and its input, which the layer before has counted. A tied weight counts wherever it is used.
-Afterwards the model is as it was: weights, gradients, running statistics, and the state of the random generator.
+Layers are those that a pipeline can be cut between (`partition.py`). Each runs by itself on what the layer before gave, once
+to warm up and then some more times; the medians count, without the time in which other processes had the core. Only the
+layer under measurement is moved to the device, so a model can be measured that does not fit there. What a layer keeps for
+its backward is what torch saves, each piece of memory once, without weights, statistics and its input, which the layer
+before has counted. A tied weight counts wherever it is used. Afterwards the model is as it was: weights, gradients, running
+statistics, and the state of the random generator.
 
 Departure from the paper: it measures over many minibatches of the data; here one example stands for all.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -173,12 +175,36 @@ def _spread(seconds: Sequence[float]) -> float | None:
 def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:
     inputs = _fresh(value, part.changes_its_input())
     devices = {tensor.device for tensor in _tensors(inputs) if tensor.is_cuda}
-    busy, started = process_time(), _now(devices)
+    busy = process_time()
+    forward = Undisturbed(devices)
     output = _called(part, inputs)
-    between = _now(devices)
+    forward.end()
+    backward = Undisturbed(devices)
     _backward(output, gradients)
-    ended = _now(devices)
-    return _Times(between - started, ended - between, process_time() - busy)
+    backward.end()
+    return _Times(forward.seconds, backward.seconds, process_time() - busy)
+
+
+class Undisturbed:
+    """Seconds until `end`, without those for which this thread was ready and other processes had its core."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices, self.seconds = devices, 0.0
+        self._queued, self._cpu, self._started = queued_seconds(), thread_time(), _now(devices)
+
+    def end(self) -> None:
+        """Stop the clock."""
+        wall, cpu = _now(self._devices) - self._started, thread_time() - self._cpu
+        # Some of the queueing may have been just before or after: it was no less than the time on the core.
+        self.seconds = max(wall - (queued_seconds() - self._queued), min(wall, cpu))
+
+
+def queued_seconds() -> float:
+    """Seconds for which this thread has been ready without a core so far; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _now(devices: set[torch.device]) -> float:

@@ -32,6 +32,7 @@ class PipelineState:
 
     def gather(self) -> dict[str, torch.Tensor]:
         """The whole model's state, by broadcasts from the first replica of each stage."""
+        self._check_unsplit()
         found = dict(self._built.unused)
         for number, tensors in enumerate(self._built.tensors):
             mine = self._stage.state() if number == self._stage.number else {}
@@ -64,10 +65,21 @@ class PipelineState:
                 raise UsageError(f"{name} has shape {tuple(value.shape)}; got one of shape {tuple(state[name].shape)}")
             value.copy_(state[name])
 
+    def _check_unsplit(self) -> None:
+        """Refuse to show shards of tensors as the whole model's."""
+        shapes = self._built.tensors[self._stage.number]
+        for name, value in self._stage.state().items():
+            if name in shapes and shapes[name][0] != value.shape:
+                raise UsageError(
+                    f"{name} has shape {tuple(value.shape)} on rank {self._built.rank}, a shard of {tuple(shapes[name][0])}"
+                    ": this pipeline is one lane of a strategy; use state_dict() and save() of the DistributedModel"
+                )
+
     # Checkpoints.
 
     def save(self, directory: Path) -> None:
         """Write all parts, then the manifest that makes them a checkpoint."""
+        self._check_unsplit()
         if self._built.replica == 0:
             self._write_current(directory)
         self._built.group.barrier().wait()

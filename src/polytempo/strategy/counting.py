@@ -5,7 +5,7 @@ for them count alike (`Messaging.handed`, by the group of the message; `Reducer.
 
 Memory is counted by hooks on a stage: each piece of memory that autograd saves counts from its saving to its release, once,
 without parameters and module buffers; so do the inputs and outputs of microbatches between forward and backward. On a GPU
-`torch.cuda.max_memory_allocated` is the measure.
+`torch.cuda.max_memory_allocated` is there, too, for all that the process has on it.
 
 While memory is counted, weight gradients are not deferred (`pipeline/weight_gradients.py` leaves saved tensors with hooks to
 autograd).
@@ -116,6 +116,7 @@ class MemoryCount:
 
     def __init__(self, stage: Stage) -> None:
         self._stage, self.gradients = stage, 0
+        self.allocated: int | None = None  #: on a GPU, at the end: the most that the process had there
         self.held = HeldMemory([*stage.params, *stage.part.module.buffers()])
         self._in_flight: dict[int, list[Callable[[], None]]] = {}
 
@@ -179,6 +180,8 @@ def counted_memory(stage: Stage) -> Iterator[MemoryCount]:
         update()
 
     own: Any = stage
+    if stage.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(stage.device)
     own.forward, own.backward, own.update = counted_forward, counted_backward, counted_update
     try:
         with torch.autograd.graph.saved_tensors_hooks(partial(_Saved, count.held), attrgetter("tensor")):
@@ -186,6 +189,8 @@ def counted_memory(stage: Stage) -> Iterator[MemoryCount]:
     finally:
         for name in ("forward", "backward", "update"):
             delattr(own, name)
+        if stage.device.type == "cuda":
+            count.allocated = torch.cuda.max_memory_allocated(stage.device)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

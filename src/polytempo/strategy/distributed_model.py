@@ -73,7 +73,7 @@ class DistributedModel:
         self.steps = 0
         self.samples = 0
         self._failures = JobFailures(made.groups.job, made.mesh)
-        self._seconds = 0.0
+        self._seconds, self._compared = 0.0, 0
         self._earlier: list[dict[str, Any]] = list(made.session.job.positions)
 
     # Training and evaluation.
@@ -95,8 +95,9 @@ class DistributedModel:
         size = checked_rows(x, y, self.pipeline.microbatches)
         began = time.perf_counter()
         with self._failing_together():
-            if self.steps < COMPARED_STEPS:
+            if self._compared < COMPARED_STEPS:
                 compare(self._groups.replica, x, y)
+                self._compared += 1
             loss = self.pipeline.step(x, y)
         assert loss is not None
         self._seconds += time.perf_counter() - began

@@ -8,8 +8,8 @@ measured is not predicted.
     reductions        an all-reduce of a tensor group of each size that divides the ranks, all groups of that size at once;
                       with a session also the step of a `DistributedOptimizer` among the ranks of each size of the data axis,
                       less that of the optimizer that it wraps
-    contention        the same work on one rank of each host, then on all of them at once; what the number of ranks for each
-                      core explains is taken out, and what is left is shared memory bandwidth and caches
+    contention        the same work on one rank of each host, then on all of them at once: how much longer it keeps a core
+                      busy, for memory bandwidth and caches are shared
     action_s          a stage's forward and backward around a layer, less the layer
     cores             that the ranks of a host may use, by their affinity, for each thread of a rank
 """
@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ def _measured(world: World, work: Callable[[], object], session: Session | None)
         between=between,
         reduce_inside=_of_two(reductions, "tensor", 1),
         reduce_between=_of_two(reductions, "tensor", 2),
-        contention=_contention(group, hosts, cores, work),
+        contention=_contention(group, hosts, work),
         action_s=_agreed(group, _action_seconds(), group.ranks[0]),
         data_inside=_of_two(reductions, "data", 1),
         data_between=_of_two(reductions, "data", 2),
@@ -260,25 +260,28 @@ def _perceptron() -> Callable[[], object]:
     return work
 
 
-def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], cores: Sequence[int], work: Callable[[], object]) -> float:
-    """The largest of all hosts, and at least 1."""
+def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], work: Callable[[], object]) -> float:
+    """The time on the cores that the work takes on all ranks at once, over that on one of them; of the host where it grows
+    most. Time in which a rank waits for a core does not count: that cores are shared is known."""
     if max(map(len, hosts)) == 1:
         return 1.0
     work()
     first = any(group.engine.rank == host[0] for host in hosts)
-    alone = min(_seconds(work) for _ in range(LEAST + 2)) if first else 0.0
+    alone = min(_core_seconds(work) for _ in range(LEAST + 2)) if first else 0.0
     slowest = max(row[0] for row in _gathered(group, alone))
     rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
-    together = []
-    for _ in range(LEAST):  # other processes may disturb; the least counts, as of one rank
-        group.barrier().wait()
-        together.append(_seconds(lambda: [work() for _ in range(rounds)]) / rounds)
-    rows = _gathered(group, alone, *together)
-    found = [1.0]
-    for host, count in zip(hosts, cores, strict=True):
-        least = min(sum(rows[member][1 + turn] for member in host) / len(host) for turn in range(LEAST))
-        found.append(least / rows[host[0]][0] / max(1.0, len(host) / count))
-    return max(found)
+    group.barrier().wait()
+    together = median([_core_seconds(work) for _ in range(rounds)])
+    rows = _gathered(group, alone, together)
+    return max([1.0, *(sum(rows[member][1] for member in host) / len(host) / rows[host[0]][0] for host in hosts)])
+
+
+def _core_seconds(call: Callable[[], object]) -> float:
+    """Seconds on cores: of all threads, where torch computes with several."""
+    clock = thread_time if torch.get_num_threads() == 1 else process_time
+    started = clock()
+    call()
+    return max(1e-9, clock() - started)
 
 
 def _action_seconds() -> float:

@@ -15,7 +15,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
-from polytempo.pipeline.profiler import Device, MeasuredPart, measure_parts
+from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, measure_parts
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
@@ -220,16 +219,11 @@ def _measured_update(params: Sequence[nn.Parameter], optimizer: MakeOptimizer, r
 
 
 def _step_seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    started = _now(device)
+    clock = Undisturbed({device} if device.type == "cuda" else set())
     optimizer.step()
     optimizer.zero_grad()
-    return _now(device) - started
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
+    clock.end()
+    return clock.seconds
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
