@@ -11,6 +11,7 @@ network   time to a target loss on two hosts at 100 Mbit/s: local steps against 
 talk_less the same in virtual time; 64 learners under failures; bytes: the bars of local steps, DiLoCo and gossip
 pauses    the longest pause of a worker while another is stopped or killed: decoupled DiLoCo against rounds
 strategies bytes, memory and seconds of strategies of four processes: predicted against counted
+gpt       examples/gpt.py under every strategy: its validation loss against one process with the same samples
 auto      strategy="auto" against all factorisations of 4 x schedules x microbatch counts, each measured, on three models
 """
 
@@ -25,6 +26,7 @@ from rich.progress import track
 
 from asup import asup
 from auto_strategy import auto_strategy
+from gpt_strategies import gpt_strategies
 from local_accuracy import local_accuracy
 from measure import save
 from pauses import longest_pauses
@@ -148,7 +150,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            *("talk_less", "strategies", "auto"),
+            *("talk_less", "strategies", "auto", "gpt"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -171,6 +173,8 @@ def main() -> None:
         strategies()
     if arguments.only in (None, "auto"):
         auto_strategy()
+    if arguments.only in (None, "gpt"):
+        gpt_strategies()
     if arguments.only in (None, "pauses"):
         longest_pauses()
     if arguments.only in (None, "records"):

@@ -89,11 +89,15 @@ ends = nn.LayerNorm(options.width), nn.Linear(options.width, CHARACTERS)
 model = nn.Sequential(Start(options.width, options.context), *blocks, *ends)
 
 pt.init()
+data, adam = source(options.megabytes, held_out=False), partial(torch.optim.AdamW, lr=options.lr)
+if options.explain:
+    x, y = data[0][: options.batch], data[1][: options.batch]
+    pt.Strategy.current().explain(model, x, target=y, loss=loss, optimizer=adam, batch=options.batch)
 history = pt.fit(  # the strategy is the job's (--strategy); alone, one process
     model,
-    source(options.megabytes, held_out=False),
+    data,
     loss,
-    optimizer=partial(torch.optim.AdamW, lr=options.lr),
+    optimizer=adam,
     scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=options.lr, total_steps=options.steps + 1),
     clip_norm=1.0,
     batch_size=options.batch,

@@ -129,7 +129,7 @@ def test_a_loader_keeps_its_order_and_its_collate() -> None:
     (x, y), _ = source.training(0, [], 0, 1)
     assert x == "inputs"
     assert len(y) == 4
-    assert source.example() == ("inputs",)
+    assert source.example()[0] == ("inputs",)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from piped import ADAM, PLAIN, SGD, Batch, Outcome, alone, batches, layered, mse
 from test_pipeline_clipping import clipping
 from test_pipeline_models import Tied, seeded_model, words
@@ -95,6 +97,27 @@ def test_replicas_under_bsp_are_one_process_with_the_joint_batch(job: str, spec:
     assert found[0].losses == found[1].losses != found[2].losses
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    mesh=st.sampled_from([Mesh(1, 3), Mesh(2, 1), Mesh(3, 1), Mesh(2, 3), Mesh(3, 2)]),
+    spec=st.sampled_from(["1f1b", "gpipe", "gpipe,recompute=0", "1f1b,spare=1", "sequential"]),
+    microbatches=st.sampled_from([1, 2, 4]),
+    sizes=st.lists(st.sampled_from([4, 8, 12]), min_size=3, max_size=3),
+    clip=st.sampled_from([None, 0.02, 10.0]),
+)
+def test_any_mesh_schedule_and_sizes_of_batches(
+    mesh: Mesh, spec: str, microbatches: int, sizes: list[int], clip: float | None
+) -> None:
+    model = layered(7)
+    data = [batches(2, size, seed=replica) for replica, size in enumerate(sizes[: mesh.data])]
+    wanted = alone(model, joined(data), clipping(SGD, clip) if clip else SGD)[1]
+    with GroupJob(mesh.size) as job:
+        found = job.run(
+            lambda session: replicated(session, mesh, model, data, schedule=spec, microbatches=microbatches, clip_norm=clip)
+        )
+    assert_equals(found, wanted)
+
+
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("job", ["collectives", "shared-memory"])
 def test_tied_weights_are_equal_on_all_copies(job: str, clip: float | None) -> None:
@@ -106,9 +129,18 @@ def test_tied_weights_are_equal_on_all_copies(job: str, clip: float | None) -> N
         )
     make = clipping(SGD, clip) if clip else SGD
     assert_equals(found, alone(model, joined(data), make, loss=loss)[1])
+    assert all(torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"]) for outcome in found)
+
+
+@pytest.mark.parametrize("sync", ["local:2", "diloco:2"])
+def test_tied_weights_stay_equal_in_blocks_of_local_steps(sync: str) -> None:
+    mesh, model, loss = Mesh(3, 2), seeded_model(Tied), nn.functional.cross_entropy
+    data = [words(5, 8), words(5, 8)[::-1], words(5, 8)[2:] + words(5, 8)[:2]]
+    with ThreadJob(mesh.size, sync=sync) as job:
+        found = job.run(lambda session: replicated(session, mesh, model, data, SGD, sync, microbatches=4, loss=loss))
     for outcome in found:
-        holders = [outcome.state[name] for name in outcome.state if name.endswith(("embed.weight", "head.weight"))]
-        assert all(torch.equal(one, holders[0]) for one in holders)
+        assert torch.equal(outcome.state["embed.weight"], outcome.state["out.weight"])
+        assert torch.equal(outcome.state["out.weight"], found[0].state["out.weight"])
 
 
 @pytest.mark.parametrize("sync", ["local:2", "diloco:2"])

@@ -22,7 +22,7 @@ from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import GroupJob, ThreadJob
 
 pytestmark = pytest.mark.timeout(120)
-STRATEGIES = ["data=1", "data=4", "data=2,pipe=2", "pipe=2,tensor=2", "tensor=4", "pipe=4", "data=2,pipe=2,tensor=2"]
+STRATEGIES = ["data=1", "data=4", "data=2,pipe=2", "pipe=2,tensor=2", "tensor=4", "data=2,pipe=2,tensor=2"]
 
 
 def assert_same_entries(found: dict[str, Any], wanted: dict[str, Any]) -> None:

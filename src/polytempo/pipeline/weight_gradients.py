@@ -105,9 +105,10 @@ class WeightGradient:
 
 
 def call_hooks(param: nn.Parameter) -> None:
-    """Call the hooks of a parameter whose gradient is complete."""
+    """Call the optional hooks of a parameter whose gradient is complete."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
+        if getattr(hook, "optional", False):
+            hook(param)
 
 
 class _Split(torch.autograd.Function):  # type: ignore[misc]

@@ -135,11 +135,13 @@ def fit(
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
     in_place = not (chosen.automatic or chosen.is_split)
+    example, target = source.example()
     spread = chosen.distribute(
         model if in_place else copy.deepcopy(model),
         loss=loss,
         optimizer=optimizer,
-        example=source.example(),
+        example=example,
+        target=target,
         seed=seed,
         device=device,
         clip_norm=clip_norm,

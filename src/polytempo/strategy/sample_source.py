@@ -93,12 +93,12 @@ class SampleSource:
         batches = iter(lambda: list(islice(places, self.batch_size)), [])
         return self._load(islice(batches, replica, None, replicas), 0)
 
-    def example(self) -> tuple[Any, ...] | None:
-        """The inputs of the first batch, as a tuple; None for a stream, which may give its samples once only."""
+    def example(self) -> tuple[tuple[Any, ...] | None, Any]:
+        """The inputs of the first batch, as a tuple, and its targets; None of a stream, which may give its samples once."""
         if self.length is None:
-            return None
-        found = next(self._load(iter([list(range(self.batch_size))]), 0))[0]
-        return found if isinstance(found, tuple) else (found,)
+            return None, None
+        x, y = next(self._load(iter([list(range(self.batch_size))]), 0))
+        return (x if isinstance(x, tuple) else (x,)), y
 
     def _places(self, epoch: int) -> Iterator[Any]:
         """Indices of samples in the order of an epoch; of a stream the samples themselves."""
