@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from piped import ADAM, PLAIN, SGD, Batch, Outcome, alone, batches, layered, mse
 from test_pipeline_clipping import clipping
 from test_pipeline_models import Tied, seeded_model, words
@@ -93,6 +95,27 @@ def test_replicas_under_bsp_are_one_process_with_the_joint_batch(job: str, spec:
         )
     assert_equals(found, wanted)
     assert found[0].losses == found[1].losses != found[2].losses
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    mesh=st.sampled_from([Mesh(1, 3), Mesh(2, 1), Mesh(3, 1), Mesh(2, 3), Mesh(3, 2)]),
+    spec=st.sampled_from(["1f1b", "gpipe", "gpipe,recompute=0", "1f1b,spare=1", "sequential"]),
+    microbatches=st.sampled_from([1, 2, 4]),
+    sizes=st.lists(st.sampled_from([4, 8, 12]), min_size=3, max_size=3),
+    clip=st.sampled_from([None, 0.02, 10.0]),
+)
+def test_any_mesh_schedule_and_sizes_of_batches(
+    mesh: Mesh, spec: str, microbatches: int, sizes: list[int], clip: float | None
+) -> None:
+    model = layered(7)
+    data = [batches(2, size, seed=replica) for replica, size in enumerate(sizes[: mesh.data])]
+    wanted = alone(model, joined(data), clipping(SGD, clip) if clip else SGD)[1]
+    with GroupJob(mesh.size) as job:
+        found = job.run(
+            lambda session: replicated(session, mesh, model, data, schedule=spec, microbatches=microbatches, clip_norm=clip)
+        )
+    assert_equals(found, wanted)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])

@@ -214,7 +214,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return state
 
     def failure_groups(self) -> list[RankGroup]:
-        """The groups in which ranks that take the steps together tell each other why one of them cannot go on."""
+        """The groups in which ranks that take the steps together tell each other why one of them cannot go on.
+
+        Returns:
+            The groups of this rank; none where it takes its steps alone.
+        """
         if self._reducer is None:
             return []
         world, members = self._session.world(), self._reducer.spec.members or range(self._session.size)
