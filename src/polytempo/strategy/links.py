@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter, process_time, thread_time
 
 import torch
@@ -143,10 +143,10 @@ def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
 
 
 def _figures(small: Sequence[float], large: Sequence[float], nbytes: int = LARGE) -> tuple[float, float]:
-    """Latency and seconds a byte: what is usual for a small message, and what a large one takes longer at best. (The
-    difference of medians would be smaller than their noise.)"""
+    """Latency and seconds a byte: what a small message takes as a rule (the lower quartile: what other processes disturb is
+    above it), and what a large one takes longer at best."""
     per_byte = max(0.0, (min(large) - min(small)) / (nbytes - SMALL))
-    return max(0.0, median(small) - SMALL * per_byte), per_byte
+    return max(0.0, quantiles(small, n=4, method="inclusive")[0] - SMALL * per_byte), per_byte
 
 
 def _ping(p2p: PointToPoint, other: int, size: int) -> list[float]:
