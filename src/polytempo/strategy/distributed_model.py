@@ -271,7 +271,7 @@ class DistributedModel:
     @property
     def stats(self) -> dict[str, Any]:
         """Figures of this rank so far: rank, steps, samples, seconds (computing, waiting), and bytes_sent by axis (data,
-        pipe, tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, what is exchanged."""
+        pipe, tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, exchanged."""
         groups, built = self._groups, self.pipeline._built
         between = [group for group in built.runtime.gradient_sync.groups if group is not groups.replica]
         by_axis = {
