@@ -162,17 +162,18 @@ def worker(case: str, text: str, steps: int, file: str, device: str) -> None:
     mine = x.chunk(mesh.data)[own.point.data], y.chunk(mesh.data)[own.point.data]
     for _ in range(4):
         own.step(*mine)
-    ends = [time.perf_counter()]
+    ends, busy = [time.perf_counter()], time.process_time()
     for _ in range(steps):
         own.step(*mine)
         ends.append(time.perf_counter())
+    busy = (time.process_time() - busy) / steps
     counter = ByteCounter(lambda: own.stats["bytes_sent"])
     with counted_memory(own.pipeline.stage) as memory:
         own.step(*mine)
     moved, held = counter.read(), memory.read()
     seconds = [end - start for start, end in pairwise(ends)]
     kinds = astuple(held) if memory.allocated is None else (memory.allocated,)
-    counted = exchanged(group, [astuple(moved), kinds, statistics.median(seconds)])
+    counted = exchanged(group, [astuple(moved), kinds, statistics.median(seconds), busy])
     if session.rank == 0:
         told = {
             "strategy": text,
@@ -180,11 +181,13 @@ def worker(case: str, text: str, steps: int, file: str, device: str) -> None:
                 "bytes": [astuple(one) for one in predicted.moved],
                 "memory": [astuple(one) for one in predicted.memory],
                 "seconds": predicted.seconds,
+                "busy": list(predicted.time.busy),
             },
             "counted": {
                 "bytes": [one[0] for one in counted],
                 "memory": [one[1] for one in counted],
                 "seconds": statistics.median(one[2] for one in counted),
+                "busy": [one[3] for one in counted],  # on cores: of use where other processes disturb
             },
             "machine": asdict(machine),
             "layers": [asdict(one) for one in profile.layers],

@@ -39,6 +39,13 @@ links = st.builds(MeasuredLink, seconds, st.integers(0, 4).map(lambda rate: rate
 
 
 @st.composite
+def working_links(draw: st.DrawFn) -> MeasuredLink:
+    """A part of the latency is work."""
+    link, part = draw(links), draw(st.integers(0, 4))
+    return replace(link, core_s=link.latency * part / 8)
+
+
+@st.composite
 def layers(draw: st.DrawFn, split: bool = False) -> ShardedLayer:
     calls = (
         [TensorCall("all_reduce", 1024, backward) for backward in draw(st.lists(st.booleans(), max_size=3))] if split else ()

@@ -121,11 +121,18 @@ def test_plain_values_survive_json() -> None:
     ("given", "expected"),
     [
         ({}, ["nothing was measured yet"]),
+        ({"steps": 0, "seconds": {"computing": 0.0}, "bytes_sent": {"data": 0}}, ["nothing was measured yet"]),
         (
-            {"seconds": 0.25, "data_bytes": 4e6, "rank": 1, "memory_bytes": {"activations": 8e5, "other": 1}},
+            {
+                "rank": 1,
+                "steps": 4,
+                "seconds": {"computing": 0.75, "waiting": 0.25},
+                "bytes_sent": {"data": 16e6, "all": 17e6},
+                "memory_bytes": {"activations": 8e5, "other": 1},
+            },
             [
-                "step time",
-                "bytes moved, data 4 MB 4 MB +0.0 %",
+                "step time 156 ms 250 ms -37.4 %",
+                "bytes moved a step, data 4 MB 4 MB +0.0 %",
                 "memory, activations 1 MB 800 kB +25.0 %",
             ],
         ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_costs import FREE, layer, layers, links, machine, model, seconds
+from strategy_costs import FREE, layer, layers, links, machine, model, seconds, working_links
 
 from polytempo.mesh import Mesh
 from polytempo.pipeline import timeline
@@ -68,7 +68,7 @@ def spread(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     return plan, model(*chain, tensor=mesh.tensor, tied=tied)
 
 
-@given(spread(), st.integers(1, 12), links, st.integers(0, 3))
+@given(spread(), st.integers(1, 12), working_links(), st.integers(0, 3))
 @settings(max_examples=80, deadline=None)
 def test_no_step_is_shorter_than_the_work_of_a_rank_or_a_host(case, cores, link, crowd) -> None:  # type: ignore[no-untyped-def]
     plan, profile = case
@@ -109,7 +109,7 @@ def test_one_rank_takes_the_sum_of_its_work(chain, microbatches, schedule, actio
     assert found.busy == (pytest.approx(expected, abs=1e-9),)
 
 
-@given(spread(), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), links)
+@given(spread(), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), working_links())
 @settings(max_examples=60, deadline=None)
 def test_one_block_of_ranks_stands_for_all(case, each, cores, link) -> None:  # type: ignore[no-untyped-def]
     """The same step with all ranks simulated: a machine whose hosts are written in another order is not recognised."""
@@ -166,6 +166,19 @@ def test_reductions_are_those_measured_for_a_group_of_that_size() -> None:
     waits, works = collective_work("data", (0, 1, 2, 3), 10.0, where)
     assert (waits, works) == (Work(0.0, 3.0), Work(10.0))  # four ranks on two cores had half the speed when it was measured
     assert step_time(whole(Mesh(4), 1), model(layer(0.0, 0.0, weights=10.0)), where).seconds == pytest.approx(23.0)
+
+
+def test_the_work_of_a_message_keeps_a_core_from_others() -> None:
+    """One microbatch through two stages and back; both work for the messages, and each message still takes its latency."""
+    link, plan = MeasuredLink(1.0, 0.0, core_s=0.25), whole(Mesh(1, 2), 2)
+    profile = model(layer(1.0, 1.0), layer(1.0, 1.0))
+    apart = step_time(plan, profile, machine(2, inside=link))
+    assert apart.busy == (2.0 + 3 * 0.25, 2.0 + 3 * 0.25)  # activation, gradient, loss
+    assert single_step(plan, profile, machine(2, inside=link)) == 4.0 + 2 * 1.0 + 0.25  # the loss is read at the end
+    four = whole(Mesh(2, 2), 2, sync="asp")
+    assert (
+        step_time(four, profile, machine(4, 1, link)).seconds > step_time(four, profile, machine(4, 1, FREE)).seconds + 3.0
+    )
 
 
 def test_between_hosts_a_collective_is_time_and_no_work() -> None:

@@ -65,6 +65,7 @@ class MeasuredLink:
 
     latency: float
     per_byte: float
+    core_s: float = 0.0  #: of the latency, seconds on a core: of the sender and of the receiver each, or of each member
 
     def seconds(self, nbytes: float) -> float:
         """The time of one message."""

@@ -270,8 +270,8 @@ class DistributedModel:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Figures of this rank so far: steps, samples, seconds (computing, waiting), and bytes_sent by axis (data, pipe,
-        tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, what is exchanged."""
+        """Figures of this rank so far: rank, steps, samples, seconds (computing, waiting), and bytes_sent by axis (data,
+        pipe, tensor) and in all: what is handed to other ranks, sent or in shared memory; over servers, exchanged."""
         groups, built = self._groups, self.pipeline._built
         between = [group for group in built.runtime.gradient_sync.groups if group is not groups.replica]
         by_axis = {
@@ -281,6 +281,7 @@ class DistributedModel:
         }
         waiting = sum(done.waited for done in self.pipeline.log) + self.optimizer.stats["waited_s"]
         return {
+            "rank": self._made.session.rank,
             "steps": self.steps,
             "samples": self.samples,
             "seconds": {"computing": max(0.0, self._seconds - waiting), "waiting": waiting},

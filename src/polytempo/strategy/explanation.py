@@ -118,8 +118,8 @@ class Explanation:
         """Predicted beside measured, after training.
 
         Args:
-            measured: What was measured: `seconds` of a step, `pipe_bytes`, `tensor_bytes` and `data_bytes` of this worker in
-                a step, `memory_bytes` by kind, and the `rank` that they are of (0). What is missing is left out.
+            measured: `DistributedModel.stats` of a worker: its `rank`, `steps`, `seconds` and `bytes_sent` by axis; also
+                `memory_bytes` by kind, where it was counted. What is missing is left out.
 
         Returns:
             A table of the figures that are in both.
@@ -130,7 +130,7 @@ class Explanation:
         rows = list(_compared(chosen, measured))
         if not rows:
             return "nothing was measured yet"
-        heads = ("", "predicted", "measured", "difference")
+        heads = (f"worker {int(measured.get('rank', 0))}", "predicted", "measured", "difference")
         return "\n".join(_aligned([heads, *rows], left=1))
 
 
@@ -339,13 +339,14 @@ def _row_as_dict(row: TradeRow) -> dict[str, Any]:
 
 
 def _compared(one: Prediction, measured: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
-    rank = int(measured.get("rank", 0))
+    rank, steps = int(measured.get("rank", 0)), int(measured.get("steps", 0))
     moved, memory = one.moved[rank], one.memory[rank]
-    if measured.get("seconds") is not None:
-        yield _pair("step time", one.seconds, float(measured["seconds"]), written_seconds)
+    if steps and measured.get("seconds"):
+        yield _pair("step time", one.seconds, sum(measured["seconds"].values()) / steps, written_seconds)
+    sent = measured.get("bytes_sent") or {}
     for axis in ("pipe", "tensor", "data"):
-        if measured.get(f"{axis}_bytes") is not None:
-            yield _pair(f"bytes moved, {axis}", getattr(moved, axis), float(measured[f"{axis}_bytes"]), written_bytes)
+        if steps and axis in sent:
+            yield _pair(f"bytes moved a step, {axis}", getattr(moved, axis), sent[axis] / steps, written_bytes)
     for kind, value in (measured.get("memory_bytes") or {}).items():
         if hasattr(memory, kind):
             yield _pair(f"memory, {kind}", getattr(memory, kind), float(value), written_bytes)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter, process_time, thread_time
 
 import torch
@@ -129,21 +129,24 @@ def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
     """The link between two ranks; the others wait."""
     p2p = PointToPoint(group, torch.device("cpu"))
     times: list[list[float]] = []
+    core: list[float] = []
     for size in (SMALL, LARGE):
         if group.engine.rank == pair[0]:
+            before = thread_time()
             times.append([seconds / 2 for seconds in _ping(p2p, pair[1], size)])
+            core.append((thread_time() - before) / 2 / (1 + len(times[-1])))  # one sent and one received in each round
         elif group.engine.rank == pair[1]:
             _pong(p2p, pair[0])
     p2p.settle()
-    mine = _figures(times[0], times[1]) if times else (0.0, 0.0)
+    mine = (*_figures(times[0], times[1]), core[0]) if times else (0.0, 0.0, 0.0)
     return MeasuredLink(*_gathered(group, *mine)[group.ranks.index(pair[0])])
 
 
 def _figures(small: Sequence[float], large: Sequence[float], nbytes: int = LARGE) -> tuple[float, float]:
-    """Latency and seconds a byte: what is usual for a small message, and what a large one takes longer at best. (The
-    difference of medians would be smaller than their noise.)"""
+    """Latency and seconds a byte: what a small message takes as a rule (the lower quartile: what other processes disturb is
+    above it), and what a large one takes longer at best."""
     per_byte = max(0.0, (min(large) - min(small)) / (nbytes - SMALL))
-    return max(0.0, median(small) - SMALL * per_byte), per_byte
+    return max(0.0, quantiles(small, n=4, method="inclusive")[0] - SMALL * per_byte), per_byte
 
 
 def _ping(p2p: PointToPoint, other: int, size: int) -> list[float]:
@@ -176,7 +179,7 @@ def _tensor_reductions(world: World, group: RankGroup, size: int) -> Iterator[Me
     ranks = [range(first, first + size) for first in range(0, world.size, size)]
     made = [world.new_group(one) for one in ranks]  # all ranks make all groups, in the same order
     own = next(one for one in made if one is not None)
-    times = []
+    times, core = [], []
     for nbytes in (SMALL, LARGE):
         tensor = torch.zeros(nbytes // 4)
 
@@ -184,7 +187,8 @@ def _tensor_reductions(world: World, group: RankGroup, size: int) -> Iterator[Me
             own.all_reduce([tensor]).wait()
 
         times.append(timed_together(group, reduce))
-    return _of_groups(group, "tensor", ranks, _figures(times[0], times[1]))
+        core.append(_call_on_core(reduce))
+    return _of_groups(group, "tensor", ranks, (*_figures(times[0], times[1]), core[0]))
 
 
 def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[MeasuredReduction]:
@@ -192,17 +196,17 @@ def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[
     apart = session.size // size
     ranks = [range(first, session.size, apart) for first in range(apart)]
     members = ReplicaRanks(tuple(ranks[session.rank % apart]), session.rank % apart == 0)
-    before, session.optimizers = session.optimizers, session.measured
-    times = []
-    for nbytes in (SMALL, GRADIENTS):
-        param = nn.Parameter(torch.zeros(nbytes // 4))
-        inner = torch.optim.SGD([param], lr=0.0)
-        optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
-        together = timed_together(group, optimizer.step, partial(_make_gradient, param))
-        alone = median([_seconds(inner.step) for _ in range(LEAST)])
-        times.append([max(0.0, seconds - alone) for seconds in together])
-    session.measured, session.optimizers = session.optimizers, before
-    return _of_groups(group, "data", ranks, _figures(times[0], times[1], GRADIENTS))
+    times, core = [], []
+    with session.measuring():
+        for nbytes in (SMALL, GRADIENTS):
+            param = nn.Parameter(torch.zeros(nbytes // 4))
+            inner = torch.optim.SGD([param], lr=0.0)
+            optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
+            together = timed_together(group, optimizer.step, partial(_make_gradient, param))
+            alone = median([_seconds(inner.step) for _ in range(LEAST)])
+            times.append([max(0.0, seconds - alone) for seconds in together])
+            core.append(_call_on_core(optimizer.step, partial(_make_gradient, param)))
+    return _of_groups(group, "data", ranks, (*_figures(times[0], times[1], GRADIENTS), core[0]))
 
 
 def _make_gradient(param: nn.Parameter) -> None:
@@ -220,7 +224,7 @@ def _of_groups(
         hosts = sum(1 for host in group.place.hosts if set(host) & set(members))
         found.setdefault(hosts, []).extend(rows[member] for member in members)
     for hosts, those in sorted(found.items()):
-        link = MeasuredLink(max(row[0] for row in those), max(row[1] for row in those))
+        link = MeasuredLink(*(max(row[figure] for row in those) for figure in range(3)))
         yield MeasuredReduction(axis, len(ranks[0]), hosts, link)
 
 
@@ -238,6 +242,18 @@ def timed_together(group: RankGroup, call: Callable[[], object], prepare: Callab
     rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
     group.barrier().wait()
     return [seconds() for _ in range(rounds)]
+
+
+def _call_on_core(call: Callable[[], object], prepare: Callable[[], object] | None = None) -> float:
+    """Seconds on a core of a call that all ranks of a group make; the rest of its time it waits."""
+    total = 0.0
+    for _ in range(LEAST):
+        if prepare is not None:
+            prepare()
+        before = thread_time()
+        call()
+        total += thread_time() - before
+    return total / LEAST
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -9,12 +9,14 @@ Each rank has a program: work, messages to and from other stages, meetings of a 
 Ranks of a host share its cores: with more ranks at work than cores, each runs at cores / ranks of its speed (processor
 sharing). They all have the same speed then, so a host needs only one clock of work done, and the simulation is exact: events
 are the ends of pieces of work and the arrivals of messages. While several cores compute, each is slower by the measured
-contention. A message takes its link's latency and bytes, delays no other, and costs its sender nothing, as in
-`pipeline/timeline.py`. A collective starts when all its members are there. It was measured for groups of that size, with all
-groups at it side by side. Its latency is time in which ranks wait; its bytes are work of each rank, which on one host was
-shared as it is here, and between hosts time, too. Where a group of that size was not measured, the figure of two ranks is
-scaled: among p through shared memory each puts n bytes, adds up n and reads (p - 1) / p n, so bytes count (3 - 1 / p) / 2.5
-times; by messages between hosts 2 (p - 1) / p times.
+contention.
+
+A message takes its link's latency and bytes and delays no other, as in `pipeline/timeline.py`; a part of the latency is work
+of its sender, and as much of its receiver. A collective starts when all its members are there. It was measured for groups of
+that size, with all groups at it side by side. A part of its latency is work of each rank, and so are its bytes, which shared
+the cores of a host as they do here; the rest is time in which ranks wait, and between hosts all of it is. Where a group of
+that size was not measured, the figure of two ranks is scaled: among p through shared memory each puts n bytes, adds up n and
+reads (p - 1) / p n, so bytes count (3 - 1 / p) / 2.5 times; by messages between hosts 2 (p - 1) / p times.
 
 Hosts with equally many ranks and cores hold the same stages again and again: the ranks up to the first number that ends both
 a host and a replica are a block, all blocks do the same at the same time, and only the first is simulated.
@@ -32,7 +34,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from polytempo.errors import BrokenInvariant
-from polytempo.mesh import MeshPoint
 from polytempo.strategy.bytes_moved import HEAD, message_bytes
 from polytempo.strategy.costs import Machine, MeasuredLink, ModelProfile, ShardedLayer
 from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
@@ -183,32 +184,38 @@ class _Program:
             before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
             if 0 <= before <= last:
                 yield Await(self._key(before, stage, str(action)))
+                yield Work(self._link(before).core_s)
             yield overhead
             if forward or action.microbatch in again:
                 yield from self._layers(False)
             if not forward:
                 yield from self._layers(True)
             if 0 <= behind <= last:
-                yield Post(self._key(stage, behind, str(action)), self._message(min(stage, behind)))
+                yield Work(self._link(behind).core_s)
+                yield Post(self._key(stage, behind, str(action)), self._message(behind))
         yield from self._loss(stage, last)
 
     def _key(self, source: int, target: int, what: str) -> tuple[object, ...]:
         return (self._point.data, self._point.tensor, source, target, what)
 
-    def _message(self, cut: int) -> float:
-        """Seconds of a message between the stages `cut` and `cut` + 1."""
+    def _link(self, other: int) -> MeasuredLink:
+        """To another stage of this lane."""
+        return link_of((self._rank, self._plan.mesh.pipe_group(self._rank)[other]), self._machine)
+
+    def _message(self, other: int) -> float:
+        """Seconds of an activation or a gradient to a neighbouring stage, but for what both ends work."""
+        cut = min(self._point.pipe, other)
         last = self._profile.layers[self._plan.stage_layers(cut)[-1]].layer
-        ranks = [self._plan.mesh.rank(MeshPoint(self._point.data, at, self._point.tensor)) for at in (cut, cut + 1)]
-        return link_of(ranks, self._machine).seconds(message_bytes(last.activation_bytes))
+        return _on_the_way(self._link(other), message_bytes(last.activation_bytes))
 
     def _loss(self, stage: int, last: int) -> Iterator[Operation]:
         if stage == last:
-            lane = self._plan.mesh.pipe_group(self._rank)
             for other in range(last):
-                seconds = link_of([self._rank, lane[other]], self._machine).seconds(HEAD)
-                yield Post(self._key(last, other, "loss"), seconds)
+                yield Work(self._link(other).core_s)
+                yield Post(self._key(last, other, "loss"), _on_the_way(self._link(other), HEAD))
         else:
             yield Await(self._key(last, stage, "loss"))
+            yield Work(self._link(last).core_s)
 
     def _layers(self, backward: bool) -> Iterator[Operation]:
         for operation in self._passes[backward]:
@@ -273,6 +280,11 @@ def link_of(group: Iterable[int], machine: Machine) -> MeasuredLink:
     return machine.inside if _on_one_host(group, machine) else machine.between or machine.inside
 
 
+def _on_the_way(link: MeasuredLink, nbytes: float) -> float:
+    """Seconds of a message less those that its sender and its receiver work."""
+    return max(0.0, link.seconds(nbytes) - 2 * link.core_s)
+
+
 def reduction_of(axis: str, group: tuple[int, ...], machine: Machine) -> MeasuredLink:
     """A reduction on an axis among these ranks: as measured for such a group, or scaled from that of two ranks."""
     if (measured := machine.reduction(axis, group)) is not None:
@@ -280,7 +292,7 @@ def reduction_of(axis: str, group: tuple[int, ...], machine: Machine) -> Measure
     size = len(group)
     if _on_one_host(group, machine):
         link = (machine.data_inside if axis == "data" else None) or machine.reduce_inside or machine.inside
-        return MeasuredLink(link.latency, link.per_byte * (3 - 1 / size) / 2.5)
+        return MeasuredLink(link.latency, link.per_byte * (3 - 1 / size) / 2.5, link.core_s)
     link = (machine.data_between if axis == "data" else None) or machine.reduce_between or machine.between or machine.inside
     return MeasuredLink(link.latency * math.log2(size), link.per_byte * 2 * (size - 1) / size)
 
@@ -292,7 +304,8 @@ def collective_work(axis: str, group: tuple[int, ...], nbytes: float, machine: M
         return [Work(0.0, link.seconds(nbytes))]
     host = next(number for number, ranks in enumerate(machine.hosts) if group[0] in ranks)
     crowd = max(1.0, len(machine.hosts[host]) / machine.cores[host]) if machine.reduction(axis, group) is not None else 1.0
-    return [Work(0.0, link.latency), Work(link.per_byte * nbytes / crowd)]
+    core = min(link.core_s, link.latency / crowd)  # it took `crowd` times as long with all ranks at it
+    return [Work(0.0, link.latency - core * crowd), Work(core + link.per_byte * nbytes / crowd)]
 
 
 def collective_seconds(axis: str, group: tuple[int, ...], nbytes: float, machine: Machine) -> float:
