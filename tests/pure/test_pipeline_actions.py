@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text, to_text
+from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text, last_backwards, to_text
 from polytempo.pipeline.check import check
 from polytempo.pipeline.schedules import gpipe, pipedream
 from polytempo.pipeline.timeline import run
@@ -138,3 +138,8 @@ def test_replicas_take_turns() -> None:
         (2, 0),
         (2, 1),
     ]
+
+
+def test_the_last_backwards_before_updates() -> None:
+    schedule = from_text("stage 0: F0 F1 B0 B1 U F2 F3 B3 B2 U\nstage 1: F0 B0 F1 B1 U F2 F3 B3 B2 U")
+    assert [last_backwards(actions) for _, _, actions in schedule.each_replica()] == [{1, 2}, {1, 2}]

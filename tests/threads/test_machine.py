@@ -10,7 +10,7 @@ from polytempo.session.session import Session
 from polytempo.strategy import links
 from polytempo.strategy.costs import Machine
 from polytempo.strategy.links import measure_machine
-from polytempo.testing.threads import ThreadJob
+from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,3 +81,18 @@ def test_the_data_axis_beside_the_main_optimizer(monkeypatch: pytest.MonkeyPatch
     assert first.data_inside == first.reduction("data", [0, 1])
     assert torch.equal(param[0], torch.full((3,), 0.5))
     assert job.summary["updates"] == 1
+
+
+def test_nothing_is_left_of_measured_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job without a coordinator ranks that leave wait for the other ranks of each optimizer."""
+    monkeypatch.setattr(links, "SECONDS", 0.001)
+    monkeypatch.setattr(links, "GRADIENTS", 1 << 12)
+
+    def work(session: Session) -> tuple[int, int, int]:
+        measure_machine(session.world(), session=session)
+        DistributedOptimizer(torch.optim.SGD([params[session.rank]], 0.5))
+        return session.optimizers, len(session.joining), len(session._standbys)
+
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    with GroupJob(2) as job:
+        assert job.run(work) == [(1, 1, 0)] * 2

@@ -237,6 +237,19 @@ class Session:
             self.world().engine.keep_in_reserve()
         self.joining.append(join)
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Optimizers that are made in here are only measured: their numbers are apart, and ranks that leave do not wait for
+        them. All ranks make the same."""
+        optimizers, self.optimizers, joins = self.optimizers, self.measured, len(self.joining)
+        try:
+            yield
+        finally:
+            self.measured, self.optimizers = self.optimizers, optimizers
+            del self.joining[joins:]
+            while len(self._standbys) > max(0, joins - 1):
+                self._standbys.pop().end()
+
     def abandon(self) -> None:
         """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:

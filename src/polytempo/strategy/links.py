@@ -196,17 +196,16 @@ def _data_reductions(session: Session, group: RankGroup, size: int) -> Iterator[
     apart = session.size // size
     ranks = [range(first, session.size, apart) for first in range(apart)]
     members = ReplicaRanks(tuple(ranks[session.rank % apart]), session.rank % apart == 0)
-    before, session.optimizers = session.optimizers, session.measured
     times, core = [], []
-    for nbytes in (SMALL, GRADIENTS):
-        param = nn.Parameter(torch.zeros(nbytes // 4))
-        inner = torch.optim.SGD([param], lr=0.0)
-        optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
-        together = timed_together(group, optimizer.step, partial(_make_gradient, param))
-        alone = median([_seconds(inner.step) for _ in range(LEAST)])
-        times.append([max(0.0, seconds - alone) for seconds in together])
-        core.append(_call_on_core(optimizer.step, partial(_make_gradient, param)))
-    session.measured, session.optimizers = session.optimizers, before
+    with session.measuring():
+        for nbytes in (SMALL, GRADIENTS):
+            param = nn.Parameter(torch.zeros(nbytes // 4))
+            inner = torch.optim.SGD([param], lr=0.0)
+            optimizer = DistributedOptimizer(inner, sync="bsp", group=members)
+            together = timed_together(group, optimizer.step, partial(_make_gradient, param))
+            alone = median([_seconds(inner.step) for _ in range(LEAST)])
+            times.append([max(0.0, seconds - alone) for seconds in together])
+            core.append(_call_on_core(optimizer.step, partial(_make_gradient, param)))
     return _of_groups(group, "data", ranks, (*_figures(times[0], times[1], GRADIENTS), core[0]))
 
 
