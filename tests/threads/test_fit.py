@@ -330,3 +330,20 @@ def test_what_cannot_work_is_refused(strategy: str, options: dict[str, Any], sai
     with pytest.raises(pt.UsageError) as caught:
         fitted(strategy, 2, epochs=1, **options)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("sync", ["asp", "local:4", "gossip:ring"])
+def test_all_ranks_end_with_the_job_s_model_where_replicas_differ(sync: str) -> None:
+    """Without an evaluation, and with running statistics; a second run of the same job goes on from the first."""
+    models = [nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double() for _ in range(2)]
+
+    def work(session: Any) -> list[pt.History]:
+        options: dict[str, Any] = {"optimizer": ADAM, "batch_size": 12, "progress": False, "max_steps": 7}
+        return [pt.fit(models[session.rank], DATA, cross_entropy, strategy=f"data=2,sync={sync}", **options) for _ in (1, 2)]
+
+    with ThreadJob(2, 1, sync) as job:
+        found = job.run(work)
+    assert [history.stopped for history in found[0]] == ["max_steps", "max_steps"]
+    assert found[0][1]["loss"][-1] < found[0][0]["loss"][0]
+    for (name, one), other in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")

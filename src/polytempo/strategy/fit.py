@@ -164,6 +164,7 @@ def fit(
     if resume:
         run.resume()
     history = run.train()
+    spread.consolidate()
     if not in_place:
         model.load_state_dict(spread.state_dict())
     return history
