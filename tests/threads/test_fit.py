@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -334,16 +335,22 @@ def test_what_cannot_work_is_refused(strategy: str, options: dict[str, Any], sai
 
 @pytest.mark.parametrize("sync", ["asp", "local:4", "gossip:ring"])
 def test_all_ranks_end_with_the_job_s_model_where_replicas_differ(sync: str) -> None:
-    """Without an evaluation, and with running statistics; a second run of the same job goes on from the first."""
+    """With running statistics; the first run has no evaluation, the second, of the same job, evaluates the job's model."""
     models = [nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double() for _ in range(2)]
+    given: dict[str, Any] = {"optimizer": ADAM, "batch_size": 12, "progress": False, "strategy": f"data=2,sync={sync}"}
 
-    def work(session: Any) -> list[pt.History]:
-        options: dict[str, Any] = {"optimizer": ADAM, "batch_size": 12, "progress": False, "max_steps": 7}
-        return [pt.fit(models[session.rank], DATA, cross_entropy, strategy=f"data=2,sync={sync}", **options) for _ in (1, 2)]
+    def work(session: Any) -> tuple[dict[str, torch.Tensor], pt.History]:
+        model = models[session.rank]
+        history = pt.fit(model, DATA, cross_entropy, max_steps=7, **given)
+        assert history.stopped == "max_steps"
+        first = copy.deepcopy(model.state_dict())
+        return first, pt.fit(model, DATA, cross_entropy, max_steps=6, validation=HELD_OUT, **given)
 
     with ThreadJob(2, 1, sync) as job:
         found = job.run(work)
-    assert [history.stopped for history in found[0]] == ["max_steps", "max_steps"]
-    assert found[0][1]["loss"][-1] < found[0][0]["loss"][0]
-    for (name, one), other in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    for states in ([first for first, _ in found], [model.state_dict() for model in models]):
+        for name in states[0]:
+            torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-12)
+    with torch.no_grad():
+        expected = float(cross_entropy(models[0].eval()(HELD_OUT[0]), HELD_OUT[1]))
+    assert found[0][1]["val_loss"][-1] == pytest.approx(expected, abs=1e-12)
