@@ -177,6 +177,8 @@ def auto_strategy(rounds: int = ROUNDS, models: tuple[str, ...] = MODELS) -> Non
         found = measured(name, rounds)
         table, overs[name] = report(name, found)
         save(OUT, f"auto-{name}", [table], found)
+        for text, reason in found["refused"].items():
+            print(f"{short(text)}: refused: {reason}")
         print(f"auto: {found['why']}\n({found['chosen_in']:.1f} s to choose, {time.monotonic() - began:.0f} s in all)\n")
     kept = all(over <= BAR for over in overs.values())
     print("auto against the best:", ", ".join(f"{name} {100 * over:+.1f} %" for name, over in overs.items()))

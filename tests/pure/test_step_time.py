@@ -184,3 +184,10 @@ def test_the_work_of_a_message_keeps_a_core_from_others() -> None:
 def test_between_hosts_a_collective_is_time_and_no_work() -> None:
     far = Machine(((0,), (1,)), (1, 1), FREE, MeasuredLink(1.0, 0.5))
     assert collective_work("data", (0, 1), 10.0, far) == [Work(0.0, 6.0)]
+
+
+def test_in_a_long_run_a_late_update_overlaps_with_the_next_step() -> None:
+    """The middle stage updates for 3 s, while the first begins the next step: 7 s from one to the next, not 8."""
+    profile, plan = model(layer(1.0, 1.0), layer(1.0, 1.0, update=3.0), layer(1.0, 1.0)), whole(Mesh(1, 3), 3)
+    assert single_step(plan, profile, machine(3)) == 8.0
+    assert step_time(plan, profile, machine(3)).seconds == 7.0

@@ -112,6 +112,7 @@ def test_what_a_mode_means_for_the_exchange() -> None:
 
 def test_what_does_not_divide_is_refused_with_the_nearest() -> None:
     assert batch_problem(12, 5, 1) == "a batch of 12 cannot be cut by data=5; nearest: data=4"
+    assert batch_problem(12, 8, 1, world=8) == "a batch of 12 cannot be cut by data=8; nearest: data=4"
     assert batch_problem(12, 2, 4) == "6 samples cannot be cut into 4 equal microbatches; nearest: microbatches=3"
     assert batch_problem(12, 2, 3) is None
     with pytest.raises(UsageError, match="nearest: microbatches=3"):

@@ -173,7 +173,7 @@ def test_meshes_and_microbatches() -> None:
     assert microbatch_counts(SearchSpace(4, 32, memory=1e9), Mesh(4)) == [1, 2, 4, 8]
     assert microbatch_counts(SearchSpace(4, 32, microbatches=16), Mesh(1, 4)) == [16]
     space = SearchSpace(4, 6)
-    assert mesh_problem(space, Mesh(4), 3) == "a batch of 6 cannot be cut by data=4; nearest: data=3"
+    assert mesh_problem(space, Mesh(4), 3) == "a batch of 6 cannot be cut by data=4; nearest: data=2"
     assert mesh_problem(space, Mesh(1, 4), 3) == "4 stages need 4 layers with parameters, the model has 3"
     with pytest.raises(UsageError, match="no strategy is possible for 4 ranks: a batch of 7"):
         search(

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from spreading import MOMENTUM, assert_same, cross_entropy, everywhere, part_of, sentences, trained_alone, transformer
+from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.strategy import planning
+from polytempo.strategy.fit import fit
 from polytempo.strategy.strategy import Strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,6 +76,9 @@ def test_what_is_impossible_is_said_on_all_ranks() -> None:
         with pytest.raises(UsageError, match="fits into memory=1 kB; the least that any needs is") as little:
             strategy.distribute(transformer(), loss=cross_entropy, optimizer=MOMENTUM, example=(x,))
         impossible = Strategy.parse("tensor=3").explain(transformer(), x, batch=15)
+        uneven = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
+        empty = Strategy.parse("pipe=3").explain(uneven, torch.ones(15, 3), batch=15, stages=(1, 2, 2))
+        assert empty.rows[-1].problem.startswith("stage 1 of 3 has no parameters to train")
         with pytest.raises(UsageError, match="give an example") as nothing:
             Strategy.auto().distribute(transformer(), loss=cross_entropy, optimizer=MOMENTUM)
         with pytest.raises(UsageError, match="layer '0' cannot be run on the example") as wrong:
@@ -84,3 +89,24 @@ def test_what_is_impossible_is_said_on_all_ranks() -> None:
     assert all(one == found[0] for one in found)
     assert "3" in found[0][3]
     assert "tensor=" in found[0][3]
+
+
+def test_auto_keeps_what_is_given_and_fit_trains_by_it() -> None:
+    """A schedule and a number of microbatches; all ranks end with the values of one process."""
+    data = sentences(2)
+    wanted = trained_alone(data)[0].state_dict()
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+
+    def work(session: Session) -> Any:
+        model = transformer()
+        strategy = "auto,schedule=gpipe,microbatches=2"
+        history = fit(
+            model, (x, y), cross_entropy, optimizer=MOMENTUM, strategy=strategy, batch_size=16, shuffle=False, progress=False
+        )
+        assert history.model is not None
+        return str(history.model.strategy), model.state_dict()
+
+    for strategy, state in everywhere(2, work):
+        assert "microbatches=2" in strategy
+        assert "schedule=gpipe" in strategy
+        assert_same(state, wanted)

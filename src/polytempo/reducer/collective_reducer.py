@@ -118,6 +118,8 @@ class BucketRounds:
         gradients: This rank's gradients.
         mean: Receives the mean.
         compare: Refuses parameters that are not the same on all ranks of a group.
+        resumes_exactly: The first round is scaled by the weights of its ballots, as later ones are by those of the round
+            before, so that a resumed run is the same to the bit. Buckets that have left by then are reduced again.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class BucketRounds:
         gradients: FlatBuffer,
         mean: FlatBuffer,
         compare: Callable[[RankGroup], None],
+        resumes_exactly: bool = True,
     ) -> None:
         self.voters, self._compare = voters, compare
         self._count = len(layout.places)
@@ -138,7 +141,7 @@ class BucketRounds:
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
         self._total = float(voters.group.size)  # and those of all ranks together
-        self._is_first = True  # no total is known: the first round is scaled as later ones are, so that a resume is exact
+        self._is_first = resumes_exactly  # and no total is known: it is scaled as later ones are
         self._start_over()
 
     def _start_over(self) -> None:
@@ -240,7 +243,7 @@ class BucketRounds:
 
     @property
     def _needs_total(self) -> bool:
-        """float16 may overflow when it is scaled for another total."""
+        """float16 may overflow when it is scaled for another total, and the first round has none."""
         return self._is_narrow or self._is_first
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
@@ -357,7 +360,7 @@ class CollectiveReducer(Reducer):
             self.voters = VotingGroup(session.world(), number_of(name), session.least, spec.members)
         else:  # its rounds and these follow one another
             self.voters = beside.voters
-        self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare)
+        self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare, hooked)
         self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
         self.step = self._clock.step if self._clock is not None else 0
         self._start(params)

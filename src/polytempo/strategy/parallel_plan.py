@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +105,11 @@ def axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
     yield from (("data", mesh.data), ("pipe", mesh.pipe), ("tensor", mesh.tensor))
 
 
-def batch_problem(batch: int, data: int, microbatches: int) -> str | None:
-    """Why a batch cannot be cut so; None where it can."""
+def batch_problem(batch: int, data: int, microbatches: int, world: int | None = None) -> str | None:
+    """Why a batch cannot be cut so; None where it can. `world`: replicas are to share this number of ranks."""
     if batch % data:
-        near = min(divisors(batch), key=lambda number: (abs(number - data), number))
+        possible = divisors(batch if world is None else math.gcd(batch, world))
+        near = min(possible, key=lambda number: (abs(number - data), number))
         return f"a batch of {batch} cannot be cut by data={data}; nearest: data={near}"
     if (batch // data) % microbatches:
         near = min(divisors(batch // data), key=lambda number: (abs(number - microbatches), number))

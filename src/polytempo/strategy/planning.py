@@ -61,11 +61,15 @@ class PlannedModel:
         """The parameters of each layer between which the model can be cut, by which stages are balanced by default."""
         return list(layers_of(self.model, self.inputs).costs)
 
-    def trained_layers(self) -> int:
-        """The layers that have parameters to train."""
+    def trained(self) -> list[bool]:
+        """Which layers have parameters to train."""
         chain = layers_of(self.model, self.inputs)
         parts = [chain.part(number, number + 1) for number in range(len(chain.costs))]
-        return max(1, sum(any(param.requires_grad for _, param in part.parameters()) for part in parts))
+        return [any(param.requires_grad for _, param in part.parameters()) for part in parts]
+
+    def trained_layers(self) -> int:
+        """The number of layers that have parameters to train."""
+        return max(1, sum(self.trained()))
 
     def split_problem(self, shards: int) -> str | None:
         """Why its layers cannot be split over this number of ranks."""
@@ -238,7 +242,12 @@ def search_space(
     samples = batch if batch is not None else rows(planned.inputs)
     if samples < 1:
         raise UsageError(f"expected a batch of at least 1 sample, got {samples}; give batch=, or an example with samples")
-    return SearchSpace(world, samples, memory, mode, strategy.via, microbatches=None, problem=problem)
+    found_space = SearchSpace(world, samples, memory, mode, strategy.via, problem=problem)
+    if strategy.automatic and strategy.microbatches is not None:
+        found_space = replace(found_space, microbatches=strategy.microbatches)
+    if strategy.automatic and strategy.schedule != Strategy.schedule:
+        found_space = replace(found_space, schedules=(strategy.schedule,))
+    return found_space
 
 
 def _workers(strategy: Strategy, session: Session | None, world: int | None) -> int:
@@ -268,6 +277,10 @@ def _given_plan(
         ends = balanced(planned.costs(), mesh.pipe)
         stages = tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
     plan = ParallelPlan(mesh, stages, space.batch, count, resolved.schedule, space.sync, resolved.via)
+    trained = planned.trained()
+    for stage in range(mesh.pipe):
+        if mesh.pipe > 1 and not any(trained[layer] for layer in plan.stage_layers(stage)):
+            return None, f"stage {stage} of {mesh.pipe} has no parameters to train; give stages= with parameters in each"
     return plan, ""
 
 

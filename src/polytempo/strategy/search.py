@@ -132,7 +132,7 @@ def mesh_problem(space: SearchSpace, mesh: Mesh, layers: int) -> str | None:
     """Why a mesh is impossible; None where it is possible."""
     if mesh.pipe > layers:
         return f"{mesh.pipe} stages need {mesh.pipe} layers with parameters, the model has {layers}"
-    return batch_problem(space.batch, mesh.data, space.microbatches or 1) or space.problem(mesh)
+    return batch_problem(space.batch, mesh.data, space.microbatches or 1, space.world) or space.problem(mesh)
 
 
 def cuttable_layers(profile: ModelProfile) -> int:
