@@ -16,7 +16,7 @@ import polytempo.tables
 
 MODULES: list[ModuleType] = [polytempo, polytempo.horovod, polytempo.simulate, polytempo.tables]
 #: Made by the library, never by a script.
-HANDLES = {"DistributedModel", "Group", "Task"}
+HANDLES = {"DistributedModel", "FitRun", "Group", "Task"}
 
 
 def described(function: Any, text: str) -> list[str]:
