@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median, quantiles
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, thread_time
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ def _measured(world: World, work: Callable[[], object], session: Session | None)
         between=between,
         reduce_inside=_of_two(reductions, "tensor", 1),
         reduce_between=_of_two(reductions, "tensor", 2),
-        contention=_contention(group, hosts, work),
+        contention=_contention(group, hosts, cores, work),
         action_s=_agreed(group, _action_seconds(), group.ranks[0]),
         data_inside=_of_two(reductions, "data", 1),
         data_between=_of_two(reductions, "data", 2),
@@ -276,9 +276,9 @@ def _perceptron() -> Callable[[], object]:
     return work
 
 
-def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], work: Callable[[], object]) -> float:
-    """The time on the cores that the work takes on all ranks at once, over that on one of them; of the host where it grows
-    most. Time in which a rank waits for a core does not count: that cores are shared is known."""
+def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], cores: Sequence[int], work: Callable[[], object]) -> float:
+    """How much longer the work takes on all ranks at once than on one of them, of the host where it grows most. That ranks
+    share cores is known, and does not count."""
     if max(map(len, hosts)) == 1:
         return 1.0
     work()
@@ -288,13 +288,18 @@ def _contention(group: RankGroup, hosts: Sequence[Sequence[int]], work: Callable
     rounds = max(LEAST, min(MOST, int(SECONDS / max(1e-9, slowest))))
     group.barrier().wait()
     together = median([_core_seconds(work) for _ in range(rounds)])
-    rows = _gathered(group, alone, together)
-    return max([1.0, *(sum(rows[member][1] for member in host) / len(host) / rows[host[0]][0] for host in hosts)])
+    rows, single = _gathered(group, alone, together), torch.get_num_threads() == 1
+    found = [1.0]
+    for host, free in zip(hosts, cores, strict=True):
+        shared = 1.0 if single else max(1.0, len(host) / free)
+        found.append(sum(rows[member][1] for member in host) / len(host) / rows[host[0]][0] / shared)
+    return max(found)
 
 
 def _core_seconds(call: Callable[[], object]) -> float:
-    """Seconds on cores: of all threads, where torch computes with several."""
-    clock = thread_time if torch.get_num_threads() == 1 else process_time
+    """Seconds on the core. Where torch computes with several threads, seconds of the clock: threads that wait for each
+    other spin, and the more ranks compute the longer, which no layer has to wait for."""
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
     started = clock()
     call()
     return max(1e-9, clock() - started)
