@@ -30,6 +30,7 @@ bench: $(INSTALLED)
 
 proof: $(INSTALLED)
 	$(BIN)/python benchmarks/proof.py $(ARGS)
+	$(BIN)/python -m pytest -q --proof -m proof
 	$(BIN)/python -m pytest -q --proof tests/pure/test_exhaustive.py tests/pure/test_adpsgd_model.py tests/pure/test_decoupled.py
 
 figures: $(INSTALLED)

@@ -33,7 +33,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--quick`: the first quarter of each property's examples; `make test` tries them all."""
+    """`--quick`: the first quarter of each property's examples; `make test` tries them all. Tests marked `proof` are
+    left to `make proof`."""
+    if not config.getoption("--proof"):
+        left = [item for item in items if item.get_closest_marker("proof")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("proof")]
     properties = {function for item in items if hasattr(function := getattr(item, "obj", None), SETTINGS)}
     for function in properties if config.getoption("--quick") else ():
         usual = getattr(function, SETTINGS)

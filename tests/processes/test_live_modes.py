@@ -34,7 +34,11 @@ def most_ahead(bench: Bench, workers: int) -> int:
     return ahead
 
 
-@pytest.mark.parametrize("sync", MODES)
+#: Modes whose gates are those of others in processes; their own orders are walked through in tests/pure.
+ALIKE = ("dssp-paper:1..4", "every:3", "delay:2")
+
+
+@pytest.mark.parametrize("sync", [pytest.param(sync, marks=pytest.mark.proof) if sync in ALIKE else sync for sync in MODES])
 def test_a_slow_worker_and_hiccups(sync: str, bench: Bench) -> None:
     flags = ["-n", "3", "--sync", sync, "--slow", "2:3", "--hiccup", "0.1:50ms", "--seed", "5"]
     done = bench.run("run", *flags, "--record", "record", PACED, ".", "steps=25")

@@ -27,7 +27,7 @@ def measured(bench: Bench, workers: int, *flags: str) -> tuple[list[int], int]:
     return of_workers, of_server
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_worker_keeps_its_bucket_and_a_server_its_shard_and_one_mean(workers: int, bench: Bench) -> None:
     of_workers, of_server = measured(bench, workers, "--via", "ps", "--servers", "1")
     given_back = MODEL  # the gradients that the worker started with

@@ -206,7 +206,7 @@ TORCH: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimizers cause it
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("dim", [1, 16, 19])
+@pytest.mark.parametrize("dim", [1, pytest.param(16, marks=pytest.mark.proof), 19])
 @pytest.mark.parametrize("case", TORCH)
 def test_a_sparse_embedding_trained_by_torch_is_the_same_to_the_bit(case: str, dim: int, dtype: str, shards: int) -> None:
     optimizer, theirs, ours = TORCH[case]

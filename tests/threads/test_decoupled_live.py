@@ -229,7 +229,11 @@ def test_each_fragment_has_merges_of_its_own(sync: str, tmp_path: Path) -> None:
         assert_close([held[index] for index in part], merged_again(lines, part), EXACT)
 
 
-@pytest.mark.parametrize("jobs", [range(6), pytest.param(range(6, 100), marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "jobs",
+    [range(6), pytest.param(range(6, 50), marks=pytest.mark.long), pytest.param(range(50, 100), marks=pytest.mark.proof)],
+    ids=["few", "many", "more"],
+)
 def test_random_jobs_end_and_merge_each_change_once(jobs: range, tmp_path: Path) -> None:
     """Any quorum, up to all; workers that leave at any moment wait for each other's merges, of every fragment."""
     for seed in jobs:

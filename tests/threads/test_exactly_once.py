@@ -156,7 +156,7 @@ def replace_connections(sync: str, servers: int) -> None:
 
 
 @pytest.mark.parametrize("copies", [pytest.param(0, id="lost", marks=pytest.mark.long), pytest.param(2, id="doubled")])
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.proof), 3])
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_messages_lost_or_doubled_in_either_direction_change_nothing(sync: str, servers: int, copies: int) -> None:
     channels: list[UnreliableChannel] = []

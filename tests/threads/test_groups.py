@@ -116,7 +116,7 @@ def test_a_million_numbers_are_added_up(worlds_of: Cache, kind: str, how: str) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.proof), 3, pytest.param(5, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_million_numbers_go_every_way(worlds_of: Cache, kind: str, size: int) -> None:
     """Several boards after each other, many pieces, many frames. Two thirds of them are no round number of anything."""

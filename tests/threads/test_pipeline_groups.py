@@ -18,7 +18,7 @@ from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.runtime import RankLayout
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
-from polytempo.train.communication import all_reduce, new_group
+from polytempo.train.communication import all_reduce, barrier, new_group
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]
 
@@ -71,10 +71,12 @@ def test_side_by_side_with_tied_weights_and_replicas_beside_collectives_of_all()
         first, second = new_group([0, 2, 4]), new_group([1, 3, 5])
         if session.rank % 2 == 0:
             pipe = Pipeline(copy.deepcopy(tied), loss=loss, optimizer=PLAIN, microbatches=4, group=first)
+            barrier()  # ranks are threads: none computes while another traces
             losses = [pipe.step(x, y) for x, y in words(3, 8)]
         else:
             options: dict[str, Any] = {"stages": 2, "replicas": (2, 1), "microbatches": 4}
             pipe = Pipeline(copy.deepcopy(plain), loss=mse, optimizer=PLAIN, group=second, **options)
+            barrier()
             losses = [pipe.step(x, y) for x, y in data]
         total = torch.ones(1)
         all_reduce(total, group=new_group())

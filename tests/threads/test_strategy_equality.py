@@ -32,8 +32,14 @@ def factorisations(size: int) -> list[str]:
     return [f"data={d},pipe={k},tensor={t}" for d, k, t in counts if k <= 5 and t <= 4]
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "clip"),
+    [
+        pytest.param(name, clip, marks=[] if (clip is None) == (number % 2 == 0) else pytest.mark.proof)
+        for number, name in enumerate(OPTIMIZERS)
+        for clip in (None, 0.5)
+    ],
+)
 def test_two_by_two_by_two_is_one_process_after_20_steps(optimizer: str, clip: float | None) -> None:
     make, data = OPTIMIZERS[optimizer], sentences(20)
     model, plain = trained_alone(data, make, clip)

@@ -111,7 +111,7 @@ def as_it_is(session: Session) -> None:
     pass
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.proof), 3])
 @pytest.mark.parametrize(("sync", "scale"), MODES)
 def test_the_end_is_a_count(sync: str, scale: float, servers: int) -> None:
     with ThreadJob(WORKERS, servers, sync) as job:
@@ -192,7 +192,13 @@ def now_and_then(seed: int, copies: int) -> Fate:
 @pytest.mark.parametrize("copies", [pytest.param(0, id="lost", marks=pytest.mark.long), pytest.param(2, id="doubled")])
 @pytest.mark.parametrize(
     ("sync", "servers", "cached"),
-    [("asp", 1, False), ("asp", 2, True), ("bsp", 2, False), ("bsp", 2, True), ("delay:2", 2, True)],
+    [
+        pytest.param("asp", 1, False, marks=pytest.mark.proof),
+        ("asp", 2, True),
+        ("bsp", 2, False),
+        pytest.param("bsp", 2, True, marks=pytest.mark.proof),
+        ("delay:2", 2, True),
+    ],
 )
 def test_messages_lost_or_doubled_in_either_direction_change_nothing(
     sync: str, servers: int, cached: bool, copies: int
