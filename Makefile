@@ -22,7 +22,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n $(TESTERS) --dist worksteal -m "not long" --quick tests/pure tests/threads
+	$(BIN)/python -m pytest -q -n $(TESTERS) --dist worksteal -m "not long" -k "not ipc" --quick tests/pure tests/threads
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

@@ -22,7 +22,7 @@ from polytempo.strategy.prediction import Prediction, predict
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import GroupJob, ThreadJob
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 
 LINK = MeasuredLink(0.0, 0.0)
 MACHINE = Machine(((0, 1, 2, 3),), (1,), LINK, reduce_inside=LINK)

@@ -17,6 +17,8 @@ import polytempo as pt
 from polytempo.server.job_plan import Limits
 from polytempo.testing.threads import GroupJob, ThreadJob
 
+pytestmark = pytest.mark.long
+
 ADAM = partial(torch.optim.Adam, lr=0.02)
 cross_entropy = nn.functional.cross_entropy
 WIDTH = 4

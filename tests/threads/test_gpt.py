@@ -15,6 +15,8 @@ from torch import nn
 import polytempo as pt
 from polytempo.testing.threads import GroupJob, ThreadJob
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 WIDTH, CONTEXT, CHARACTERS = 16, 8, 128
 

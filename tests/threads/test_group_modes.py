@@ -35,7 +35,7 @@ from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires, pytest.mark.long]
 
 START = made_params([(4,)])
 

@@ -11,7 +11,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.session.session import Session
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.both_wires, pytest.mark.long]
 
 STEPS = 12
 

@@ -27,7 +27,7 @@ from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.communication import Group
 from polytempo.train.optimizer import DistributedOptimizer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 
 def lane(session: Session, mesh: Mesh) -> Group:

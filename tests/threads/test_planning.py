@@ -15,7 +15,7 @@ from polytempo.strategy import planning
 from polytempo.strategy.fit import fit
 from polytempo.strategy.strategy import Strategy
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from polytempo.strategy.checkpoint import read_checkpoint
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import GroupJob, ThreadJob
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 STRATEGIES = ["data=1", "data=4", "data=2,pipe=2", "pipe=2,tensor=2", "tensor=4", "data=2,pipe=2,tensor=2"]
 
 

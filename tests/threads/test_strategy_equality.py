@@ -24,7 +24,7 @@ from polytempo.session.session import Session
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import ThreadJob
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
 
 def factorisations(size: int) -> list[str]:

@@ -27,7 +27,7 @@ from polytempo.strategy.distributed_model import DistributedModel
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import ThreadJob
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 Seen = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,12 +114,12 @@ def test_a_causal_hint_needs_the_mask() -> None:
 
 def test_evaluation_without_gradients_reads_no_shard_as_the_whole() -> None:
     model = seeded(lambda: Attention(batch_first=True)).eval()
-    x = inputs(True)[0]
+    x, copies = inputs(True)[0], [copy.deepcopy(model) for _ in range(2)]
     with torch.no_grad():
         wanted = model(x, x, x)[0]
 
     def work(group: RankTensorGroup) -> Tensor:
-        mine = seeded(lambda: Attention(batch_first=True)).eval()
+        mine = copies[group.rank]
         parallelize(mine, find_plan(mine, 2), group)
         with torch.no_grad():
             result: Tensor = mine(x, x, x)[0]
