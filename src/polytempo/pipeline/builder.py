@@ -388,7 +388,7 @@ def planned_stages(
             facts = asdict(found)
         except PolytempoError as error:
             facts = {"error": str(error)}
-    facts = _broadcast_facts(group, facts)
+    facts = broadcast_facts(group, facts)
     if "error" in facts:
         raise UsageError(facts["error"])
     return StagePlan(**facts | {"stages": tuple(PlannedStage(**stage) for stage in facts["stages"])})
@@ -409,7 +409,7 @@ def topology_of(spec: str, ranks: int) -> Topology:
     return topology
 
 
-def _broadcast_facts(group: RankGroup, facts: dict[str, Any]) -> dict[str, Any]:
+def broadcast_facts(group: RankGroup, facts: dict[str, Any]) -> dict[str, Any]:
     """The facts of the first rank, on every rank."""
     text = json.dumps(facts).encode()
     size = torch.tensor([len(text)])
@@ -418,5 +418,5 @@ def _broadcast_facts(group: RankGroup, facts: dict[str, Any]) -> dict[str, Any]:
     if group.rank == 0:
         letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     group.broadcast([letters], 0).wait()
-    found: dict[str, Any] = json.loads(bytes(letters.tolist()))
+    found: dict[str, Any] = json.loads(letters.numpy().tobytes())
     return found

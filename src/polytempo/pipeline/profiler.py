@@ -90,7 +90,7 @@ def measure_parts(
 
 
 def _samples(inputs: Sequence[Any]) -> int:
-    first = next((value for value in _tensors(inputs) if value.dim()), None)
+    first = next((value for value in tensors_in(inputs) if value.dim()), None)
     if first is None:
         kinds = ", ".join(type(value).__name__ for value in inputs)
         raise UsageError(f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch=")
@@ -113,7 +113,7 @@ def _measured_or_refused(
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
         said = " ".join(str(problem).split())[:200]
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(value))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(value))
         raise UsageError(
             f"layer {name!r} cannot be run on the example: it got {shapes or type(value).__name__} and said "
             f"{type(problem).__name__}: {said}; give an example that the model accepts"
@@ -127,13 +127,13 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
     with _saving(made):
         inputs = _fresh(value, part.changes_its_input())
         output = _called(part, inputs)
-    given = dict(_memory(tensor) for tensor in _tensors(inputs))
+    given = dict(_memory(tensor) for tensor in tensors_in(inputs))
     known = {_memory(tensor)[0] for tensor in (*params, *part.module.buffers())} | set(given)
     input_saved = sum(size for where, size in given.items() if where in made)
-    passed = dict(_memory(tensor) for tensor in _tensors(output))
+    passed = dict(_memory(tensor) for tensor in tensors_in(output))
     output_unsaved = sum(size for where, size in passed.items() if where not in known | set(made))
     made |= passed
-    gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in _tensors(output)]
+    gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_in(output)]
     _backward(output, gradients)
     times: list[_Times] = []
     while len(times) < repeats and not (seconds is not None and times and sum(map(_wall, times)) > seconds):
@@ -142,7 +142,7 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
         name,
         median(one.forward for one in times),
         median(one.backward for one in times),
-        sum(tensor.nbytes for tensor in _tensors(output)),
+        sum(tensor.nbytes for tensor in tensors_in(output)),
         sum(param.nbytes for param in params),
         sum(size for where, size in made.items() if where not in known),
         _spread([_wall(one) for one in times]),
@@ -174,7 +174,7 @@ def _spread(seconds: Sequence[float]) -> float | None:
 
 def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:
     inputs = _fresh(value, part.changes_its_input())
-    devices = {tensor.device for tensor in _tensors(inputs) if tensor.is_cuda}
+    devices = {tensor.device for tensor in tensors_in(inputs) if tensor.is_cuda}
     busy = process_time()
     forward = Undisturbed(devices)
     output = _called(part, inputs)
@@ -219,7 +219,7 @@ def _called(part: ModelPart, value: Any) -> Any:
 
 
 def _backward(output: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-    outputs = _tensors(output)
+    outputs = tensors_in(output)
     pairs = [(one, gradient) for one, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
@@ -281,7 +281,8 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in tuples, lists and dicts."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

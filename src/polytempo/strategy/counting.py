@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from polytempo.collectives.group import RankGroup
+from polytempo.pipeline.profiler import tensors_in
 from polytempo.pipeline.stage import Stage
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.strategy.bytes_moved import RankBytes
@@ -122,13 +123,13 @@ class MemoryCount:
 
     def begin(self, number: int, inputs: StageMessage, target: Any) -> None:
         """A microbatch is there; its targets, which the script has, do not count."""
-        given = [self.held.hold_view(value, value.nbytes) for value in _tensors(inputs.values)]
-        self._in_flight[number] = given + [self.held.hold_view(value, 0) for value in _tensors(target)]
+        given = [self.held.hold_view(value, value.nbytes) for value in tensors_in(inputs.values)]
+        self._in_flight[number] = given + [self.held.hold_view(value, 0) for value in tensors_in(target)]
 
     def forwarded(self, number: int) -> None:
         """Its outputs are kept for its backward."""
         outputs = self._stage.in_flight[number].outputs
-        self._in_flight[number] += [self.held.hold(value) for value in _tensors(outputs)]
+        self._in_flight[number] += [self.held.hold(value) for value in tensors_in(outputs)]
 
     def ended(self, number: int) -> None:
         """Its backward is done."""
@@ -191,14 +192,3 @@ def counted_memory(stage: Stage) -> Iterator[MemoryCount]:
             delattr(own, name)
         if stage.device.type == "cuda":
             count.allocated = torch.cuda.max_memory_allocated(stage.device)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)

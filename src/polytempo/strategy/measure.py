@@ -12,7 +12,7 @@ as, the ranks will compute.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
-from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, measure_parts
+from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, measure_parts, tensors_in
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
@@ -226,20 +226,9 @@ def _step_seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> flo
     return clock.seconds
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of an optimizer's state."""
-
-    def within(value: Any) -> Iterator[torch.Tensor]:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            for one in value.values():
-                yield from within(one)
-        elif isinstance(value, tuple | list):
-            for one in value:
-                yield from within(one)
-
-    yield from within(dict(optimizer.state))
+    return tensors_in(dict(optimizer.state))
 
 
 # Tied parameters.

@@ -7,7 +7,6 @@ raised on all ranks. Outside of a job, a short one measures the links (`measurin
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.collectives.group import RankGroup
 from polytempo.errors import UsageError
 from polytempo.mesh import Mesh
+from polytempo.pipeline.builder import broadcast_facts
 from polytempo.pipeline.partition import balanced, layers_of
 from polytempo.pipeline.profiler import Device
 from polytempo.pipeline.stage import Loss, MakeOptimizer
@@ -324,7 +323,7 @@ def measured_together(
             told = as_data(planned.measured(pairs), machine)
         except UsageError as error:
             told = {"error": str(error)}
-    told = _told(group, told)
+    told = broadcast_facts(group, told)
     if "error" in told:
         raise UsageError(told["error"])
     profiles, machine = from_data(told)
@@ -339,16 +338,3 @@ def _check_possible(pairs: Iterable[tuple[int, int]], space: SearchSpace, layers
 
 def _by_size(profiles: Iterable[ModelProfile]) -> Profiles:
     return {(profile.tensor, profile.microbatch): profile for profile in profiles}
-
-
-def _told(group: RankGroup, data: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 says, on every rank."""
-    text = json.dumps(data).encode()
-    size = torch.tensor([len(text)])
-    group.broadcast([size], 0).wait()
-    letters = torch.zeros(int(size), dtype=torch.uint8)
-    if group.rank == 0:
-        letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    group.broadcast([letters], 0).wait()
-    found: dict[str, Any] = json.loads(letters.numpy().tobytes())
-    return found
