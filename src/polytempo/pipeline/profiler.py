@@ -269,15 +269,15 @@ def _borrowed(module: nn.Module, device: Device) -> Iterator[None]:
 # Values between layers: tensors, and tuples, lists and dicts of them.
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def mapped_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with each tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {name: _mapped(change, one) for name, one in value.items()}
+        return {name: mapped_tensors(change, one) for name, one in value.items()}
     if isinstance(value, tuple | list):
-        return (
-            [_mapped(change, one) for one in value] if isinstance(value, list) else tuple(_mapped(change, v) for v in value)
-        )
+        changed = [mapped_tensors(change, one) for one in value]
+        return changed if isinstance(value, list) else tuple(changed)
     return value
 
 
@@ -289,7 +289,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(collect, value)
+    mapped_tensors(collect, value)
     return found
 
 
@@ -300,10 +300,10 @@ def _fresh(value: Any, copied: bool) -> Any:
         leaf = tensor.detach().requires_grad_(tensor.requires_grad)
         return leaf.clone() if copied else leaf
 
-    return _mapped(change, value)
+    return mapped_tensors(change, value)
 
 
 def _moved(value: Any, device: Device) -> Any:
     if device is None:
         return value
-    return _mapped(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)
+    return mapped_tensors(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)

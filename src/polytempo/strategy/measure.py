@@ -12,7 +12,7 @@ as, the ranks will compute.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
-from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, measure_parts, tensors_in
+from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, mapped_tensors, measure_parts, tensors_in
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
@@ -157,21 +157,11 @@ def taken(value: Any, count: int) -> Any:
             return tensor
         return tensor[:count] if len(tensor) >= count else tensor[torch.arange(count, device=tensor.device) % len(tensor)]
 
-    return _mapped(rows, value)
+    return mapped_tensors(rows, value)
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    return _mapped(lambda tensor: tensor.to(device), value)
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _mapped(change, one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(change, one) for one in value)
-    return value
+    return mapped_tensors(lambda tensor: tensor.to(device), value)
 
 
 # The optimizer.
