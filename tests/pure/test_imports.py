@@ -36,44 +36,57 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "protocol": ({"errors", "summation"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
-    "collectives": ({"errors", "transport", "summation"}, {"torch", "numpy"}),
+    "device": ({"errors", "transport"}, {"torch", "numpy"}),
+    "collectives": ({"errors", "transport", "summation", "device"}, {"torch", "numpy"}),
     "tables": ({"errors", "lazy_imports", "options", "protocol", "summation"}, {"torch", "numpy"}),
     "compression": ({"errors", "options"}, {"torch", "numpy"}),
     "server": (
         {
             *("errors", "checkpoints", "summation", "sync", "records", "protocol", "transport", "collectives", "optim"),
-            *("tables", "compression"),
+            *("tables", "compression", "device"),
         },
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
     "launch": (
-        {"checkpoints", "errors", "mesh", "version", "sync", "records", "protocol", "transport", "optim", "server"},
+        {
+            "checkpoints",
+            "device",
+            "errors",
+            "mesh",
+            "version",
+            "sync",
+            "records",
+            "protocol",
+            "transport",
+            "optim",
+            "server",
+        },
         {"rich", "torch"},
     ),
     "client": (
-        {"errors", "protocol", "transport", "tables", "compression", "server", "launch"},
+        {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launch"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
     "session": (
-        {"errors", "sync", "protocol", "transport", "collectives", "optim", "launch", "client"},
+        {"errors", "sync", "protocol", "transport", "collectives", "optim", "launch", "client", "device"},
         {"torch", "numpy"},
     ),
     "reducer": (
         {
             *("errors", "summation", "sync", "protocol", "transport", "collectives", "optim", "compression", "server"),
-            *("client", "session"),
+            *("client", "session", "device"),
         },
         {"torch", "numpy"},
     ),
     "train": (
         {
             *("errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "compression", "server"),
-            *("launch", "client", "session", "reducer", "mesh", "records"),
+            *("launch", "client", "session", "reducer", "mesh", "records", "device"),
         },
         {"torch", "numpy", "msgspec"},
     ),
     "pipeline": (
-        {"checkpoints", "errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
+        {"checkpoints", "device", "errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
         {"torch", "numpy", "safetensors"},
     ),
     "tensor_parallel": ({"errors", "collectives"}, {"torch"}),
@@ -89,7 +102,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "testing": (
         {
             *("errors", "checkpoints", "records", "protocol", "transport", "collectives", "server", "launch", "client"),
-            *("session", "train"),
+            *("session", "train", "device"),
         },
         set(),
     ),

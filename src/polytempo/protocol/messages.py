@@ -4,11 +4,12 @@ A message is one header and any number of raw buffers. Nothing that is received 
 one of these is refused. Buffers are checked against the layout where they are used.
 
     worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, MetricReport, StoreSet, StoreGet
-    worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull and Keep (with buffers)
+    worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull, Keep and ShareDevice (with buffers)
     server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
     coordinator -> servers     Entries (of the log), NormTotal, Stopped
     server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
-                               Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped
+                               Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
+                               DeviceShared
     launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
 
@@ -25,6 +26,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol.log import LogEntry
 from polytempo.protocol.values import (
     BufferRange,
+    DeviceRange,
     MixingRow,
     OptimizerSpec,
     Position,
@@ -100,6 +102,17 @@ class Push(WireMessage):
     gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
     loss: float | None = None  #: the mean loss of the local steps in it, where the mode asks for it
     lr: float | None = None  #: the learning rate of the last of them
+    fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
+
+
+class ShareDevice(WireMessage):
+    """Pushes of this optimizer will lie in device memory of this worker, and answers shall go there. The buffer is the
+    memory of the fences (`device/device.py`)."""
+
+    optimizer_id: str
+    identity: str  #: of the device
+    gradients: tuple[DeviceRange, ...]  #: flat memory, one for each dtype, in the order of the layout's sizes
+    values: tuple[DeviceRange, ...]  #: where answers go, likewise
 
 
 class PartialPush(WireMessage):
@@ -222,6 +235,16 @@ class Answer(WireMessage):
     mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
     enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
+    fence: int = 0  #: not 0: no dense buffers follow; the values lie in the worker's device memory, once its fence is here
+    certain: int = 0  #: the next answers, this many, will not say `stop`
+
+
+class DeviceShared(WireMessage):
+    """Whether a shard has mapped a worker's device memory; if not, why, and the worker's pushes must have buffers."""
+
+    optimizer_id: str
+    shard: int
+    refusal: str = ""
 
 
 class ReadAnswer(WireMessage):
@@ -446,6 +469,8 @@ AnyMessage = (
     | StoreSet
     | StoreGet
     | Keep
+    | ShareDevice
+    | DeviceShared
     | Pull
     | PulledRows
     | UnknownKeys

@@ -46,6 +46,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     push_filter: str = ""  #: how dense pushes are compressed, and dense values in answers
     pull_filter: str = ""
     members: tuple[int, ...] = ()  #: the workers that take its steps together, ascending; empty: all of the job
+    device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
 
 
 class PushId(msgspec.Struct, array_like=True, frozen=True):
@@ -99,6 +100,13 @@ class BufferRange(msgspec.Struct, array_like=True, frozen=True):
     buffer: int
     start: int
     stop: int
+
+
+class DeviceRange(msgspec.Struct, array_like=True, frozen=True):
+    """Device memory of a worker: the handle by which a server opens it."""
+
+    handle: bytes
+    nbytes: int
 
 
 class SentBucket(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,126 @@
+"""A GPU: memory by CUDA IPC, fences by stream memory operations."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+
+from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
+from polytempo.device.driver import CudaDriver, DriverError
+from polytempo.errors import PeerError
+from polytempo.transport.channel import Bytes
+from polytempo.transport.shared_memory import address_of
+
+#: Allocations are multiples of this.
+GRAIN = 512
+
+
+class _Range:
+    """What torch makes a tensor of, and what keeps the memory mapped: tensors hold on to it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaMemory(DeviceMemory):
+    """A range of a GPU's memory, this process's own or another's."""
+
+    def __init__(self, of: _Range, nbytes: int, handle: bytes, place: torch.device) -> None:
+        self.nbytes, self.handle = nbytes, handle
+        self._all = torch.as_tensor(of, device=place)
+
+    def tensor(self, dtype: torch.dtype, offset: int = 0, length: int | None = None) -> torch.Tensor:
+        stop = self.nbytes if length is None else offset + length * dtype.itemsize
+        return self._all[offset:stop].view(dtype)
+
+
+class CudaFences(Fences):
+    """Fences that a GPU writes and waits for."""
+
+    def __init__(self, words: Bytes, device: CudaDevice) -> None:
+        super().__init__(words)
+        self._device, self._driver = device.place, device.driver
+        self._at = self._driver.pin(address_of(words), words.nbytes)
+
+    def signal(self, index: int, value: int) -> None:
+        self._driver.write_behind(self._stream(), self._at + index * SPACING, value % (1 << 32))
+
+    def wait(self, index: int, value: int) -> None:
+        self._driver.wait_for(self._stream(), self._at + index * SPACING, value % (1 << 32))
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+class CudaDevice(Device):
+    """A GPU of this process.
+
+    Args:
+        index: Its number in this process.
+    """
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()
+        self.place = torch.device("cuda", index)
+        self.driver = CudaDriver(index)
+        self.identity = str(torch.cuda.get_device_properties(index).uuid)
+        self.allocated = 0
+        self._stream: Any = None
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        size = max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
+        try:
+            address = self.driver.allocate(size)
+        except DriverError as error:
+            free, total = torch.cuda.mem_get_info(self.place)
+            raise PeerError(
+                f"{size} bytes of {self.place} were asked for, {free} of {total} are free ({error}); use a smaller model or "
+                "batch, fewer processes on this GPU, or --server-device cpu"
+            ) from None
+        of = _Range(address, size)
+        self.allocated += size
+        weakref.finalize(of, self._free, address, size).atexit = False
+        memory = CudaMemory(of, nbytes, self.driver.handle_of(address), self.place)
+        memory.tensor(torch.uint8).zero_()
+        return memory
+
+    def _free(self, address: int, size: int) -> None:
+        self.allocated -= size
+        with suppress(DriverError):  # the process ends, and the driver with it
+            self.driver.free(address)
+
+    def open(self, handle: bytes, nbytes: int) -> DeviceMemory:
+        address = self.driver.open(handle)
+        of = _Range(address, nbytes)
+        weakref.finalize(of, self._close, address).atexit = False
+        return CudaMemory(of, nbytes, handle, self.place)
+
+    def _close(self, address: int) -> None:
+        with suppress(DriverError):
+            self.driver.close(address)
+
+    def fences(self, words: Bytes) -> Fences:
+        return CudaFences(words, self)
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.place)
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def reaches(self, identity: str) -> bool:
+        if identity == self.identity:
+            return True
+        others = range(torch.cuda.device_count())
+        index = next((i for i in others if str(torch.cuda.get_device_properties(i).uuid) == identity), None)
+        return index is not None and bool(torch.cuda.can_device_access_peer(self.place, index))

@@ -1,0 +1,122 @@
+"""`Device`: memory that processes of one host share, and fences in the order of its streams. The interface of two:
+
+    CudaDevice   a GPU, by CUDA IPC and stream memory operations            `cuda_device.py`
+    HostDevice   its stand-in for tests: shared host memory, no streams     `host_device.py`
+
+*Memory* has no name: another process maps it by a handle of a few bytes, which travels in a message. It is given back when
+the last tensor on it is gone in every process that has it; a process that is killed gives back its part.
+
+A *fence* is a 32-bit counter in host memory that both processes map. It only grows. A stream writes it behind the work that
+it stands for (`signal`), a stream waits for it (`wait`), the host reads it (`reached`). A host that must not wait for ever
+for another process releases its own waits (`release`): they end at once, and what is behind them must not be used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+
+import numpy
+import torch
+
+from polytempo.transport.channel import Bytes
+
+#: Bytes between fences: each has a cache line to itself.
+SPACING = 64
+#: Bytes of host memory for the fences of one pair of processes: as much as makes a message share it instead of copying it.
+FENCE_BYTES = 16 << 10
+#: A released fence is this much ahead; comparisons are modulo 2**32.
+RELEASED = 1 << 30
+CYCLE = 1 << 32
+
+
+class DeviceMemory(ABC):
+    """A range of device memory.
+
+    Attributes:
+        nbytes: Its size.
+        handle: By which another process of this host opens it.
+    """
+
+    nbytes: int
+    handle: bytes
+
+    @abstractmethod
+    def tensor(self, dtype: torch.dtype, offset: int = 0, length: int | None = None) -> torch.Tensor:
+        """A flat tensor on it, which keeps it mapped.
+
+        Args:
+            dtype: Of its elements.
+            offset: In bytes.
+            length: In elements; to the end by default.
+        """
+
+
+class Fences(ABC):
+    """The fences of one pair of processes, numbered from 0.
+
+    Args:
+        words: Shared host memory (`FENCE_BYTES`).
+    """
+
+    def __init__(self, words: Bytes) -> None:
+        self.words = words
+        self._counts = words.view(numpy.uint32)[:: SPACING // 4]
+
+    @abstractmethod
+    def signal(self, index: int, value: int) -> None:
+        """Behind what the current stream has been given, set a fence."""
+
+    @abstractmethod
+    def wait(self, index: int, value: int) -> None:
+        """What the current stream is given from now on waits for a fence."""
+
+    def reached(self, index: int, value: int) -> bool:
+        """Whether a fence has been set to this value, or a later one."""
+        return (int(self._counts[index]) - value) % CYCLE < CYCLE // 2
+
+    def release(self, index: int) -> None:
+        """End all waits for a fence, now and later. Only where its value is not needed any more."""
+        self._counts[index] = (int(self._counts[index]) + RELEASED) % CYCLE
+
+
+class Device(ABC):
+    """One device, as this process sees it.
+
+    Attributes:
+        identity: The same in all processes of this host that see this device, whatever number they have for it.
+        place: torch's name for it.
+        allocated: Bytes that this process has allocated by it and not given back.
+    """
+
+    identity: str
+    place: torch.device
+    allocated: int
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """New memory, zeroed.
+
+        Raises:
+            PeerError: There is no room; the message says how much was asked for and is free.
+        """
+
+    @abstractmethod
+    def open(self, handle: bytes, nbytes: int) -> DeviceMemory:
+        """Memory of another process of this host.
+
+        Raises:
+            PeerError: It cannot be mapped here.
+        """
+
+    @abstractmethod
+    def fences(self, words: Bytes) -> Fences:
+        """The fences in this host memory, which another process has, too."""
+
+    @abstractmethod
+    def own_stream(self) -> AbstractContextManager[object]:
+        """A stream of this library's own: what is given inside runs beside the script's kernels."""
+
+    @abstractmethod
+    def reaches(self, identity: str) -> bool:
+        """Whether memory of that device can be mapped and used here: it is the same one, or a peer."""
