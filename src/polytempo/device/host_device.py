@@ -70,5 +70,5 @@ class HostDevice(Device):
     def own_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def reaches(self, identity: str) -> bool:
-        return identity == self.identity
+    def reachable(self) -> frozenset[str]:
+        return frozenset({self.identity})
