@@ -26,6 +26,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
+from polytempo.device.devices import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.launch.emulation import Emulation, emulation_for
 from polytempo.launch.job_facts import (
@@ -88,6 +89,7 @@ class Session:
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
+        self.devices = Devices()  #: the GPUs whose memory this worker shares with processes of its host
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
         self.parent = ""  #: in a child process of a worker: the name of that worker
