@@ -118,6 +118,10 @@ class CudaDevice(Device):
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def reaches(self, identity: str) -> bool:
         if identity == self.identity:
             return True

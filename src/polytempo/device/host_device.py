@@ -70,5 +70,8 @@ class HostDevice(Device):
     def own_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def finish(self) -> None:
+        pass
+
     def reaches(self, identity: str) -> bool:
         return identity == self.identity
