@@ -160,6 +160,7 @@ PURE = (
     "collectives/check.py",
     "collectives/chunking.py",
     "collectives/cost.py",
+    "collectives/device_choice.py",
     "collectives/direct.py",
     "collectives/double_tree.py",
     "collectives/halving_doubling.py",

@@ -29,6 +29,7 @@ import torch
 from polytempo.collectives.call_queues import Recovery
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
+from polytempo.collectives.device_choice import Network
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.messaging import Messaging
@@ -69,8 +70,9 @@ class RankGroup:
         hosts: Sequence[Sequence[int]],
         context: int,
         timeout: float | None = None,
+        network: Network = Network(),  # noqa: B008  it is frozen
     ) -> None:
-        self.engine, self.ranks, self.timeout = engine, tuple(ranks), timeout
+        self.engine, self.ranks, self.timeout, self.network = engine, tuple(ranks), timeout, network
         self.rank, self.size = self.ranks.index(engine.rank), len(self.ranks)
         local = [tuple(self.ranks.index(rank) for rank in host if rank in self.ranks) for host in hosts]
         self.place = Place(self.rank, tuple(host for host in local if host))

@@ -15,6 +15,7 @@ from functools import partial
 import numpy
 
 from polytempo.collectives.call_queues import CallQueue
+from polytempo.collectives.device_choice import Network
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
@@ -44,9 +45,16 @@ SUBGROUPS = 1 << 10
 class World:
     """This process among all."""
 
-    def __init__(self, engine: ProgressEngine, size: int, links: RankLinks, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: ProgressEngine,
+        size: int,
+        links: RankLinks,
+        timeout: float | None = None,
+        network: Network = Network(),  # noqa: B008  it is frozen
+    ) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
-        self.timeout = timeout
+        self.timeout, self.network = timeout, network
         self._generations: dict[tuple[int, int], int] = {}
         engine.when_closed = links.close
         engine.attach(links.links)
@@ -55,7 +63,7 @@ class World:
         self.all_ranks = self._group(range(size), 0)
 
     def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
-        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout)
+        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout, self.network)
 
     def new_group(self, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order."""
@@ -163,16 +171,22 @@ def open_by_store(
         rendezvous_by_store,
         *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
     )
-    return _opened(engine, size, meet, timeout)
+    return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None))
 
 
-def _opened(engine: ProgressEngine, size: int, meet: Callable[[], RankLinks], timeout: float | None) -> World:
+def _opened(
+    engine: ProgressEngine,
+    size: int,
+    meet: Callable[[], RankLinks],
+    timeout: float | None,
+    network: Network = Network(),  # noqa: B008  it is frozen
+) -> World:
     try:
         links = meet()
     except BaseException:
         engine.close()
         raise
-    return World(engine, size, links, timeout)
+    return World(engine, size, links, timeout, network)
 
 
 def open_in_threads(size: int, timeout: float | None = None) -> list[World]:

@@ -118,9 +118,11 @@ class CudaDevice(Device):
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
-    def reaches(self, identity: str) -> bool:
-        if identity == self.identity:
-            return True
-        others = range(torch.cuda.device_count())
-        index = next((i for i in others if str(torch.cuda.get_device_properties(i).uuid) == identity), None)
-        return index is not None and bool(torch.cuda.can_device_access_peer(self.place, index))
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def reachable(self) -> frozenset[str]:
+        mine = self.place.index
+        peers = (i for i in range(torch.cuda.device_count()) if i == mine or torch.cuda.can_device_access_peer(mine, i))
+        return frozenset(str(torch.cuda.get_device_properties(i).uuid) for i in peers)

@@ -118,5 +118,13 @@ class Device(ABC):
         """A stream of this library's own: what is given inside runs beside the script's kernels."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait, on the host, until the stream of this library's own has done what it was given."""
+
+    @abstractmethod
+    def reachable(self) -> frozenset[str]:
+        """Identities of the devices whose memory can be mapped and used here: this one, and its peers that are visible."""
+
     def reaches(self, identity: str) -> bool:
         """Whether memory of that device can be mapped and used here: it is the same one, or a peer."""
+        return identity == self.identity or identity in self.reachable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +20,10 @@ PATIENCE = 60.0
 POLL = 50e-6
 
 
+def _keep(segment: Segment) -> None:
+    """What a view calls at its end; until then it holds the segment."""
+
+
 class HostMemory(DeviceMemory):
     """A segment of shared memory. Its handle is a path to the descriptor of the process that made it."""
 
@@ -29,7 +34,8 @@ class HostMemory(DeviceMemory):
         count = (self.nbytes - offset) // dtype.itemsize if length is None else length
         if not count:
             return torch.empty(0, dtype=dtype)
-        return torch.from_numpy(self._segment.view(offset, count * dtype.itemsize)).view(dtype)
+        block = self._segment.view(offset, count * dtype.itemsize, _keep, self._segment)
+        return torch.from_numpy(block).view(dtype)
 
 
 class HostFences(Fences):
@@ -55,7 +61,11 @@ class HostDevice(Device):
     def allocate(self, nbytes: int) -> DeviceMemory:
         segment = make_segment(max(nbytes, 1))
         self.allocated += nbytes
+        weakref.finalize(segment, self._give_back, nbytes)
         return HostMemory(segment, nbytes, f"/proc/{os.getpid()}/fd/{segment.descriptor}".encode())
+
+    def _give_back(self, nbytes: int) -> None:
+        self.allocated -= nbytes
 
     def open(self, handle: bytes, nbytes: int) -> DeviceMemory:
         try:
@@ -70,5 +80,8 @@ class HostDevice(Device):
     def own_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def reaches(self, identity: str) -> bool:
-        return identity == self.identity
+    def finish(self) -> None:
+        pass
+
+    def reachable(self) -> frozenset[str]:
+        return frozenset({self.identity})
