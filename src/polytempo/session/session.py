@@ -89,7 +89,6 @@ class Session:
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
-        self.devices = Devices()  #: the GPUs whose memory this worker shares with processes of its host
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
         self.parent = ""  #: in a child process of a worker: the name of that worker
@@ -97,6 +96,7 @@ class Session:
         self.data_axis: tuple[int, int] | None = None
         if job.replica > 1:
             self.data_axis = rank // job.replica, job.size // job.replica
+        self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
     @property
