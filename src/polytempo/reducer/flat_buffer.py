@@ -95,6 +95,11 @@ class FlatBuffer:
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
 
     @property
+    def place(self) -> torch.device:
+        """Where it lies."""
+        return next((flat.device for flat in self.tensors.values()), torch.device("cpu"))
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of device memory in it."""
         return sum(memory.nbytes for memory in self.ranges.values())
@@ -269,6 +274,12 @@ class Copier:
                 self.params[index].detach().copy_(buffer.views[index], non_blocking=True)
             self._synchronize()
         self.watch.record()
+
+    def subtract_from_values(self, buffer: FlatBuffer) -> None:
+        """Make a flat buffer of earlier values what was added to them since."""
+        views = [buffer.views[index] for index in range(len(self.params))]
+        torch._foreach_neg_(views)
+        torch._foreach_add_(views, [param.detach().to(buffer.place) for param in self.params])
 
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""

@@ -7,20 +7,25 @@ differences. `agree` needs a clock of its own, beside that of the steps: a secon
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import torch
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
 from polytempo.compression.chain import ChainSpec, CompressionChain, parse_chain
+from polytempo.device.device import Device
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.reducer.device_exchange import DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.partial_push import PartialPushes
@@ -160,17 +165,19 @@ class ServerReducer(Reducer):
         self.client: Client = session.client
         self._sync = parse_spec(spec.sync)
         delay = self._sync.ahead
+        device = device_of(session.devices, self.client, spec, params)
+        spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server"
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
-        compares = spec.apply != "mean" and blocks is None
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=compares)
+        self._compares = spec.apply != "mean" and blocks is None
+        self._exchange: DeviceExchange | None = None  # where values stay on a device
+        self.copier = self._new_copier(params, device)
         self.taker = ValueTaker(self.copier.scatter)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
             self.client.exchanges.lend(self.copier.next_buffer().parts)
-        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
         self.filters = PushFilters(parse_chain(spec.push_filter), self.layout)
@@ -183,14 +190,40 @@ class ServerReducer(Reducer):
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
+        if device is not None:
+            self._share(device, params)
+        own_memory = hooked and not delay and self._exchange is None
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self._partial = self._partial_pushes()
+
+    def _new_copier(self, params: Sequence[torch.Tensor], device: Device | None) -> Copier:
+        memory = self.client.pool if device is None else device
+        return Copier(params, self.layout, memory, slots=self._sync.ahead + 1, compares=self._compares)
+
+    def _share(self, device: Device, params: Sequence[torch.Tensor]) -> None:
+        """Exchange through device memory, if the servers can; else through the host."""
+        exchange = DeviceExchange(self.client, self.name, device, self.copier)
+        with self.session.lock:
+            refusal = exchange.share()
+        if not refusal:
+            self._exchange = exchange
+            self.session.flushing.append(self.settle_values)
+            return
+        sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
+        self.copier = self._new_copier(params, None)
+        self.taker.install = self.copier.scatter
+        self._use_copier()
+
+    def _use_copier(self) -> None:
+        answered = self.client_state
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
+        if self.spec.pull_filter:
+            answered.take = self._take_difference
 
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
-        if self.spec.pull_filter:
-            answered.take = self._take_difference
+        self._use_copier()
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
         self.step = answered.released - self._sync.ahead
@@ -201,7 +234,7 @@ class ServerReducer(Reducer):
 
     def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
-        buffer = self.copier.next_buffer()
+        buffer = FlatBuffer(self.layout, self.client.pool) if self.copier.on_device else self.copier.next_buffer()
         self.copier.gather(buffer, lambda param: param.detach())
         state, buffers = pack(self._initial_state) if self._initial_state else (b"", [])
         rows, of_rows = self.rows.seed()
@@ -227,10 +260,11 @@ class ServerReducer(Reducer):
     # A step.
 
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        with self.session.lock, self.client.together():
+        with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
             super().push(buffer, hyper, average, **about)
 
     def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        self.take_answer()
         began = time.perf_counter()
         skip = buffer is None
         push = Push(
@@ -241,9 +275,11 @@ class ServerReducer(Reducer):
             sent=self.client.bytes_sent,
             received=self.client.bytes_received,
             exchanged=about.pop("exchanged", self.waited),
+            fence=self._exchange.pushed() if self._exchange is not None else 0,
             **about,
         )
-        parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]
+        empty = buffer is None or self._exchange is not None
+        parts = [[] for _ in range(self.client.shards)] if buffer is None or empty else self.filters.of(buffer.parts)
         waiting = self.rows.fill(Outstanding(push, parts))
         with self.session.lock:
             if skip and self._partial is not None:
@@ -252,6 +288,24 @@ class ServerReducer(Reducer):
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
+        self.client_state.deferred = self._exchange is not None
+        if self._exchange is None:
+            self._hear()
+        elif self.spec.apply != "mean":
+            self._exchange.wait()
+            self.copier.land()
+        else:
+            self.take_answer()
+            self._exchange.wait()
+            self.copier.land_gradients(self.client_state.answer.absent)
+
+    def take_answer(self) -> None:
+        if self.client_state.deferred:
+            self._hear()
+            self.client_state.deferred = False
+
+    def _hear(self) -> None:
+        """Wait for the answer to the last push."""
         began = time.perf_counter()
         with self.session.lock:
             self.client.wait_for_release(self.name, self.step + 1)
@@ -259,6 +313,12 @@ class ServerReducer(Reducer):
                 self._keep_filters()
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
         self.waited += time.perf_counter() - began
+
+    def settle_values(self) -> None:
+        """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
+        self.take_answer()
+        if self._exchange is not None:
+            self._exchange.complete()
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
@@ -290,6 +350,7 @@ class ServerReducer(Reducer):
             self._agreement.set_sending(sending)
 
     def settle(self) -> None:
+        self.take_answer()
         with self.session.lock:
             self.client.settle(self.name)
 
@@ -337,6 +398,7 @@ class ServerReducer(Reducer):
         self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
+        self.take_answer()
         if not self._sync.in_rounds:  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
