@@ -152,6 +152,9 @@ class FlatBuffer:
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
 
+    landing: FlatBuffer  #: where new values pass through, or on a device land
+    _buffers: list[FlatBuffer]
+
     def __init__(
         self,
         params: Sequence[torch.Tensor],
@@ -159,7 +162,9 @@ class Copier:
         memory: Memory | Device,
         slots: int = 1,
         compares: bool = False,
+        beside: Copier | None = None,
     ) -> None:
+        """`beside`: another of the same parameters on a device, whose flat buffers serve both: streams keep them apart."""
         self.params = list(params)
         infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
         self.watch = ParameterWatch(params, infos, compares)
@@ -167,10 +172,13 @@ class Copier:
         self.on_device = isinstance(memory, Device)
         self._on_gpu = any(param.is_cuda for param in params)
         pinned = self._on_gpu and not isinstance(memory, Device) and memory.pins
-        self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
-        # Pushes under way must not change, and on a device servers write new values while gradients are read.
-        shared = slots == 1 and not self.on_device
-        self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
+        if beside is not None and beside.on_device and self.on_device and beside.layout == layout:
+            self._buffers, self.landing = beside._buffers, beside.landing
+        else:
+            self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
+            # Pushes under way must not change, and on a device servers write new values while gradients are read.
+            shared = slots == 1 and not self.on_device
+            self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._moves = DeviceMoves(self.params, self._order, self.watch)

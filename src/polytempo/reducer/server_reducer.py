@@ -129,8 +129,9 @@ class ServerValues:
 class ValueTaker:
     """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
 
-    def __init__(self, install: Callable[[dict[int, list[Bytes]]], None]) -> None:
-        self.install = install  #: where they go
+    def __init__(self, copier: Copier) -> None:
+        self.install: Callable[[dict[int, list[Bytes]]], None] = copier.scatter  #: where they go
+        self.land: Callable[[], None] = copier.land  #: and where they go from the device's landing
 
     def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         self.install(parts)
@@ -148,6 +149,7 @@ class ServerReducer(Reducer):
         hooked: Copy gradients into the flat buffer by hooks, while backward runs.
         tables: Tables whose rows travel with the pushes.
         mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
+        beside: The reducer for whose `agree` this one averages.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class ServerReducer(Reducer):
         hooked: bool = False,
         tables: Sequence[WorkerTable] = (),
         mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
+        beside: ServerReducer | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
@@ -172,8 +175,8 @@ class ServerReducer(Reducer):
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
         self._compares = spec.apply != "mean" and blocks is None
         self._exchange: DeviceExchange | None = None  # where values stay on a device
-        self.copier = self._new_copier(params, device)
-        self.taker = ValueTaker(self.copier.scatter)
+        self.copier = self._new_copier(params, device, beside)
+        self.taker = ValueTaker(self.copier)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
@@ -196,9 +199,12 @@ class ServerReducer(Reducer):
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self._partial = self._partial_pushes()
 
-    def _new_copier(self, params: Sequence[torch.Tensor], device: Device | None) -> Copier:
+    def _new_copier(
+        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
+    ) -> Copier:
         memory = self.client.pool if device is None else device
-        return Copier(params, self.layout, memory, slots=self._sync.ahead + 1, compares=self._compares)
+        other = None if beside is None else beside.copier
+        return Copier(params, self.layout, memory, self._sync.ahead + 1, self._compares, other)
 
     def _share(self, device: Device, params: Sequence[torch.Tensor]) -> None:
         """Exchange through device memory, if the servers can; else through the host."""
@@ -211,7 +217,7 @@ class ServerReducer(Reducer):
             return
         sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
         self.copier = self._new_copier(params, None)
-        self.taker.install = self.copier.scatter
+        self.taker = ValueTaker(self.copier)
         self._use_copier()
 
     def _use_copier(self) -> None:
@@ -288,16 +294,18 @@ class ServerReducer(Reducer):
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
-        self.client_state.deferred = self._exchange is not None
         if self._exchange is None:
             self._hear()
-        elif self.spec.apply != "mean":
-            self._exchange.wait()
-            self.copier.land()
-        else:
+            return
+        averages = self.spec.apply == "mean"
+        self.client_state.deferred = True
+        if averages or self._sync.averaging is not None:  # the answer says what follows
             self.take_answer()
-            self._exchange.wait()
+        self._exchange.wait()
+        if averages:
             self.copier.land_gradients(self.client_state.answer.absent)
+        else:
+            self.taker.land()
 
     def take_answer(self) -> None:
         if self.client_state.deferred:
@@ -314,6 +322,12 @@ class ServerReducer(Reducer):
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
         self.waited += time.perf_counter() - began
 
+    @property
+    def device_bytes(self) -> int:
+        agreement = self._agreement
+        shared = agreement is None or agreement.copier.landing is self.copier.landing
+        return super().device_bytes + (0 if shared or agreement is None else agreement.device_bytes)
+
     def settle_values(self) -> None:
         """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
         self.take_answer()
@@ -325,7 +339,7 @@ class ServerReducer(Reducer):
             assert self._mean_of is not None
             spec, params = self._mean_of
             hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
-            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked)
+            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked, beside=self)
             self._agreement.set_sending(self.sending)
         mean = self._agreement
         mean.renew()
