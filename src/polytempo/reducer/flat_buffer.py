@@ -188,9 +188,9 @@ class Copier:
         if not self.on_device:
             self._direct, self._indirect = self._targets()
             return
-        self._moves.find_places()
         for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
             buffer.take_forms(self.params)
+        self._moves.land_from(self.landing.views)
 
     @property
     def device_bytes(self) -> int:
@@ -291,7 +291,7 @@ class Copier:
 
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self._moves.scatter(self.landing.views)
+        self._moves.land()
 
     def _receive(self, parts: dict[int, list[Bytes]]) -> None:
         """Bytes that have come through the host into `landing`."""
