@@ -48,7 +48,7 @@ FENCE_SEGMENT = 1 << 40
 #: Seconds between two looks at fences: by a host that waits for them, and by the thread that looks for lost senders.
 POLL, LOOK = 50e-6, 0.1
 #: Seconds after which that thread asks whether the sender of a message is lost.
-SUSPICIOUS = 1.0
+SUSPICIOUS = 0.5
 #: Bytes of a device's identity.
 IDENTITY = 64
 
