@@ -10,6 +10,9 @@ A lossy chain keeps the residual, the difference between its input and its messa
 feedback): p = g + e; q = C(p); e = p - D(q). So every value is sent in the end, and sent + residual = produced at any time.
 Casts keep their rounding errors too, which papers usually leave out.
 
+A chain belongs to a device, where its residual lies and its input must lie: values on a GPU are encoded there
+(`encode_tensors`), and only the encoded bytes are copied to the host. Its saved state is on the CPU.
+
 A cast given as a bare text is for pushes and pulls, the other codes are for pushes alone: a worker would miss the values
 that a selection leaves out of an answer. {"push": ..., "pull": ...} chooses both.
 """
@@ -30,6 +33,7 @@ from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import PeerError, UsageError, WrongType, nearest
 from polytempo.options import Syntax, number, parse
 
+CPU = torch.device("cpu")
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Selections: what makes the code from the argument.
 _CODES: dict[str, Callable[[Any], Code]] = {
@@ -82,26 +86,28 @@ class ChainSpec:
         """The number of buffers of every message."""
         return self.code.buffers
 
-    def new(self, size: int, dtype: torch.dtype) -> CompressionChain:
-        """A chain for one flat tensor, with a residual of zero."""
-        return CompressionChain(self, self._form(size, dtype))
+    def new(self, size: int, dtype: torch.dtype, device: torch.device = CPU) -> CompressionChain:
+        """A chain for one flat tensor on a device, with a residual of zero."""
+        return CompressionChain(self, self._form(size, dtype, device), device)
 
     def stated_bytes(self, size: int, dtype: torch.dtype) -> int | None:
         """Bytes of every message about such a tensor; None where its values decide."""
         return self.code.stated_bytes(self._form(size, dtype))
 
-    def decode(self, buffers: Sequence[ByteArray], size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values of a message, in memory of their own; `PeerError` when the message is invalid."""
-        form = self._form(size, dtype)
+    def decode(
+        self, buffers: Sequence[ByteArray], size: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> torch.Tensor:
+        """The values of a message, in memory of their own, on a device; `PeerError` when the message is invalid."""
+        form = self._form(size, dtype, device)
         try:
             if len(buffers) != self.buffers:
                 raise PeerError(f"expected {self.buffers} buffers, got {len(buffers)}")
-            return self.code.decode(buffers, form)
+            return self.code.decode(buffers, form, device)
         except PeerError as error:
             raise PeerError(f"cannot decode a message of {form} compressed with {self.text}: {error}") from None
 
-    def _form(self, size: int, dtype: torch.dtype) -> NumberFormat:
-        form = NumberFormat(size, dtype, CASTS.get(self.cast, dtype))
+    def _form(self, size: int, dtype: torch.dtype, device: torch.device = CPU) -> NumberFormat:
+        form = NumberFormat(size, dtype, CASTS.get(self.cast, dtype), on_host=device.type == "cpu")
         self.code.check(form)
         return form
 
@@ -110,29 +116,36 @@ class ChainSpec:
 
 
 class CompressionChain:
-    """A chain for one flat tensor, with its residual."""
+    """A chain for one flat tensor on one device, with its residual."""
 
-    def __init__(self, spec: ChainSpec, form: NumberFormat) -> None:
-        self.spec = spec
-        self.form = form
-        self._held = torch.zeros(0 if spec.is_lossless else form.size, dtype=form.wide)
+    def __init__(self, spec: ChainSpec, form: NumberFormat, device: torch.device = CPU) -> None:
+        self.spec, self.form, self.device = spec, form, device
+        self._held = torch.zeros(0 if spec.is_lossless else form.size, dtype=form.wide, device=device)
 
     @property
     def residual(self) -> torch.Tensor:
-        """The sum of the values not sent yet; float32 for values of two bytes."""
-        return torch.zeros(self.form.size, dtype=self.form.wide) if self.spec.is_lossless else self._held.clone()
+        """The sum of the values not sent yet, on the CPU; float32 for values of two bytes."""
+        return torch.zeros(self.form.size, dtype=self.form.wide) if self.spec.is_lossless else self._on_cpu()
 
     def encode(self, values: torch.Tensor) -> list[ByteArray]:
-        """The next message. Without compression its memory is that of `values`, which must not change until it is sent."""
+        """The next message of values on the CPU. Without compression its memory is that of `values`, which must not change
+        until it is sent."""
+        return [as_bytes(part) for part in self.encode_tensors(values)]
+
+    def encode_tensors(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The next message, as flat tensors on the device of `values`: the buffers of the message are their bytes."""
         values = self._checked(values)
         if self.spec.is_lossless:
-            return [as_bytes(values)]
+            return [values]
         self._held.add_(values)
         return self.spec.code.encode(self._held, self.form)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state to save in a checkpoint."""
-        return {} if self.spec.is_lossless else {"residual": self._held.clone()}
+        """The state to save in a checkpoint, on the CPU."""
+        return {} if self.spec.is_lossless else {"residual": self._on_cpu()}
+
+    def _on_cpu(self) -> torch.Tensor:
+        return self._held.clone() if self.form.on_host else self._held.to(CPU)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a saved state."""
@@ -145,10 +158,11 @@ class CompressionChain:
             self._held.copy_(state["residual"])
 
     def _checked(self, values: torch.Tensor) -> torch.Tensor:
-        fits = values.dtype == self.form.dtype and values.shape == (self.form.size,) and values.device.type == "cpu"
-        if not fits:
-            got = f"{list(values.shape)} {dtype_name(values.dtype)} on {values.device.type}"
-            raise UsageError(f"expected a flat tensor of {self.form} on the CPU, got {got}; make a chain for each tensor")
+        fits = values.dtype == self.form.dtype and values.shape == (self.form.size,)
+        if not fits or values.device != self.device:
+            got = f"{list(values.shape)} {dtype_name(values.dtype)} on {values.device}"
+            where = "the CPU" if self.device == CPU else str(self.device)
+            raise UsageError(f"expected a flat tensor of {self.form} on {where}, got {got}; make a chain for each tensor")
         return values.detach()
 
 

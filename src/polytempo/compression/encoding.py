@@ -7,6 +7,10 @@ beyond the range of the narrow dtype becomes the largest of that range; infiniti
 A code takes the sum p of new values and residual, writes a message q, and leaves p - D(q) in place of p. Infinities and NaN
 are sent as they are and leave a residual of 0: the receiver sees them, and residuals stay finite. Where a message has no
 room for all of them, it sends some.
+
+Values on a GPU are encoded there, and decoded on the device the caller names: only encoded bytes are copied. On the CPU a
+look at the values (are all finite?) saves a pass; on a GPU it would stop the host until the stream has come this far, so the
+pass is made always (`NumberFormat.on_host`). Both ways give the same bits, but for those of a NaN.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """The number of values, their dtype, and the dtype in which they are sent."""
+    """The number of values, their dtype, the dtype in which they are sent, and whether they lie in the CPU's memory."""
 
     size: int
     dtype: torch.dtype
     wire: torch.dtype
+    on_host: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -81,9 +86,9 @@ def is_finite(values: torch.Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def clear(values: torch.Tensor) -> None:
+def clear(values: torch.Tensor, on_host: bool = True) -> None:
     """Replace NaN and Inf by 0."""
-    if not is_finite(values):
+    if not on_host or not is_finite(values):
         values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -92,7 +97,7 @@ def narrow(values: torch.Tensor, form: NumberFormat) -> torch.Tensor:
     if form.wire == form.wide:
         return values
     limited = values.clamp(-form.limit, form.limit)
-    if not is_finite(values):
+    if not form.on_host or not is_finite(values):
         limited = torch.where(torch.isfinite(values), limited, values)
     return (_to_odd(limited) if limited.dtype == torch.float64 else limited).to(form.wire)
 
@@ -106,11 +111,10 @@ def _to_odd(values: torch.Tensor) -> torch.Tensor:
     return single
 
 
-def magnitudes(values: torch.Tensor) -> Whole:
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
     """Whole numbers in the order of |values|: their bits without the sign. NaN is above infinity."""
-    whole = numpy.int64 if values.dtype == torch.float64 else numpy.int32
-    bits: Whole = values.numpy().view(whole)
-    return bits & numpy.iinfo(whole).max
+    whole = torch.int64 if values.dtype == torch.float64 else torch.int32
+    return values.view(whole) & torch.iinfo(whole).max
 
 
 def as_bytes(values: torch.Tensor) -> ByteArray:
@@ -119,7 +123,7 @@ def as_bytes(values: torch.Tensor) -> ByteArray:
 
 
 def as_values(buffer: ByteArray, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """A tensor of its own with what lies in a buffer that another process sent."""
+    """A tensor of its own, on the CPU, with what lies in a buffer that another process sent."""
     nbytes = count * item_size(dtype)
     if buffer.nbytes != nbytes:
         raise PeerError(f"{what}: expected {nbytes} bytes for {count} of {dtype_name(dtype)}, got {buffer.nbytes}")
@@ -143,12 +147,12 @@ class Code(ABC):
         """Refuse, as a `UsageError`, values that cannot be written."""
 
     @abstractmethod
-    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
-        """A message of the values in `held`, which then has the residual."""
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
+        """A message of the values in `held`, on its device; `held` then has the residual."""
 
     @abstractmethod
-    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
-        """The values of a message; `PeerError` when it is invalid."""
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
+        """The values of a message, on a device; `PeerError` when it is invalid, which is found out on the host."""
 
     @abstractmethod
     def stated_bytes(self, form: NumberFormat) -> int | None:
@@ -162,14 +166,14 @@ class Dense(Code):
     buffers = 1
     text = ""
 
-    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
         sent = narrow(held, form)
         held.sub_(sent.to(form.dtype))
-        clear(held)
-        return [as_bytes(sent)]
+        clear(held, form.on_host)
+        return [sent]
 
-    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
-        return as_values(buffers[0], form.size, form.wire, "values").to(form.dtype)
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
+        return as_values(buffers[0], form.size, form.wire, "values").to(device).to(form.dtype)
 
     def stated_bytes(self, form: NumberFormat) -> int:
         return form.size * item_size(form.wire)

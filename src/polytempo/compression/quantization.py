@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_bytes, as_values, clear, is_finite, item_size
+from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_values, clear, is_finite, item_size
 from polytempo.errors import PeerError
 
 #: Values that share a scale.
@@ -28,24 +28,26 @@ class Int8(Code):
     buffers = 2
     text = "int8"
 
-    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
-        finite = is_finite(held)
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
+        finite = form.on_host and is_finite(held)
         values = held if finite else held.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         rows = torch.nn.functional.pad(values.clamp(-form.limit, form.limit), (0, -form.size % BLOCK)).view(-1, BLOCK)
-        scales = rows.abs().amax(1) / LARGEST if form.size else rows.new_zeros(0)
+        # By a tensor: a GPU multiplies by the reciprocal of a number, which is not always the same.
+        scales = rows.abs().amax(1) / rows.new_full((), LARGEST) if form.size else rows.new_zeros(0)
         wholes = torch.where(scales[:, None] > 0, rows / scales[:, None], rows.new_zeros(()))
         numbers = wholes.round_().clamp_(-LARGEST, LARGEST).to(torch.int8).view(-1)[: form.size].clone()
         if not finite:
-            numbers[~torch.isfinite(held)] = NO_NUMBER
+            numbers.masked_fill_(~torch.isfinite(held), NO_NUMBER)
         held.sub_(_values(scales, numbers, form).to(form.wide))
-        clear(held)
-        return [as_bytes(scales), as_bytes(numbers)]
+        clear(held, form.on_host)
+        return [scales, numbers]
 
-    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
         scales = as_values(buffers[0], -(-form.size // BLOCK), form.wide, "scales")
         if not bool((scales >= 0).all()) or not is_finite(scales):
             raise PeerError("expected finite scales of at least 0, got others")
-        return _values(scales, as_values(buffers[1], form.size, torch.int8, "values"), form)
+        numbers = as_values(buffers[1], form.size, torch.int8, "values")
+        return _values(scales.to(device), numbers.to(device), form)
 
     def stated_bytes(self, form: NumberFormat) -> int:
         return form.size + -(-form.size // BLOCK) * item_size(form.wide)
@@ -56,6 +58,6 @@ def _values(scales: torch.Tensor, numbers: torch.Tensor, form: NumberFormat) -> 
     wide = numbers.to(form.wide) * scales.repeat_interleave(BLOCK)[: form.size]
     values = wide.clamp_(-form.limit, form.limit).to(form.dtype)
     no_numbers = numbers == NO_NUMBER
-    if bool(no_numbers.any()):
-        values[no_numbers] = torch.nan
+    if not form.on_host or bool(no_numbers.any()):
+        values.masked_fill_(no_numbers, torch.nan)
     return values

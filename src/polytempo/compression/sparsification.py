@@ -6,7 +6,8 @@
 A message has the indices as int32, strictly increasing, and the values in the same order.
 
 Finding the k-th largest of a million is most of the work, so a sample gives a bound that slightly more than k values exceed,
-and the k-th is searched among those. The bound decides how long it takes, never what is found.
+and the k-th is searched among those. The bound decides how long it takes, never what is found. On a GPU `torch.topk` finds
+the k-th; which values are sent is decided by it as on the CPU, also among equals.
 
 `kkt_keep` is the KKT filter of Li et al. (OSDI 2014) for L1 problems: with a penalty of lambda * |w|, a weight that is zero
 stays zero as long as |gradient| <= lambda. A worker knows its own gradient only, so `delta` is below lambda: how far is the
@@ -30,7 +31,6 @@ from polytempo.compression.encoding import (
     Code,
     NumberFormat,
     Whole,
-    as_bytes,
     as_values,
     clear,
     item_size,
@@ -69,11 +69,13 @@ class TopK(Code):
         """How many of `size` values are sent: at least one, if there is any."""
         return ceil(self.share * size)
 
-    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
-        return _pack(held, largest(magnitudes(held), self.count(form.size)), form)
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
+        sizes, count = magnitudes(held), self.count(form.size)
+        places = torch.from_numpy(largest(sizes.numpy(), count)) if form.on_host else _largest_on_device(sizes, count)
+        return _pack(held, places, form)
 
-    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
-        return _unpack(buffers, self.count(form.size), form)
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
+        return _unpack(buffers, self.count(form.size), form, device)
 
     def stated_bytes(self, form: NumberFormat) -> int:
         return self.count(form.size) * (4 + item_size(form.wire))
@@ -93,12 +95,13 @@ class Significant(Code):
     def check(self, form: NumberFormat) -> None:
         _check_size(form)
 
-    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[ByteArray]:
-        bound = magnitudes(torch.tensor([round_down(self.threshold, form.wide)], dtype=form.wide))
-        return _pack(held, numpy.flatnonzero(magnitudes(held) > bound), form)
+    def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
+        bound = int(magnitudes(torch.tensor([round_down(self.threshold, form.wide)], dtype=form.wide)))
+        above = magnitudes(held) > bound
+        return _pack(held, torch.from_numpy(numpy.flatnonzero(above.numpy())) if form.on_host else _places_of(above), form)
 
-    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat) -> torch.Tensor:
-        return _unpack(buffers, buffers[0].nbytes // 4, form)
+    def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
+        return _unpack(buffers, buffers[0].nbytes // 4, form, device)
 
     def stated_bytes(self, form: NumberFormat) -> None:
         return None
@@ -116,6 +119,20 @@ def largest(values: Whole, count: int) -> Whole:
     keep[equal[: count - int(numpy.count_nonzero(keep))]] = True
     kept = numpy.flatnonzero(keep)
     return kept if places is None else places[kept]
+
+
+def _largest_on_device(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The same places. The host waits for the stream once: `nonzero` must know how many there are."""
+    if count >= values.numel():
+        return torch.arange(values.numel(), device=values.device)
+    smallest = torch.topk(values, count, sorted=False).values.amin()
+    above, equal = values > smallest, values == smallest
+    room = count - above.sum()
+    return _places_of(above | (equal & (equal.cumsum(0, dtype=torch.int32) <= room)))
+
+
+def _places_of(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero().view(-1)
 
 
 def _candidates(values: Whole, count: int) -> Whole | None:
@@ -141,21 +158,20 @@ def _check_size(form: NumberFormat) -> None:
         raise UsageError(f"expected at most {SIZE_LIMIT} values in one tensor, got {form.size}; use a cast or more servers")
 
 
-def _pack(held: torch.Tensor, places: Whole, form: NumberFormat) -> list[ByteArray]:
-    where = torch.from_numpy(places)
+def _pack(held: torch.Tensor, where: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
     chosen = held[where]
     sent = narrow(chosen, form)
     held[where] = chosen - sent.to(form.dtype)
-    clear(held)
-    return [as_bytes(where.int()), as_bytes(sent)]
+    clear(held, form.on_host)
+    return [where.int(), sent]
 
 
-def _unpack(buffers: Sequence[ByteArray], count: int, form: NumberFormat) -> torch.Tensor:
+def _unpack(buffers: Sequence[ByteArray], count: int, form: NumberFormat, device: torch.device) -> torch.Tensor:
     places = as_values(buffers[0], count, torch.int32, "places")
     values = as_values(buffers[1], count, form.wire, "values")
     _check_places(places.numpy(), form.size)
-    result = torch.zeros(form.size, dtype=form.dtype)
-    result[places.long()] = values.to(form.dtype)
+    result = torch.zeros(form.size, dtype=form.dtype, device=device)
+    result[places.to(device).long()] = values.to(device).to(form.dtype)
     return result
 
 

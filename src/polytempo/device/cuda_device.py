@@ -118,6 +118,10 @@ class CudaDevice(Device):
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def reachable(self) -> frozenset[str]:
         mine = self.place.index
         peers = (i for i in range(torch.cuda.device_count()) if i == mine or torch.cuda.can_device_access_peer(mine, i))

@@ -118,6 +118,10 @@ class Device(ABC):
         """A stream of this library's own: what is given inside runs beside the script's kernels."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait, on the host, until the stream of this library's own has done what it was given."""
+
+    @abstractmethod
     def reachable(self) -> frozenset[str]:
         """Identities of the devices whose memory can be mapped and used here: this one, and its peers that are visible."""
 

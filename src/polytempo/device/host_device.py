@@ -80,5 +80,8 @@ class HostDevice(Device):
     def own_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def finish(self) -> None:
+        pass
+
     def reachable(self) -> frozenset[str]:
         return frozenset({self.identity})

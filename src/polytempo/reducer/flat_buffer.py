@@ -5,6 +5,10 @@ host that memory is shared, and the servers read it in place. A parameter's `.gr
 copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
 from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, or
 lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
+
+Given a `Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`). Then gradients
+and new values each have a flat buffer: new values are in `Copier.landing` when `land` copies them, and no bytes pass through
+the host.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from typing import Protocol
 
 import torch
 
+from polytempo.device.device import Device, DeviceMemory
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.device_moves import DeviceMoves, largest, shaped_like
 from polytempo.reducer.parameter_watch import ParameterWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
 from polytempo.transport.channel import Bytes
@@ -42,31 +48,56 @@ class Memory(Protocol):
 
 
 class FlatBuffer:
-    """One set of flat tensors, with a view for each parameter."""
+    """One set of flat tensors, with a view for each parameter.
 
-    def __init__(self, layout: Layout, memory: Memory, pinned: bool) -> None:
-        self._bytes = {
-            dtype: as_bytes(torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=True))
-            if pinned
-            else memory.allocate(size * ITEM_SIZES[dtype])
-            for dtype, size in layout.sizes.items()
-        }
-        self.tensors = {dtype: as_tensor(data, dtype) for dtype, data in self._bytes.items()}
+    Args:
+        layout: The order of the parameters.
+        memory: Where the tensors lie: host memory, or a device.
+        pinned: Take host memory of torch's own instead, which GPUs can reach.
+    """
+
+    def __init__(self, layout: Layout, memory: Memory | Device, pinned: bool = False) -> None:
+        self.ranges: dict[str, DeviceMemory] = {}  #: by dtype, where it lies on a device; `parts` is for the host
+        self._bytes: dict[str, Bytes] = {}
+        for dtype, size in layout.sizes.items():
+            if isinstance(memory, Device):
+                self.ranges[dtype] = memory.allocate(size * ITEM_SIZES[dtype])
+            elif pinned:
+                self._bytes[dtype] = as_bytes(torch.zeros(size, dtype=getattr(torch, dtype), pin_memory=True))
+            else:
+                self._bytes[dtype] = memory.allocate(size * ITEM_SIZES[dtype])
+        self.on_device = isinstance(memory, Device)
+        self.tensors = {dtype: self._flat(dtype, 0, size) for dtype, size in layout.sizes.items()}
         self._layout_places = {place.index: place for place in layout.places}
         self.views = {index: self._view(index) for index in self._layout_places}
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
         self._renewed = dict.fromkeys(self.views, 0)
         self._finite: dict[int, int] = {}  # views that were found finite, and their version then
-        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in segments] for segments in layout.shards]
+        shards = () if self.on_device else layout.shards
+        self.parts = [[self._part(s.dtype, s.start, s.stop) for s in segments] for segments in shards]
+
+    def _flat(self, dtype: str, start: int, stop: int) -> torch.Tensor:
+        """A tensor of its own, not a slice: on the host it has a version counter of its own."""
+        if self.on_device:
+            return self.ranges[dtype].tensor(getattr(torch, dtype), start * ITEM_SIZES[dtype], stop - start)
+        return as_tensor(self._part(dtype, start, stop), dtype)
 
     def _part(self, dtype: str, start: int, stop: int) -> Bytes:
         return self._bytes[dtype][start * ITEM_SIZES[dtype] : stop * ITEM_SIZES[dtype]]
 
     def _view(self, index: int) -> torch.Tensor:
-        """A tensor of its own, not a slice: it has a version counter of its own."""
         place = self._layout_places[index]
-        part = self._part(place.info.dtype, place.start, place.stop)
-        return as_tensor(part, place.info.dtype).view(tuple(place.info.shape))
+        return self._flat(place.info.dtype, place.start, place.stop).view(tuple(place.info.shape))
+
+    def take_forms(self, params: Sequence[torch.Tensor]) -> None:
+        """Give views the strides of these parameters where that does not change the order of elements: copies are straight
+        then."""
+        self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory in it."""
+        return sum(memory.nbytes for memory in self.ranges.values())
 
     def is_in_place(self, index: int) -> bool:
         """Does a view still lie in here? As `.grad` of a parameter it may have been given other memory: through `.data`, or
@@ -102,7 +133,9 @@ class FlatBuffer:
 
     def is_finite(self, everything: bool) -> bool:
         """Are all elements finite? Views whose version is as when they were last checked are checked only with `everything`:
-        what is written through `.data` or NumPy does not change the version."""
+        what is written through `.data` or NumPy does not change the version. On a device the host waits for it."""
+        if self.on_device:
+            return all(math.isfinite(largest(flat).item()) for flat in self.tensors.values())
         unknown = [i for i, view in self.views.items() if everything or self._finite.get(i) != view._version]
         return all(self.find_finite(index) for index in unknown)
 
@@ -115,24 +148,45 @@ class Copier:
     """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
 
     def __init__(
-        self, params: Sequence[torch.Tensor], layout: Layout, memory: Memory, slots: int = 1, compares: bool = False
+        self,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+        memory: Memory | Device,
+        slots: int = 1,
+        compares: bool = False,
     ) -> None:
         self.params = list(params)
         infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
         self.watch = ParameterWatch(params, infos, compares)
         self.layout = layout
+        self.on_device = isinstance(memory, Device)
         self._on_gpu = any(param.is_cuda for param in params)
-        pinned = self._on_gpu and memory.pins
+        pinned = self._on_gpu and not isinstance(memory, Device) and memory.pins
         self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
-        # Pushes under way must not change.
-        self._landing = self._buffers[0] if slots == 1 else FlatBuffer(layout, memory, pinned)
+        # Pushes under way must not change, and on a device servers write new values while gradients are read.
+        shared = slots == 1 and not self.on_device
+        self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
-        self._direct, self._indirect = self._targets()
+        self._moves = DeviceMoves(self.params, self._order, self.watch)
+        self._find_places()
+
+    def _find_places(self) -> None:
+        if not self.on_device:
+            self._direct, self._indirect = self._targets()
+            return
+        self._moves.find_places()
+        for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
+            buffer.take_forms(self.params)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory in its flat buffers."""
+        return sum({id(one): one.device_bytes for one in (*self._buffers, self.landing)}.values())
 
     def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
         """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
-        buffer = self._landing
+        buffer = self.landing
         indirect = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
         for index in self._order:
             if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
@@ -155,7 +209,7 @@ class Copier:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
         moved = self.watch.look(compare)
         if moved:
-            self._direct, self._indirect = self._targets()
+            self._find_places()
         return moved
 
     def next_buffer(self) -> FlatBuffer:
@@ -165,6 +219,8 @@ class Copier:
 
     def gather(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
+        if buffer.on_device:
+            return self._moves.gather(buffer.views, of)
         absent: list[int] = []
         targets, sources = [], []
         for index in self._order:
@@ -193,8 +249,12 @@ class Copier:
 
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
+        if self.on_device:
+            self._receive(parts)
+            self.land()
+            return
         self.watch.see_writes()
-        buffer = self._landing
+        buffer = self.landing
         if self._indirect:
             buffer.changed_all()
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -209,6 +269,18 @@ class Copier:
                 self.params[index].detach().copy_(buffer.views[index], non_blocking=True)
             self._synchronize()
         self.watch.record()
+
+    def land(self) -> None:
+        """New values that are in `landing`, on a device, into the parameters: on the current stream."""
+        self._moves.scatter(self.landing.views)
+
+    def _receive(self, parts: dict[int, list[Bytes]]) -> None:
+        """Bytes that have come through the host into `landing`."""
+        with torch.no_grad():
+            for shard, buffers in parts.items():
+                for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
+                    flat = self.landing.tensors[segment.dtype]
+                    flat[segment.start : segment.stop].copy_(as_tensor(data, segment.dtype))
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
@@ -225,12 +297,15 @@ class Copier:
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
-        buffer = self._landing
+        self._receive(parts)
+        self.land_gradients(absent)
+        self._synchronize()
+
+    def land_gradients(self, absent: Sequence[int]) -> None:
+        """The same with gradients that are in `landing`."""
+        buffer = self.landing
         buffer.changed_all()
         with torch.no_grad():
-            for shard, buffers in parts.items():
-                for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
-                    buffer.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
             for index in self._order:
                 param = self.params[index]
                 if index in absent:
@@ -239,7 +314,6 @@ class Copier:
                 if param.grad is None or param.grad.layout != torch.strided:
                     param.grad = torch.empty_like(param)
                 param.grad.copy_(buffer.views[index], non_blocking=True)
-            self._synchronize()
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that were added or replaced after the start."""

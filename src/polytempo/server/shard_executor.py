@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from polytempo.checkpoints import error_text
+from polytempo.device.device import Device
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
@@ -75,8 +76,17 @@ class ShardExecutor:
     """Owns the tensors of one shard. `put`, `take` and `norm_total` are the I/O loop's; the rest is the thread's."""
 
     def __init__(
-        self, shard: int, shards: int, pool: Pool, checkpoints: Path | None, resume: Path | None, workers: int = 1
+        self,
+        shard: int,
+        shards: int,
+        pool: Pool,
+        checkpoints: Path | None,
+        resume: Path | None,
+        workers: int = 1,
+        device: Device | None = None,
     ) -> None:
+        """`device`: where the values are, if not in the memory of the CPU."""
+        self.device = device
         self.shard, self.shards = shard, shards
         self._workers = workers
         self.wake_up = WakeUp()

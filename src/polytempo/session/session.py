@@ -26,6 +26,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
+from polytempo.device.devices import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.launch.emulation import Emulation, emulation_for
 from polytempo.launch.job_facts import (
@@ -95,6 +96,7 @@ class Session:
         self.data_axis: tuple[int, int] | None = None
         if job.replica > 1:
             self.data_axis = rank // job.replica, job.size // job.replica
+        self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
     @property

@@ -21,7 +21,10 @@ from typing import Any, TypeVar
 from polytempo.checkpoints import find_checkpoint
 from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
-from polytempo.errors import PeerError, PolytempoError, RankLost
+from polytempo.device.device import Device
+from polytempo.device.devices import Devices
+from polytempo.device.host_device import HostDevice
+from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.launch.job_facts import JobFacts
 from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
 from polytempo.records.files import RecordWriter
@@ -67,7 +70,13 @@ class ThreadJob:
         retry: float = 5.0,
         via: str = "ps",
         go_on_unsaved: bool = False,
+        device: str | None = None,
     ) -> None:
+        """`device="stand-in"`: servers and workers share memory as processes on one GPU do, with the CPU as the GPU."""
+        if device not in (None, "stand-in"):
+            raise UsageError(f'expected device="stand-in" or None, got {device!r}')
+        self._stand_in = device is not None
+        self.wire = "ipc" if self._stand_in else self.wire  # queues copy the memory of fences, sockets share it
         checkpoints = Path(checkpoint) if checkpoint else None
         path, manifest = find_checkpoint(Path(resume)) if resume else (None, {})
         self.plan = JobPlan(workers, servers, sync, limits or Limits(), checkpoint_every, manifest)
@@ -98,7 +107,7 @@ class ThreadJob:
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers)
+            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers, self._device())
             to_coordinator = self.connect(0, Pool()) if index else None
             endpoints = [endpoint, *self._more_endpoints(index, pools[index])]
             own = None if index else coordinator
@@ -108,6 +117,9 @@ class ThreadJob:
             thread.start()
         self._launcher = self.connect(0, Pool())
         self._launcher.send(encode(Hello(role="launcher")))
+
+    def _device(self) -> Device | None:
+        return HostDevice() if self._stand_in else None
 
     def _endpoint(self, index: int, pool: Pool) -> Any:
         if self.wire == "memory":
@@ -135,6 +147,7 @@ class ThreadJob:
                 opened.callback(channels[-1].close)
             session = Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
             opened.pop_all()
+        session.devices = Devices(self._device())
         return session
 
     def run(self, work: Callable[[Session], T]) -> list[T]:
