@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +46,8 @@ def together(made: list[Native], call: Callable[[Native, int], Any]) -> list[Any
 
 
 @pytest.mark.parametrize(("hosts", "network"), [((), Network()), (((0,), (1, 2)), APART)])
-def test_all_collectives_in_memory_and_by_an_address(hosts: tuple[tuple[int, ...], ...], network: Network) -> None:
-    """On one host ranks meet in memory of the first; between hosts by TCP."""
+def test_all_collectives_on_one_host_and_between_hosts(hosts: tuple[tuple[int, ...], ...], network: Network) -> None:
+    """The store of rank 0 listens where the others reach it."""
 
     def call(native: Native, rank: int) -> dict[str, list[float]]:
         mine = torch.tensor([float(rank), 1.0])
@@ -67,7 +67,8 @@ def test_all_collectives_in_memory_and_by_an_address(hosts: tuple[tuple[int, ...
 
     with natives(3, hosts, network) as made:
         found = together(made, call)
-        stores = {type(next(iter(native._made.values()))[1].store) for native in made}
+        listened = {(where[0], where[1]) for where in _listening()}
+        ports = {native._made["cpu"][1].store.port for native in made}
     for rank, of_rank in enumerate(found):
         assert of_rank["sum"] == [3.0, 3.0]
         assert of_rank["mean"] == [1.0, 1.0]
@@ -75,7 +76,8 @@ def test_all_collectives_in_memory_and_by_an_address(hosts: tuple[tuple[int, ...
         assert of_rank["gathered"] == [0.0, 1.0, 1.0, 1.0, 2.0, 1.0]
         assert of_rank["root's"] == [2.0, 1.0]
         assert of_rank["crossed"] == [rank, 10.0 + rank, 20.0 + rank]
-    assert stores == {dist.TCPStore if hosts else dist.FileStore}
+    assert len(ports) == 1
+    assert {host for host, port in listened if port in ports} == {"127.0.0.1"}  # and at no other address
 
 
 def test_several_groups_at_once_have_a_store_each() -> None:
@@ -95,25 +97,25 @@ def test_several_groups_at_once_have_a_store_each() -> None:
         world.close()
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file, and no descriptor of the store's memory after the end."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_no_port_is_left_behind() -> None:
+    before = set(_listening())
     with natives(2) as made:
         together(made, lambda native, rank: native.all_reduce([torch.ones(1)]).wait(30))
-        assert list(_stores())
+        port = made[0]._made["cpu"][1].store.port
+        assert ("127.0.0.1", port) in set(_listening()) - before
     del made
-    assert not list(tmp_path.iterdir())
-    assert not list(_stores())
+    assert port not in {number for _, number in _listening()}
 
 
-def _stores() -> Iterator[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:
-            continue
-        if "polytempo-store" in target:
-            yield target
+def _listening() -> Iterator[tuple[str, int]]:
+    """Where sockets of IPv4 listen, and of IPv6 at all addresses."""
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            host, _, port = fields[1].partition(":")
+            if fields[3] == "0A":
+                at = socket.inet_ntoa(bytes.fromhex(host)[::-1]) if name == "tcp" else host
+                yield at, int(port, 16)
 
 
 def test_different_calls_are_named() -> None:
@@ -172,8 +174,8 @@ def test_a_rank_that_is_lost_before_the_meeting_is_named() -> None:
 
 def test_a_store_that_cannot_be_reached_names_the_rank_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polytempo.collectives.native_rendezvous.PATIENCE", 0.1)
-    with pytest.raises(PeerError, match=r"rank 5 cannot open the store of rank 3 \(tcp 1 127.0.0.1\)"):
-        Meeting(2, APART, [3, 5], 5).join("tcp 1 127.0.0.1")
+    with pytest.raises(PeerError, match=r"rank 5 cannot open the store of rank 3 at 127.0.0.1:1: "):
+        Meeting(2, APART, [3, 5], 5).join("1 127.0.0.1")
 
 
 def test_between_hosts_it_is_refused_unless_the_job_is_insecure() -> None:
@@ -229,7 +231,7 @@ def test_the_meeting_of_nccl(nccl: type[FakeNccl], hosts: tuple[tuple[int, ...],
             return float(tensor)
 
         assert together(made, call) == [3.0, 3.0]
-        assert sorted(nccl.made) == [(store, 0, 2, 77.0), (store, 1, 2, 77.0)]
+        assert sorted(nccl.made) == [("TCPStore", 0, 2, 77.0), ("TCPStore", 1, 2, 77.0)]
         groups = [native._made["cuda"][0] for native in made]
     assert [group.ended for group in groups] == ["shutdown", "shutdown"]
 

@@ -1,8 +1,7 @@
-"""How the ranks of a group meet for a process group of torch's (gloo, NCCL): a store of torch's, which rank 0 keeps.
+"""How the ranks of a group meet for a process group of torch's (gloo, NCCL): a TCPStore of torch's, which rank 0 serves.
 
-    one host        a FileStore in memory of rank 0 (memfd), which the others open through /proc: it has no name and no port,
-                    and is gone with the process, however that ends
-    several hosts   a TCPStore that rank 0 serves at the address by which the other hosts reach it
+It listens where the other ranks reach it and nowhere else: on one host at the loopback address, between hosts at the address
+by which they reach this one. Nothing remains of it when its process ends, however that ends.
 
 Rank 0 tells the others where inside a call of the group. The process group is then made in a thread: torch waits there for
 all ranks, while the links are driven and a rank that is lost ends the call.
@@ -10,9 +9,8 @@ all ranks, while the links are driven and a rank that is lost ends the call.
 
 from __future__ import annotations
 
-import os
+import socket
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,28 +30,35 @@ if TYPE_CHECKING:
 PATIENCE = 120.0
 #: Bytes of the text that says where the store is.
 TEXT = 512
-MEMORY, PORT = "memory", "tcp"
+LOOPBACK = "127.0.0.1"
 
 
 class Meeting:
-    """The store of one process group, on one rank. Kept for as long as the process group: NCCL comes back to it."""
+    """The store of one process group, on one rank. Kept for as long as the process group: NCCL comes back to it.
+
+    Args:
+        hosts: The number of hosts.
+        network: That between the ranks.
+        ranks: Those of the group, in the job; the first keeps the store.
+        rank: This one.
+    """
 
     def __init__(self, hosts: int, network: Network, ranks: Sequence[int], rank: int) -> None:
         self._several, self._network, self._ranks, self._rank = hosts > 1, network, ranks, rank
-        self._served: Any = None
         self.store: Any = None
 
     def serve(self) -> str:
-        """On rank 0: where the others find the store."""
-        if not self._several:
-            descriptor = os.memfd_create("polytempo-store", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, descriptor)
-            return f"{MEMORY} /proc/{os.getpid()}/fd/{descriptor}"
-        host, known = own_host(self._network.route)
-        listens = host if known else "0.0.0.0"
-        patience = timedelta(seconds=PATIENCE)
-        self._served = dist.TCPStore(listens, 0, None, True, timeout=patience, wait_for_workers=False)
-        return f"{PORT} {self._served.port} {host if known else ''}"
+        """On rank 0: open the store, and say where the others find it: the port, and the host if it is known."""
+        host, known = own_host(self._network.route) if self._several else (LOOPBACK, True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host if known else "", 0), family=family, backlog=len(self._ranks) + 8)
+        port = int(listener.getsockname()[1])
+        reached_as = host if known else LOOPBACK
+        patience, descriptor = timedelta(seconds=PATIENCE), listener.detach()
+        self.store = dist.TCPStore(
+            reached_as, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor
+        )
+        return f"{port} {host if known else ''}"
 
     def join(self, text: str) -> Any:
         """The store, on any rank. Blocks.
@@ -61,19 +66,15 @@ class Meeting:
         Raises:
             PeerError: It cannot be reached; the message names the rank that keeps it.
         """
-        kind, _, rest = text.partition(" ")
-        try:
-            if kind == MEMORY:
-                self.store = dist.FileStore(rest, len(self._ranks))
-            elif self._served is not None:
-                self.store = self._served
-            else:
-                port, _, host = rest.partition(" ")
-                host = host or self._network.route.rpartition(":")[0].strip("[]")
+        if self.store is None:
+            port, _, host = text.partition(" ")
+            host = host or self._network.route.rpartition(":")[0].strip("[]")
+            try:
                 self.store = dist.TCPStore(host, int(port), None, False, timeout=timedelta(seconds=PATIENCE))
-        except (RuntimeError, ValueError) as error:
-            first = str(error).partition("\n")[0]
-            raise PeerError(f"rank {self._rank} cannot open the store of rank {self._ranks[0]} ({text}): {first}") from None
+            except (RuntimeError, ValueError) as error:
+                why = str(error).partition("\n")[0]
+                where = f"the store of rank {self._ranks[0]} at {host}:{port}"
+                raise PeerError(f"rank {self._rank} cannot open {where}: {why}") from None
         return self.store
 
 
