@@ -43,6 +43,11 @@ class Copies:
             target.copy_(source)
 
 
+def copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each source into its target: `(target, source)`."""
+    Copies(pairs).make()
+
+
 def largest(flat: torch.Tensor) -> torch.Tensor:
     """The largest magnitude in a flat tensor, on its device: not finite where an element is not. One pass, no copy."""
     return torch.linalg.vector_norm(flat, float("inf")) if flat.numel() else flat.new_zeros(())
@@ -75,7 +80,7 @@ class DeviceMoves:
                 absent.append(index)
             elif tensor is not views[index]:
                 pairs.append((views[index], tensor if tensor.layout == torch.strided else tensor.to_dense()))
-        Copies(pairs).make()
+        copy_together(pairs)
         if absent:
             torch._foreach_zero_([views[index] for index in absent])
         return tuple(absent)
