@@ -125,6 +125,11 @@ class CudaDevice(Device):
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
+    def pin(self, buffer: Bytes) -> None:
+        if buffer.nbytes:
+            with suppress(DriverError):  # not all memory can be: it is staged then
+                self.driver.pin(address_of(buffer), buffer.nbytes)
+
     def finish(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
