@@ -1,6 +1,6 @@
 """Rows of tables between the host's memory and a GPU: through pinned memory, on a stream beside the one that computes.
 
-Rows that come are copied when they come, and the stream that computes waits for them where they are used. Gradients of
+Rows that come are copied when they come, and the stream that computes waits for them where they are used. RowGradients of
 several forwards are added up on the GPU, in the order of the forwards, so that one copy brings them to the host: ids are
 unique within a forward, so the sums do not depend on the order in which a kernel adds.
 """
@@ -14,7 +14,7 @@ import torch
 from polytempo.device.side_stream import FetchedTensor, SideStream
 
 #: Ids (in the host's memory) and gradients of their rows.
-Gradients = tuple[torch.Tensor, torch.Tensor]
+RowGradients = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowCopies:
@@ -37,7 +37,7 @@ class RowCopies:
         self.stream(place).join(moved)
         return moved
 
-    def fetched(self, gradients: Sequence[Gradients]) -> tuple[torch.Tensor, FetchedTensor]:
+    def fetched(self, gradients: Sequence[RowGradients]) -> tuple[torch.Tensor, FetchedTensor]:
         """The sums of gradients on a device, each id once and ascending, on their way to the host."""
         place = gradients[0][1].device
         if len(gradients) == 1:
