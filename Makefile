@@ -1,4 +1,5 @@
-# What a newcomer types: make demo, make test. What a developer types: make check. Everything runs in .venv, made on first use.
+# What a newcomer types: make demo, make test. What a developer types: make check. Everything runs in .venv, made on first use;
+# test-gpu and bench-gpu run with the torch at hand (PYTHON=..., or .venv where it is) and download nothing.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -8,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests wait a good part of their time: one process more than there are cores, and four are enough.
 TESTERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
-.PHONY: demo test check bench proof figures docs clean
+.PHONY: demo test test-gpu check bench bench-gpu proof figures docs clean
 
 DEMO := compare --fork --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync dssp:3..15 --sync asp
 
@@ -17,6 +18,15 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
+
+# On a machine with a GPU; elsewhere they say why there is nothing to do.
+AT_HAND := $(if $(filter file default,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))
+
+test-gpu:
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) tests/gpu/run_all.py $(ARGS)
+
+bench-gpu:
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) benchmarks/gpu.py $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

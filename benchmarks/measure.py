@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,3 +65,12 @@ def save(folder: Path, name: str, tables: list[TextTable], data: object) -> None
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1, default=asdict) + "\n", encoding="utf-8")
     print(text)
+
+
+def fill_in(page: Path, folder: Path, names: Iterable[str]) -> None:
+    """Replace what stands between "<!-- NAME -->" and "<!-- end -->" by the table of that case."""
+    text = page.read_text(encoding="utf-8")
+    for name in names:
+        table_of = (folder / f"{name}.md").read_text(encoding="utf-8").strip()
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{table_of}\n\n\2", text, flags=re.S)
+    page.write_text(text, encoding="utf-8")

@@ -29,10 +29,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,7 @@ import steps
 import strategies
 import tensor_parallel
 from cases import Case
-from measure import save
+from measure import fill_in, save
 from rigs import ENVIRONMENT
 from runner import run_case
 from simulated import SIMULATED
@@ -84,15 +82,6 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "system": platform.platform(), "torch": version("torch"), "load": os.getloadavg()}
 
 
-def fill_in(page: Path, names: Iterable[str]) -> None:
-    """Replace what stands between "<!-- NAME -->" and "<!-- end -->" by the table of that case."""
-    text = page.read_text(encoding="utf-8")
-    for name in names:
-        table_of = (OUT / f"{name}.md").read_text(encoding="utf-8").strip()
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{table_of}\n\n\2", text, flags=re.S)
-    page.write_text(text, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=(*CASES, *OWN_TABLES), action="append", help="this case; may be repeated")
@@ -109,7 +98,7 @@ def main() -> None:
     if judged:
         print(last_line(judged))
     if arguments.page:
-        fill_in(arguments.page, judged)
+        fill_in(arguments.page, OUT, judged)
 
 
 if __name__ == "__main__":

@@ -58,22 +58,3 @@ def test_models_on_a_gpu_are_averaged(options: tuple[str, ...]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as a plain loop") == 2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-def test_layers_split_on_a_gpu() -> None:
-    command = [sys.executable, "-m", "polytempo", "run", "-n", "2", str(Path(__file__).parent / "tensor_on_gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("split: as one process") == 2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-@pytest.mark.parametrize("strategy", ["data=2,pipe=2,microbatches=4", "pipe=2,tensor=2", "data=2,tensor=2", "data=4,via=ps"])
-def test_a_spread_model_on_a_gpu_trains_as_one_process(strategy: str) -> None:
-    """Four processes on one GPU; what they exchange goes through copies in the host's memory."""
-    script = str(Path(__file__).parent / "spread_on_gpu.py")
-    command = [sys.executable, "-m", "polytempo", "run", "--strategy", strategy, script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("as one process") == 4

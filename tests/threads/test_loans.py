@@ -17,6 +17,7 @@ from polytempo.client.client_state import Outstanding
 from polytempo.client.exchanges import Exchanges
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
+from polytempo.server.value_memory import HostValues
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -67,16 +68,16 @@ class Taker:
 
 
 @pytest.fixture
-def flats(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+def flats(monkeypatch: pytest.MonkeyPatch) -> list[HostValues]:
     """The stores that have made flat tensors, once for each time they did."""
-    made: list[Shard] = []
-    plain = Shard._flats
+    made: list[HostValues] = []
+    plain = HostValues._lendable
 
-    def counted(self: Shard) -> Any:
+    def counted(self: HostValues) -> Any:
         made.append(self)
         return plain(self)
 
-    monkeypatch.setattr(Shard, "_flats", counted)
+    monkeypatch.setattr(HostValues, "_lendable", counted)
     return made
 
 
@@ -85,7 +86,7 @@ def store_of(job: ThreadJob, server: int = 0) -> Shard:
 
 
 @on_ipc
-def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Shard]) -> None:
+def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[HostValues]) -> None:
     def work(session: Session) -> None:
         taker = Taker(session)
         for _ in range(20):
@@ -93,7 +94,7 @@ def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Shard
             for server in range(2):
                 store = store_of(job, server)
                 store._pool.registry.collect()
-                assert (store._loan.count, store._pool.registry._granted, store._earlier) == (0, {}, [])
+                assert (store._memory._lent[2].count, store._pool.registry._granted, store._memory._earlier) == (0, {}, [])
 
     with ThreadJob(1, 2, "asp") as job:
         job.run(work)
@@ -102,7 +103,7 @@ def test_a_worker_alone_never_makes_the_server_copy(wire: str, flats: list[Shard
 
 @on_ipc
 @pytest.mark.parametrize("keeping", [1, 3])
-def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: list[Shard], keeping: int) -> None:
+def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: list[HostValues], keeping: int) -> None:
     workers, begun = 3, threading.Barrier(3)
     takers: dict[int, Taker] = {}
 
@@ -126,11 +127,11 @@ def test_values_that_slow_workers_still_read_do_not_change(wire: str, flats: lis
     assert store.version == 36
     held_at_once = workers * (keeping + 1)  # each has the last ones, and the next are on their way
     assert workers * keeping // 2 < len(flats) <= held_at_once + 1
-    assert len(store._earlier) == len(flats) - 1
+    assert len(store._memory._earlier) == len(flats) - 1
 
 
 @on_ipc
-def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[Shard]) -> None:
+def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[HostValues]) -> None:
     """Worker 0 holds an answer while worker 1 goes on; however often that happens, two flats are enough."""
     turn, other = threading.Barrier(2), threading.Barrier(2)
 
@@ -154,13 +155,13 @@ def test_memory_of_earlier_values_is_used_again(wire: str, flats: list[Shard]) -
 
     with ThreadJob(2, 1, "asp") as job:
         most = job.run(work)
-        addresses = {flat[0][0]["float64"].data_ptr() for flat in store_of(job)._earlier}
+        addresses = {flat[0]["float64"].data_ptr() for flat in store_of(job)._memory._earlier}
     assert max(most) in (2, 3)  # at the start both may read the first values
     assert len(addresses) == len(flats) - 1
 
 
 @on_ipc
-def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Shard]) -> None:
+def test_a_closed_connection_returns_its_loans(wire: str, flats: list[HostValues]) -> None:
     gone, begun = threading.Event(), threading.Barrier(2)
 
     def work(session: Session) -> None:
@@ -178,8 +179,8 @@ def test_a_closed_connection_returns_its_loans(wire: str, flats: list[Shard]) ->
         store, registry = store_of(job), store_of(job)._pool.registry
         until(lambda: not job.servers[0].facts()["workers"][1:], "the server hears that worker 1 is gone")
         until(lambda: not registry.collect() and not registry._granted, "all loans are back")
-        assert store._loan.count == 0
-        assert all(loan.count == 0 for _, loan in store._earlier)
+        assert store._memory._lent[2].count == 0
+        assert all(loan.count == 0 for _, _, loan in store._memory._earlier)
         before = len(flats)
         for _ in range(5):
             taker.step()

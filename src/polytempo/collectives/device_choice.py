@@ -42,10 +42,12 @@ class Network:
     Attributes:
         insecure: What goes between hosts need not be encrypted.
         emulated: All traffic has to pass the emulated network (`--link`).
+        route: An address that all hosts reach, by which a host finds its own.
     """
 
     insecure: bool = False
     emulated: bool = False
+    route: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,6 +471,18 @@ def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: boo
     return group._start("exchange", shape_of(record), "auto", steps, background)
 
 
+def call(
+    group: RankGroup,
+    collective: str,
+    about: str,
+    algorithm: str,
+    steps: Callable[[ExecutionStage], Steps],
+    background: bool,
+) -> Task:
+    """Start a call that is carried out elsewhere: it has its place among the group's calls."""
+    return group._start(collective, about, algorithm, steps, background)
+
+
 # The speed of links between hosts.
 
 

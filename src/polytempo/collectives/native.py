@@ -1,44 +1,50 @@
 """`algorithm="native"`: gloo for CPU tensors, NCCL for CUDA tensors, through torch.distributed.
 
 NCCL is how NVLink, PCIe peer-to-peer and GPUDirect are reached. A process group of torch's is made beside ours, for the same
-ranks, on first use; torch's default group is not touched. Neither gloo nor NCCL encrypts: between hosts that is refused
-unless the job is insecure anyway.
+ranks, inside the first call (`native_rendezvous.py`); torch's default group is not touched. Neither gloo nor NCCL encrypts:
+between hosts that is refused unless the job is insecure anyway.
+
+A call is one of the group's: it has its place in their order, and is compared with those of the other ranks. It ends when
+its result is there, on the GPU, too: NCCL would wait for ever for a rank that has died, so the links are watched meanwhile,
+and the communicator is aborted.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import weakref
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from polytempo.collectives.call_queues import CallQueue
-from polytempo.collectives.flattening import shape_of
-from polytempo.collectives.group import RankGroup
+from polytempo.collectives.executor import ExecutionStage
+from polytempo.collectives.flattening import shape_of, shapes_of
+from polytempo.collectives.group import Nested, RankGroup, call
+from polytempo.collectives.native_rendezvous import PATIENCE, Meeting, in_thread, tell
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
-from polytempo.collectives.tasks import Steps, Task, Wait
-from polytempo.errors import UsageError
+from polytempo.collectives.tasks import Steps, Task
+from polytempo.errors import PeerError, UsageError
+from polytempo.transport.peer_link import CALL, LinkMessage
+from polytempo.transport.rendezvous import own_address
 
 NativeTensors = Sequence[torch.Tensor]
 OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPERATIONS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-PATH = 4096
+#: Seconds of a call where the group has no time-out.
+LONGEST = 1800.0
 
 
 class Native:
     """torch's own collectives for the ranks of a group: the same methods, the same meanings."""
 
-    def __init__(self, group: RankGroup, insecure: bool = False) -> None:
-        if len(group.place.hosts) > 1 and not insecure:
+    def __init__(self, group: RankGroup) -> None:
+        if len(group.place.hosts) > 1 and not group.network.insecure:
             raise UsageError("algorithm='native' does not encrypt what goes between hosts; say insecure, or use 'auto'")
         self._group = group
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, tuple[Any, Meeting]] = {}
 
     def all_reduce(self, tensors: NativeTensors, op: object = "sum", algorithm: str = "", background: bool = False) -> Task:
         """As `RankGroup.all_reduce`."""
@@ -52,7 +58,9 @@ class Native:
                 before_mean(name, tensor, self._group.size)
             return [made.allreduce([tensor], options) for tensor in tensors]
 
-        return self._task("all_reduce", tensors[0], start, background, tensors if divided else ())
+        return self._task(
+            "all_reduce", f"{name}, {shapes_of(tensors)}", tensors[0], start, background, tensors if divided else ()
+        )
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "", background: bool = False
@@ -69,7 +77,9 @@ class Native:
                 before_mean(name, mine, self._group.size)
             return [made.reduce([mine], options)]
 
-        return self._task("reduce", tensor, start, background, [mine] if divided else ())
+        return self._task(
+            "reduce", f"{name}, {shape_of(tensor)}, to {root}", tensor, start, background, [mine] if divided else ()
+        )
 
     def broadcast(self, tensors: NativeTensors, root: int, algorithm: str = "", background: bool = False) -> Task:
         """As `RankGroup.broadcast`."""
@@ -79,13 +89,17 @@ class Native:
             options.rootRank = root
             return [made.broadcast([tensor], options) for tensor in tensors]
 
-        return self._task("broadcast", tensors[0], start, background)
+        return self._task("broadcast", f"{shapes_of(tensors)}, from {root}", tensors[0], start, background)
 
     def all_gather(
         self, outputs: NativeTensors, tensor: torch.Tensor, algorithm: str = "", background: bool = False
     ) -> Task:
         """As `RankGroup.all_gather`."""
-        return self._task("all_gather", tensor, lambda made: [made.allgather([list(outputs)], [tensor])], background)
+
+        def start(made: Any) -> list[Any]:
+            return [made.allgather([list(outputs)], [tensor])]
+
+        return self._task("all_gather", shape_of(tensor), tensor, start, background)
 
     def gather(
         self, outputs: NativeTensors | None, tensor: torch.Tensor, root: int, algorithm: str = "", background: bool = False
@@ -98,7 +112,7 @@ class Native:
             lists = [list(outputs or ())] if self._group.rank == root else []
             return [made.gather(lists, [tensor], options)]
 
-        return self._task("gather", tensor, start, background)
+        return self._task("gather", f"{shape_of(tensor)}, to {root}", tensor, start, background)
 
     def scatter(
         self, output: torch.Tensor, inputs: NativeTensors | None, root: int, algorithm: str = "", background: bool = False
@@ -111,7 +125,7 @@ class Native:
             lists = [list(inputs or ())] if self._group.rank == root else []
             return [made.scatter([output], lists, options)]
 
-        return self._task("scatter", output, start, background)
+        return self._task("scatter", f"{shape_of(output)}, from {root}", output, start, background)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: NativeTensors, op: object = "sum", algorithm: str = "", background: bool = False
@@ -128,7 +142,9 @@ class Native:
                 before_mean(name, piece, self._group.size)
             return [made.reduce_scatter([output], [pieces], options)]
 
-        return self._task("reduce_scatter", output, start, background, [output] if divided else ())
+        return self._task(
+            "reduce_scatter", f"{name}, {shape_of(output)}", output, start, background, [output] if divided else ()
+        )
 
     def all_to_all(
         self,
@@ -139,82 +155,118 @@ class Native:
         even: bool = False,
     ) -> Task:
         """As `RankGroup.all_to_all`."""
-        return self._task("all_to_all", inputs[0], lambda made: [made.alltoall(list(outputs), list(inputs))], background)
 
-    def close(self) -> None:
-        """NCCL waits for ever if it is dropped without this."""
-        for made in self._made.values():
-            made.shutdown()
-        self._made.clear()
+        def start(made: Any) -> list[Any]:
+            return [made.alltoall(list(outputs), list(inputs))]
+
+        return self._task("all_to_all", str(inputs[0].dtype).removeprefix("torch."), inputs[0], start, background)
+
+    def close(self, politely: bool = True) -> None:
+        """NCCL waits for ever if it is dropped without this, and with it for a rank that has crashed: then it is aborted."""
+        lost = any(rank in self._group.engine.messages.crashed for rank in self._group.ranks)
+        for device in list(self._made):
+            if politely and not lost:
+                self._made.pop(device)[0].shutdown()
+            else:
+                self._abort(device)
 
     # From a call to a task.
 
     def _task(
         self,
         name: str,
+        about: str,
         like: torch.Tensor,
         start: Callable[[Any], list[Any]],
         background: bool,
         divided: NativeTensors = (),
     ) -> Task:
-        made = self._process_group(like.device.type)
-        engine = self._group.engine
+        device = like.device
+        if device.type == "cuda" and not dist.is_nccl_available():
+            raise UsageError("this build of torch has no NCCL; move the tensor to the CPU, or use algorithm='auto'")
+        filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-        def steps() -> Steps:
-            works, ended = start(made), list[int]()
-
-            def note() -> None:
-                ended.append(1)
-                engine.wake()
-
-            for work in works:
-                _when_done(work, note)
-            yield Wait(lambda: len(ended) == len(works), list)
-            for work in works:
-                work.wait()
+        def steps(stage: ExecutionStage) -> Steps:
+            made = yield from self._opened(stage, device)
+            self._announce(stage)
+            try:
+                if filled is None:
+                    works = start(made)
+                    yield from in_thread(self._group.engine, self._needed, lambda: [work.wait() for work in works])
+                else:
+                    yield from self._on_stream(device, filled, lambda: start(made))
+            except BaseException:  # a rank is lost, or the time is over: no rank can use it any more
+                self._abort(device.type)
+                raise
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
-        return engine.start(CallQueue(-1, self._group.ranks), f"{name}({shape_of(like)}, by native)", steps(), background)
+        return call(self._group, name, about, "native", steps, background)
 
-    def _process_group(self, device: str) -> Any:
-        if device not in self._made:
-            if device == "cuda" and not dist.is_nccl_available():
-                raise UsageError("this build of torch has no NCCL; move the tensor to the CPU, or use algorithm='auto'")
-            self._made[device] = self._open(device)
-        return self._made[device]
+    def _on_stream(self, device: torch.device, filled: Any, start: Callable[[], list[Any]]) -> Steps:
+        """NCCL's kernels run behind the caller's, and the call ends when they have."""
+        stream, done = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(stream):
+            stream.wait_event(filled)
+            for work in start():
+                work.wait()
+            done.record(stream)
+        yield from in_thread(self._group.engine, self._needed, done.synchronize)
 
-    def _open(self, device: str) -> Any:
-        """Ranks of one host meet in a directory of the first one's. It stays: NCCL comes back to it with the first call."""
-        group, timeout = self._group, timedelta(seconds=self._group.timeout or 1800)
-        directory = tempfile.mkdtemp(prefix="polytempo-") if group.rank == 0 else ""
-        text = torch.zeros(PATH, dtype=torch.uint8)
-        if group.rank == 0:
-            path = os.path.join(directory, "store").encode()
-            text[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
-        group.broadcast([text], 0).wait()
-        store = dist.FileStore(bytes(text.tolist()).rstrip(b"\0").decode(), group.size)
-        if device == "cuda":
-            made = dist.ProcessGroupNCCL(store, group.rank, group.size, timeout)
-        else:
-            made = dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
-        if directory:
-            weakref.finalize(self, _remove, directory, os.getpid())
-        return made
+    def _needed(self) -> list[int]:
+        """Other ranks that the call needs; those that have done their part and left are not among them."""
+        messages = self._group.engine.messages
+        others = (rank for rank in self._group.ranks if rank != messages.rank)
+        return [rank for rank in others if rank not in messages.left or rank in messages.crashed]
+
+    def _announce(self, stage: ExecutionStage) -> None:
+        """What is called here, for the next rank to compare."""
+        group = self._group
+        link = group.engine.messages.links.get(group.ranks[(group.rank + 1) % group.size])
+        if link is not None:
+            link.send(LinkMessage(CALL, group.context, stage.tag, stage.meta))
+
+    # The process group of torch's.
+
+    def _opened(self, stage: ExecutionStage, device: torch.device) -> Steps:
+        if device.type not in self._made:
+            group = self._group
+            meeting = Meeting(len(group.place.hosts), group.network, group.ranks, group.engine.rank)
+            text = yield from tell(Nested(group, stage), meeting.serve() if group.rank == 0 else "")
+            made = yield from in_thread(group.engine, self._needed, lambda: self._open(device, meeting.join(text)))
+            self._made[device.type] = made, meeting
+        return self._made[device.type][0]
+
+    def _open(self, device: torch.device, store: Any) -> Any:
+        """In a thread: torch waits for all ranks here."""
+        group, timeout = self._group, timedelta(seconds=self._group.timeout or LONGEST)
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                return dist.ProcessGroupNCCL(store, group.rank, group.size, timeout)
+            if len(group.place.hosts) == 1:
+                return dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(group.network.route))]
+            return dist.ProcessGroupGloo(store, group.rank, group.size, options)
+        except RuntimeError as error:
+            kind, first = "NCCL" if device.type == "cuda" else "gloo", str(error).partition("\n")[0]
+            others = ", ".join(str(rank) for rank in group.ranks if rank != group.engine.rank)
+            raise PeerError(f"rank {group.engine.rank} cannot meet ranks {others} for {kind}: {first}") from None
+
+    def _abort(self, device: str) -> None:
+        """End what waits for other ranks. In a thread: NCCL may take its time over it."""
+        made, meeting = self._made.pop(device, (None, None))
+        if made is not None:
+            threading.Thread(target=_abort, args=(made, meeting), name="polytempo-abort", daemon=True).start()
 
 
-def _remove(directory: str, maker: int) -> None:
-    """Not in a child that was forked meanwhile: the others come back to it."""
-    if os.getpid() == maker:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _when_done(work: Any, tell: Callable[[], object]) -> None:
-    try:
-        work.get_future().add_done_callback(lambda _: tell())
-    except RuntimeError:  # gloo's reduce_scatter has none
-        work.wait()
-        tell()
+def _abort(made: Any, _: Meeting | None) -> None:
+    """The store is kept meanwhile."""
+    with suppress(RuntimeError):  # gloo has nothing to abort
+        made.abort()
 
 
 def _reduce_op(name: str) -> Any:

@@ -171,7 +171,7 @@ def open_by_store(
         rendezvous_by_store,
         *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
     )
-    return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None))
+    return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
 
 
 def _opened(

@@ -55,6 +55,8 @@ class CudaFences(Fences):
         super().__init__(words)
         self._device, self._driver = device.place, device.driver
         self._at = self._driver.pin(address_of(words), words.nbytes)
+        # Before the memory is unmapped: what is mapped at its address later would pass for it.
+        weakref.finalize(self, _unpin, self._driver, words).atexit = False
 
     def signal(self, index: int, value: int) -> None:
         self._driver.write_behind(self._stream(), self._at + index * SPACING, value % (1 << 32))
@@ -64,6 +66,11 @@ class CudaFences(Fences):
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _unpin(driver: CudaDriver, words: Bytes) -> None:
+    with suppress(DriverError):
+        driver.unpin(address_of(words))
 
 
 class CudaDevice(Device):
@@ -122,6 +129,11 @@ class CudaDevice(Device):
             self._stream = torch.cuda.Stream(self.place)
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
+
+    def pin(self, buffer: Bytes) -> None:
+        if buffer.nbytes:
+            with suppress(DriverError):  # not all memory can be: it is staged then
+                self.driver.pin(address_of(buffer), buffer.nbytes)
 
     def finish(self) -> None:
         if self._stream is not None:

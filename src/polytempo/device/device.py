@@ -79,8 +79,11 @@ class Fences(ABC):
         return (int(self._counts[index]) - value) % CYCLE < CYCLE // 2
 
     def release(self, index: int) -> None:
-        """End all waits for a fence, now and later. Only where its value is not needed any more."""
-        self._counts[index] = (int(self._counts[index]) + RELEASED) % CYCLE
+        """End all waits for a fence, now and later. Only where its value is not needed any more. Both sides may do it."""
+        marks = self.words.view(numpy.uint32)[1 :: SPACING // 4]  # beside the counts: whether they were released
+        if not marks[index]:
+            marks[index] = 1
+            self._counts[index] = (int(self._counts[index]) + RELEASED) % CYCLE
 
 
 class Device(ABC):
@@ -119,6 +122,9 @@ class Device(ABC):
     @abstractmethod
     def own_stream(self) -> AbstractContextManager[object]:
         """A stream of this library's own: what is given inside runs beside the script's kernels."""
+
+    def pin(self, buffer: Bytes) -> None:
+        """Pin host memory that lives as long as this: copies between it and the device need no staging then."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -17,7 +17,10 @@ COORDINATES = 1024
 
 
 class GradientDivergence:
-    """Keeps the latest gradient of each worker, and measures their divergence on request."""
+    """Keeps the latest gradient of each worker, and measures their divergence on request.
+
+    On a GPU a look is counted by `settle`, which waits for the GPU; until then its figures stay there.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
@@ -26,10 +29,11 @@ class GradientDivergence:
         self._latest: dict[int, torch.Tensor] = {}
         self._new = 0  # gradients since the last look
         self._total, self._looks = 0.0, 0
+        self._open: list[tuple[torch.Tensor, int]] = []  # looks that are not counted yet
 
     @property
     def mean(self) -> float:
-        """Over all looks; 0 when there were never two workers."""
+        """Over all looks that are counted; 0 when there were never two workers."""
         return self._total / self._looks if self._looks else 0.0
 
     def take(self, worker: int, gradient: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> None:
@@ -47,7 +51,15 @@ class GradientDivergence:
         self._new = 0
         every = torch.stack(list(self._latest.values())).to(torch.float64)
         mean = every.mean(0)
-        size = float(mean.norm())
-        if size > 0 and math.isfinite(size):
-            self._total += float((every - mean).norm()) / math.sqrt(len(every)) / size
-            self._looks += 1
+        self._open.append((torch.stack([mean.norm(), (every - mean).norm()]), len(every)))
+        if every.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Count the looks that are not counted yet."""
+        looks, self._open = self._open, []
+        for norms, workers in looks:
+            size, deviation = norms.tolist()
+            if size > 0 and math.isfinite(size):
+                self._total += deviation / math.sqrt(workers) / size
+                self._looks += 1

@@ -25,10 +25,12 @@ from torch import nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
+from polytempo.device.device import Device
 from polytempo.errors import BrokenInvariant, PolytempoError, UsageError, nearest
 from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text, last_backwards
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.deferred_gradients import DeferredGradients
+from polytempo.pipeline.device_messages import exchange_devices
 from polytempo.pipeline.gradient_sync import Clipping, GradientSync
 from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied, training_only
 from polytempo.pipeline.plan_report import explain
@@ -38,6 +40,7 @@ from polytempo.pipeline.profiler import profile
 from polytempo.pipeline.runtime import RankLayout, Runtime
 from polytempo.pipeline.schedules import SteadyState, make
 from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
+from polytempo.pipeline.stage_device import StageDevices, asks_for_gpu, chosen, shared_device
 from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.topology import Topology, parse_topology
 
@@ -114,12 +117,12 @@ class StageBuilder:
         loss: Loss,
         optimizer: MakeOptimizer,
         seed: int,
-        device: torch.device | str | None,
+        device: StageDevices,
     ) -> StageBuild:
         """This rank's stage, connected to the others; all ranks of the group (None: all of the job) call this together."""
         planning = world.all_ranks if group is None else group
         if self.auto is not None:
-            self.stages = self._planned(self.auto, planning, device)
+            self.stages = self._planned(self.auto, planning, self._place(device, 0, 0, world))
         schedule = self._schedule(planning.size)
         facts = _checked(schedule)
         self._check_clipping(schedule)
@@ -140,15 +143,16 @@ class StageBuilder:
         shared, part = _tied_names(parts, number, schedule), parts[number]
         if self.hooks.prepare_part is not None:
             self.hooks.prepare_part(part)
-        if device is not None:
-            part.module.to(device)
+        place = self._place(device, number, schedule.stages, world)
+        if place is not None:
+            part.module.to(place)
         gradient_sync = self._gradient_sync(world, parent, layout, part, shared)
         gradient_sync.broadcast_initial([*(param for _, param in part.parameters()), *part.module.buffers()])
-        stage = _stage(part, number, schedule, facts, loss, optimizer, seed, device)
+        stage = _stage(part, number, schedule, facts, loss, optimizer, seed, place)
         _check_data_axis(stage, schedule, shared)
         if stage.data_axis is not None:
             stage.data_axis.sends_early = not gradient_sync.changes_gradients()
-        p2p = PointToPoint(group, stage.device)
+        p2p = PointToPoint(group, stage.device, self._shared(group, stage.device))
         deferred, actions = DeferredGradients(facts.activations[number]), schedule.actions[number][replica]
         steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
         lasts = frozenset[int]() if steady_state else last_backwards(actions)
@@ -171,6 +175,26 @@ class StageBuilder:
             unused=unused,
             training_only=training_only(part.module for part in parts),
         )
+
+    # The device.
+
+    def _place(self, device: StageDevices, stage: int, stages: int, world: World) -> torch.device | None:
+        """Where a stage computes. `stages` 0: where layers are measured, which is where the first stage is."""
+        ranks = next(host for host in world.all_ranks.place.hosts if world.rank in host)
+        given: StageDevices = device if isinstance(device, str) or not isinstance(device, Sequence) or stages else device[0]
+        asks = given is None and self.example is not None and asks_for_gpu(self.example, self._tensors())
+        seen = torch.cuda.device_count() if asks or given is not None else 0
+        return chosen(given, stage, stages, ranks.index(world.rank), seen, asks)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
+        return [param for module in modules for param in module.parameters()]
+
+    def _shared(self, group: RankGroup, place: torch.device) -> tuple[Device, frozenset[int]] | None:
+        """The device whose memory this stage shares, and the ranks with which it does."""
+        device = self.hooks.device or shared_device(place)
+        peers = exchange_devices(group, device)
+        return (device, peers) if device is not None else None
 
     # The schedule.
 
@@ -336,7 +360,7 @@ def _stage(
     loss: Loss,
     optimizer: MakeOptimizer,
     seed: int,
-    device: torch.device | str | None,
+    place: torch.device | None,
 ) -> Stage:
     vertical_sync = schedule.versions == "first"
     return Stage(
@@ -348,7 +372,7 @@ def _stage(
         vertical_sync=vertical_sync,
         divisor=schedule.microbatches if schedule.flushes else 1,
         seed=seed,
-        device=torch.device(device) if device is not None else None,
+        device=place,
         alone=schedule.stages == 1,
     )
 

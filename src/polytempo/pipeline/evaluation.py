@@ -89,6 +89,7 @@ class Evaluation:
 
     def _reduced(self, mine: float = 0.0, examples: int = 0) -> tuple[float, int]:
         """The sums over the replicas of the last stage, sent to all ranks, which wait for them."""
+        self._p2p.confirm()
         number, lasts = self._batches, self._layout.ranks(self._last)
         own = StageMessage([], number=number, figure=mine, version=examples)
         if self._rank in lasts:

@@ -29,6 +29,7 @@ from polytempo.pipeline.evaluation import Evaluation
 from polytempo.pipeline.partition import PartitionPlan
 from polytempo.pipeline.runtime import CompletedAction
 from polytempo.pipeline.stage import Loss, MakeOptimizer
+from polytempo.pipeline.stage_device import StageDevices
 from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.state import PipelineState
 from polytempo.pipeline.trace_files import write_trace
@@ -60,7 +61,8 @@ class Pipeline:
         microbatches: Into how many parts a batch is split; must divide it.
         replicas: The number of ranks that share each stage; one by default.
         seed: Of dropout, whose masks do not depend on the schedule.
-        device: Where this stage computes.
+        device: Where this stage computes: a device, or one for each stage; `"cuda"` is GPU `local_rank` of this host, modulo
+            those that this process sees. By default where the model is, and as `"cuda"` where only `example` is on a GPU.
         example: A tuple of inputs, for `stages="auto"` and for models that can only be traced on an input.
         checkpoint: A directory in which each stage writes its part: at `flush()` of a schedule without flushes, when another
             stage is lost, and with `checkpoint_every`.
@@ -94,7 +96,7 @@ class Pipeline:
         microbatches: int | None = None,
         replicas: Sequence[int] | None = None,
         seed: int = 0,
-        device: torch.device | str | None = None,
+        device: StageDevices = None,
         example: tuple[Any, ...] | None = None,
         checkpoint: Folder | None = None,
         checkpoint_every: int = 0,

@@ -2,7 +2,8 @@
 
 The form of a message (shapes, dtypes, which tensors want a gradient) is announced before the first of its kind between two
 ranks, and again when it changes; after that only bytes travel, in one piece. On one host they lie in leased blocks of shared
-memory (`transport/shared_memory.py`), and a small message refers to the block.
+memory (`transport/shared_memory.py`), and a small message refers to the block. Between stages whose GPUs reach each other
+they lie in device memory (`device_messages.py`); what a GPU sends otherwise goes through pinned host memory.
 
 Sending never waits: a copy is made, and what the socket does not take at once is sent by the engine's thread. Otherwise no
 thread is involved: the sender sends by itself, and the receiver reads by itself while it waits. Handing messages to another
@@ -25,8 +26,19 @@ from polytempo.collectives.call_queues import CallQueue, failure
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.tasks import Steps, Task, Wait
+from polytempo.device.device import Device
 from polytempo.errors import PeerError, UsageError
-from polytempo.pipeline.stage_message import MessageForm, StageMessage, described, outline, pack, unpacked
+from polytempo.pipeline.device_messages import FENCE_SEGMENT, HEADER, DeviceMessages
+from polytempo.pipeline.stage_message import (
+    MessageForm,
+    StageMessage,
+    described,
+    on_gpu,
+    outline,
+    pack,
+    pinned,
+    unpacked,
+)
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 from polytempo.transport.cpu_affinity import CoreSlot
@@ -40,10 +52,12 @@ KINDS = 8
 LAST_WORDS = 1.0
 #: An announcement has this many bytes.
 ANNOUNCEMENT = 8 << 10
-#: What an announcement begins with: messages refer to blocks of shared memory, or are the bytes.
-SHARED, BYTES = "shared ", "bytes "
+#: What an announcement begins with: messages refer to blocks of shared memory or of device memory, or are the bytes.
+SHARED, DEVICE, BYTES = "shared ", "device ", "bytes "
 #: A reference: the number of a segment, and the offset of a block in it.
 REFERENCE = struct.Struct("<qq")
+#: Bytes that travel where the message itself does not.
+SIZES = {SHARED: REFERENCE.size, DEVICE: HEADER.size}
 
 
 @dataclass
@@ -53,7 +67,7 @@ class _Outgoing:
     outline: tuple[Any, ...] = ()
     form: MessageForm | None = None
     count: int = 0  # of announcements
-    shared: bool = False
+    how: str = BYTES
 
 
 @dataclass
@@ -61,16 +75,23 @@ class _Incoming:
     """Messages of one kind from one rank, in the order in which they were sent."""
 
     form: MessageForm | None = None
-    shared: bool = False
+    how: str = BYTES
     count: int = 0  # of announcements
     announced: Receipt | None = None  # the next announcement; it may be there before the messages that come first are read
     messages: dict[int, StageMessage] = field(default_factory=dict)
 
 
 class PointToPoint:
-    """This rank's messages to and from other stages."""
+    """This rank's messages to and from other stages.
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    Args:
+        group: The ranks of the pipeline.
+        device: Where received tensors are wanted.
+        shared: The device itself, and the ranks with which this one shares its memory; None: with none.
+    """
+
+    def __init__(self, group: RankGroup, device: torch.device, shared: tuple[Device, frozenset[int]] | None = None) -> None:
+        self._on_device = DeviceMessages(group, *shared) if shared is not None and shared[1] else None
         self._group, self._engine, self.device = group, group.engine, device
         self._context = group.context + 1
         self._outgoing: dict[tuple[int, int], _Outgoing] = {}
@@ -87,7 +108,7 @@ class PointToPoint:
     def send(self, to: int, kind: int, message: StageMessage) -> None:
         """Send to a rank, without waiting."""
         outgoing = self._outgoing.setdefault((to, kind), _Outgoing())
-        form, announcement = self._form(outgoing, message, to in self._blocks)
+        form, announcement = self._form(outgoing, message, self._way(to, message))
         while self._sending and self._sending[0].done:
             self._sending.popleft()
         try:
@@ -101,29 +122,46 @@ class PointToPoint:
         task = self._engine.begin(CallQueue(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
         self._sending.append(task)
 
-    def _form(self, outgoing: _Outgoing, message: StageMessage, beside: bool) -> tuple[MessageForm, bytes]:
+    def _way(self, to: int, message: StageMessage) -> str:
+        """How this message may travel."""
+        if self._on_device is not None and self._on_device.carries(to, message):
+            return DEVICE
+        return SHARED if to in self._blocks else BYTES
+
+    def _form(self, outgoing: _Outgoing, message: StageMessage, way: str) -> tuple[MessageForm, bytes]:
         """What the message is like, and what must be announced before it."""
-        if outgoing.form is not None and outgoing.outline == outline(message):
+        outlined = way, *outline(message)
+        if outgoing.form is not None and outgoing.outline == outlined:
             return outgoing.form, b""
         form = MessageForm(described(message))
-        outgoing.outline, outgoing.form, outgoing.shared = outline(message), form, beside and form.size >= SHARE_FROM
+        outgoing.outline, outgoing.form = outlined, form
+        outgoing.how = BYTES if way == SHARED and form.size < SHARE_FROM else way
         outgoing.count += 1
-        return form, _padded((SHARED if outgoing.shared else BYTES) + form.text)
+        return form, _padded(outgoing.how + form.text)
 
     def _written(
         self, to: int, outgoing: _Outgoing, form: MessageForm, message: StageMessage
     ) -> tuple[Bytes, tuple[int, Segment] | None]:
         """What travels; and memory to hand over before it."""
-        if not outgoing.shared:
-            data = self._pool.take(form.size)
+        if outgoing.how == DEVICE:
+            assert self._on_device is not None
+            header, words = self._on_device.write(to, form, message)
+            return self._counted(form.size, header), (FENCE_SEGMENT, words) if words is not None else None
+        if outgoing.how == BYTES:
+            data = self._pool.take(form.size) if not on_gpu(message) else pinned(form.size)
             pack(message, form, data)
             return data, None
         block, made = self._blocks[to].take(form.size)
         pack(message, form, block.room)
-        self._engine.messages.handed[self._context] += form.size - REFERENCE.size  # as if the bytes themselves were sent
-        data = self._pool.take(REFERENCE.size)
-        data[:] = memoryview(REFERENCE.pack(block.number, block.offset))
-        return data, (block.number, made) if made is not None else None
+        reference = self._counted(form.size, REFERENCE.pack(block.number, block.offset))
+        return reference, (block.number, made) if made is not None else None
+
+    def _counted(self, size: int, reference: bytes) -> Bytes:
+        """What travels in place of this many bytes, which count as if they themselves were sent."""
+        self._engine.messages.handed[self._context] += size - len(reference)
+        data = self._pool.take(len(reference))
+        data[:] = memoryview(reference)
+        return data
 
     def _do_without(self, to: int, size: int, error: Exception) -> None:
         del self._blocks[to]
@@ -148,6 +186,18 @@ class PointToPoint:
         """Wait until all is sent: after this the rank may end."""
         while self._sending:
             self._sending.popleft().wait()
+        if self._on_device is not None:
+            self._on_device.settle()
+
+    def confirm(self) -> None:
+        """Wait until the contents of all messages that were taken are there: where a device's stream waits for them, they
+        may still be lost with their sender.
+
+        Raises:
+            RankLost: A message is lost.
+        """
+        if self._on_device is not None:
+            self._on_device.confirm()
 
     # Receiving.
 
@@ -160,7 +210,8 @@ class PointToPoint:
             while not task.is_completed() and meanwhile():
                 pass
             with self._core if not task.done else nullcontext():
-                message = task.wait()
+                data, form = task.wait()
+            message = self._unpacked(source, data, incoming.how, form)
             incoming.messages[message.number] = message
         return incoming.messages.pop(number)
 
@@ -171,7 +222,7 @@ class PointToPoint:
                 incoming.announced = self._engine.messages.expect(self._context, kind, source, ANNOUNCEMENT)
             form, note = incoming.form, incoming.announced
             tag = incoming.count * KINDS + kind
-            size = REFERENCE.size if incoming.shared else form.size if form else 0
+            size = SIZES.get(incoming.how, form.size if form else 0)
             data = self._engine.messages.expect(self._context, tag, source, size) if form else note
             try:
                 yield from self._until(source, data, note)
@@ -179,22 +230,36 @@ class PointToPoint:
                 if data is not note:
                     self._engine.messages.mailbox.withdraw(data, self._context, tag)
             if form is not None and data.done:  # what was sent first is there first: it is not of the newer form
-                return unpacked(self._held(source, _bytes(data), incoming.shared, form.size), form, self.device)
+                return _bytes(data), form
             how, _, text = _bytes(note).tobytes().decode().rstrip().partition(" ")
-            incoming.form, incoming.shared = MessageForm(text), f"{how} " == SHARED
+            incoming.form, incoming.how = MessageForm(text), f"{how} "
             incoming.count, incoming.announced = incoming.count + 1, None
 
-    def _held(self, source: int, data: Bytes, shared: bool, size: int) -> Bytes:
+    def _unpacked(self, source: int, data: Bytes, how: str, form: MessageForm) -> StageMessage:
+        """The message of what has come. For the thread that computes: its streams order what a device is given."""
+        if how != DEVICE:
+            return unpacked(self._held(source, data, how, form.size), form, self.device)
+        if self._on_device is None:
+            raise PeerError(f"rank {source} sends device memory, and rank {self._engine.rank} shares none with it")
+        header = data.tobytes()
+        self._engine.messages.pool.give(data)
+        return self._on_device.read(source, header, form, lambda: self._segment(source, FENCE_SEGMENT))
+
+    def _segment(self, source: int, number: int) -> Segment:
+        """Memory that a rank has handed over, before the first message that refers to it."""
+        if (key := (source, number)) not in self._segments:
+            self._segments[key] = self._engine.messages.segments.pop((source, self._context, number))
+        return self._segments[key]
+
+    def _held(self, source: int, data: Bytes, how: str, size: int) -> Bytes:
         """The bytes of a message; their memory is free again when the last view is gone."""
-        if not shared:
+        if how != SHARED:
             view = data[:]
             weakref.finalize(view, self._engine.messages.pool.give, data).atexit = False
             return view
         number, offset = REFERENCE.unpack(data.tobytes())
         try:
-            if (key := (source, number)) not in self._segments:
-                self._segments[key] = self._engine.messages.segments.pop((source, self._context, number))  # it came before
-            return read_block(self._segments[key], offset, size)
+            return read_block(self._segment(source, number), offset, size)
         except (KeyError, ValueError):
             raise PeerError(
                 f"invalid shared-memory reference from rank {source} (segment {number}, offset {offset})"

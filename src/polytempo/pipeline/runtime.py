@@ -156,6 +156,7 @@ class Runtime:
 
     def _update(self) -> int:
         waits = time.perf_counter()
+        self.p2p.confirm()  # of what is lost, nothing may reach the weights
         params, clipping = self.stage.collect(), self.gradient_sync.clipping
         self.gradient_sync.reduce(params, self.stage.backwards, self.stage.divisor)
         if clipping is not None:

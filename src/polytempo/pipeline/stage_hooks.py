@@ -4,6 +4,8 @@
              the whole replica, where a replicated parameter is counted once; all shards stop at the same step
     data     the optimizer of a stage is a `DistributedOptimizer` (`stage.py`): nothing of it is in here
 
+And what tests put in place of a GPU: `device`.
+
 The defaults add nothing.
 """
 
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from polytempo.collectives.group import RankGroup
+from polytempo.device.device import Device
 from polytempo.pipeline.partition import ModelPart
 
 
@@ -31,6 +34,7 @@ class StageHooks:
         groups: Groups beside those of the pipeline whose ranks are told when this rank fails.
         agree_to_stop: Called on the last stage at each step of a job with a budget, with what this rank was told; returns
             what all lanes of the replica were.
+        device: Whose memory this rank shares with other stages; None: that of its GPU, if it has one.
     """
 
     prepare_part: Callable[[ModelPart], None] | None = None
@@ -38,3 +42,4 @@ class StageHooks:
     counts: Callable[[str], bool] = _counts_all
     groups: tuple[RankGroup, ...] = ()
     agree_to_stop: Callable[[bool], bool] | None = None
+    device: Device | None = None

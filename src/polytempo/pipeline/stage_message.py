@@ -11,18 +11,21 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.transport.channel import Bytes
-from polytempo.transport.shared_memory import address_of
+from polytempo.transport.shared_memory import Borrowed, address_of
 
 #: Number of the microbatch, version of the weights, figure.
 HEAD = struct.Struct("<qqd")
 ALIGNED = 64
+#: Views of memory: of a dtype, from an offset in bytes, of a number of elements.
+Views: TypeAlias = Callable[[torch.dtype, int, int], torch.Tensor]
 
 
 @dataclass
@@ -118,6 +121,19 @@ def _copy(value: torch.Tensor, entry: _Tensor, data: Bytes) -> None:
         _view(data, entry).copy_(value)
 
 
+def on_gpu(message: StageMessage) -> bool:
+    """Is a tensor of this message on a GPU?"""
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in message.values)
+
+
+def pinned(size: int) -> Bytes:
+    """Pinned host memory; torch keeps it for the next time when it is not used any more."""
+    memory: Bytes = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().view(Borrowed)
+    )  # of no pool of this library
+    return memory
+
+
 def _view(data: Bytes, entry: _Tensor) -> torch.Tensor:
     return torch.frombuffer(data, dtype=entry.dtype, count=entry.count, offset=entry.offset).view(entry.shape)
 
@@ -133,10 +149,32 @@ def _value(data: Bytes, entry: _Tensor | _Value, device: torch.device) -> Any:
     if isinstance(entry, _Value):
         return entry.value
     if entry.count:
-        tensor = _view(data, entry).to(device)
+        tensor = _view(data, entry)
+        tensor = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
     else:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     return tensor.requires_grad_() if entry.grad else tensor
+
+
+def copied_in(message: StageMessage, form: MessageForm, room: Views) -> None:
+    """Copy the tensors of a message into memory of its form's size, on the current stream."""
+    for value, entry in zip(message.values, form.entries, strict=True):
+        if isinstance(entry, _Tensor) and entry.count:
+            room(entry.dtype, entry.offset, entry.count).view(entry.shape).copy_(value.detach(), non_blocking=True)
+
+
+def copied_out(form: MessageForm, room: Views, device: torch.device) -> list[Any]:
+    """The values of a message whose tensors lie in this memory: copies on a device, made on the current stream."""
+    values: list[Any] = []
+    for entry in form.entries:
+        if isinstance(entry, _Value):
+            values.append(entry.value)
+            continue
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if entry.count:
+            tensor.copy_(room(entry.dtype, entry.offset, entry.count).view(entry.shape), non_blocking=True)
+        values.append(tensor.requires_grad_() if entry.grad else tensor)
+    return values
 
 
 def split(batch: Any, parts: int, device: torch.device, even: bool = True) -> list[Any]:

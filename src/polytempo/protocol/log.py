@@ -55,6 +55,7 @@ class Reply(WireMessage):
     mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
     enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
+    certain: int = 0  #: the next answers to this worker, this many, will not say `stop`
 
 
 class ReadHere(WireMessage):

@@ -8,7 +8,7 @@ differences. `agree` needs a clock of its own, beside that of the steps: a secon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from polytempo.client.client import Client
 from polytempo.client.client_state import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
-from polytempo.compression.chain import ChainSpec, CompressionChain, parse_chain
+from polytempo.compression.chain import parse_chain
+from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
@@ -24,8 +25,9 @@ from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.partial_push import PartialPushes
+from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.server.optimizer_state import SegmentState, as_tensor, digest_of_bytes, pack, unpack
+from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack, unpack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
@@ -34,45 +36,6 @@ from polytempo.transport.channel import Bytes
 
 #: Reads rows of a table.
 RowSource = Callable[[torch.Tensor], torch.Tensor]
-
-
-class PushFilters:
-    """Push compression: a chain, with its residual, for each segment of each shard."""
-
-    def __init__(self, spec: ChainSpec, layout: Layout) -> None:
-        self._layout = layout
-        self._chains: list[list[CompressionChain]] = []
-        if not spec.is_lossless:
-            self._chains = [[spec.new(s.size, getattr(torch, s.dtype)) for s in shard] for shard in layout.shards]
-
-    def of(self, parts: list[list[Bytes]]) -> list[list[Bytes]]:
-        """What is sent of a push, for each shard."""
-        if not self._chains:
-            return parts
-        return [self._of_shard(shard, part) for shard, part in enumerate(parts)]
-
-    def _of_shard(self, shard: int, part: Sequence[Bytes]) -> list[Bytes]:
-        stretches = zip(self._chains[shard], part, self._layout.shards[shard], strict=True)
-        return [buffer for chain, data, s in stretches for buffer in chain.encode(as_tensor(data, s.dtype))]
-
-    # The residual of the whole model, in its flat order, so that any number of servers can go on with it.
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What was produced and not sent yet, by dtype; empty without a lossy filter."""
-        if not self._chains:
-            return {}
-        whole = {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in self._layout.sizes.items()}
-        for shard, stretches in enumerate(self._layout.shards):
-            for chain, s in zip(self._chains[shard], stretches, strict=True):
-                whole[s.dtype] = whole[s.dtype].to(chain.residual.dtype)
-                whole[s.dtype][s.start : s.stop] = chain.residual
-        return whole
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a state."""
-        for shard, stretches in enumerate(self._layout.shards if self._chains and state else ()):
-            for chain, s in zip(self._chains[shard], stretches, strict=True):
-                chain.load({"residual": state[s.dtype][s.start : s.stop].to(chain.residual.dtype)})
 
 
 class ServerValues:
@@ -173,7 +136,12 @@ class ServerReducer(Reducer):
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
-        self.filters = PushFilters(parse_chain(spec.push_filter), self.layout)
+        staging = self.copier.staging
+        self.filters = PushFilters(
+            parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
+        )
+        if staging is not None and self.client.pool.registry is None:
+            self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(delay))
         self._values = ServerValues(session, name, self.layout)
         self._mean_of = mean
@@ -226,6 +194,12 @@ class ServerReducer(Reducer):
 
     # A step.
 
+    def gradients(self) -> tuple[FlatBuffer, tuple[int, ...]]:
+        if not self.filters.on_device:
+            return super().gradients()
+        buffer = self.copier.next_buffer()
+        return buffer, self.copier.collect(buffer, lambda param: param.grad)
+
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         with self.session.lock, self.client.together():
             super().push(buffer, hyper, average, **about)
@@ -243,7 +217,7 @@ class ServerReducer(Reducer):
             exchanged=about.pop("exchanged", self.waited),
             **about,
         )
-        parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]
+        parts = self.filters.of(buffer) if buffer is not None else [[] for _ in range(self.client.shards)]
         waiting = self.rows.fill(Outstanding(push, parts))
         with self.session.lock:
             if skip and self._partial is not None:

@@ -72,7 +72,7 @@ def write_shard(
     partial = directory / f"{name}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
-    whole = {key: tensor.contiguous() for key, tensor in _apart(tensors).items()}
+    whole = {key: tensor.cpu().contiguous() for key, tensor in _apart(tensors).items()}
     write_synced(partial / file, lambda path: save_file(whole, path))
     return file, digest_of_file(partial / file), contents
 

@@ -5,6 +5,11 @@
     log entry     from the sequencer               goes to the shard executor with the pushes it names
     Pull, Keep    outside the log                  checked, to the shard executor
     PushStatus    a worker has heard nothing       answered from the receipts
+    ShareDevice   device memory of a worker        mapped; pushes may lie there from then on
+
+**Fences.** A push with a fence lies in shared device memory (`server/device_share.py`), and its header comes before its
+gradient. It is pending until the worker's stream has reached the fence, which a thread watches (`server/fence_watch.py`),
+and has arrived then. A pending push of a worker whose connection ends is dropped: it was never written in full.
 
 **Receipts.** A worker asks about a push on the connection it sent the push on, so behind it, and the reply comes behind what
 the server has sent. So what the inbox does not know was lost on the way here, and what it has answered and the worker does
@@ -18,13 +23,17 @@ inbox puts the list back in place, so that nothing behind it knows of digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from polytempo.compression.key_cache import KeyReceiver
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, Reply, Seed, Update
 from polytempo.protocol.messages import (
     Answer,
+    DeviceShared,
     Hello,
     Keep,
     PartialPush,
@@ -33,12 +42,16 @@ from polytempo.protocol.messages import (
     ReadAnswer,
     ReadRequest,
     Resend,
+    ShareDevice,
     StatusReply,
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
+from polytempo.server.device_share import DeviceShare, open_share
 from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
+from polytempo.server.fence_watch import FenceWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
-from polytempo.server.shard_executor import KeepHere, PullHere, ShardExecutor, WorkerReply
+from polytempo.server.shard import PushBuffer, Shard
+from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply
 from polytempo.server.shard_tables import row_buffers
 from polytempo.server.validation import check_fit, check_hyper, check_keep, check_push, check_state
 from polytempo.transport.buffer_pool import Pool
@@ -82,6 +95,10 @@ class Receipts:
         kept[key] = place
         if len(kept) > self._limit:
             del kept[next(iter(kept))]
+
+    def lost(self, worker: int, incarnation: int, key: ReceiptKey) -> None:
+        """What had arrived was dropped."""
+        self._kept.get((worker, incarnation), {}).pop(key, None)
 
     def state(self, worker: int, incarnation: int, key: ReceiptKey) -> tuple[str, int]:
         """ "unknown", "received" or "answered", and the position of the answer in the log."""
@@ -221,7 +238,9 @@ class ShardInbox:
 
     def __init__(self, executor: ShardExecutor) -> None:
         self._executor = executor
-        self._arrived: dict[PushId, tuple[Push, list[Bytes]]] = {}
+        self._arrived: dict[PushId, tuple[Push, list[PushBuffer]]] = {}
+        self._pending: dict[PushId, tuple[Push, list[PushBuffer], DeviceShare]] = {}  # their fences are not reached yet
+        self._watch: FenceWatch[PushId] = FenceWatch(executor.wake_up.ring)
         self._partial = ReceivedBuckets(executor.pool)
         self._keys = KeyCache(executor.shard)
         self._receipts = Receipts()
@@ -233,6 +252,7 @@ class ShardInbox:
             PushStatus: self._push_status,
             Pull: self._pull,
             Keep: self._keep,
+            ShareDevice: self._share,
         }
         self._entries: dict[type, Callable[[Any], None]] = {
             Update: self._update,
@@ -268,10 +288,62 @@ class ShardInbox:
         if whole is None:  # a bucket or a list of ids that it builds on is not here
             return [ToWorker(sender.rank, Resend(id=push.id))]
         self._receipts.received(sender.rank, sender.incarnation, key)
+        if push.fence:
+            return self._await(push, whole, self._share_of(push))
         self._arrived[push.id] = push, whole
         return [PushArrived(push)]
 
-    def _whole(self, push: Push, buffers: list[Bytes]) -> list[Bytes] | None:
+    def _await(self, push: Push, whole: list[PushBuffer], share: DeviceShare) -> list[LoopEffect]:
+        """A push with a fence: it has arrived once that is reached."""
+        share.expect(push.id.step, push.fence)
+        self._pending[push.id] = push, whole, share
+        if share.pushed(push.fence):
+            return self._complete(push.id)
+        self._watch.add(push.id, partial(share.pushed, push.fence))
+        return []
+
+    def _complete(self, identity: PushId) -> list[LoopEffect]:
+        if identity not in self._pending:
+            return []
+        push, whole, share = self._pending.pop(identity)
+        if share.nonfinite and not push.skip:
+            push = msgspec.structs.replace(push, skip=True, nonfinite=True)
+        self._arrived[identity] = push, whole
+        return [PushArrived(push)]
+
+    def completed(self) -> list[LoopEffect]:
+        """Pushes whose fences have been reached since the last call have arrived."""
+        return [effect for identity in self._watch.take() for effect in self._complete(identity)]
+
+    def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[LoopEffect]:
+        """Map a worker's device memory, or say why not: its pushes come in buffers then."""
+        refusal = ""
+        try:
+            self._map(sender, message, buffers)
+        except PeerError as error:
+            refusal = str(error)
+        told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard, refusal=refusal)
+        return [ToWorker(sender.rank, told)]
+
+    def _map(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> None:
+        shard, key = self._executor.optimizer_shards.get(message.optimizer_id), _share_key(sender, message.optimizer_id)
+        if shard is None:
+            raise PeerError(f"there is no optimizer {message.optimizer_id[:40]!r} on server {self._executor.shard} yet")
+        if shard.device is None:
+            raise PeerError(f"the values of server {self._executor.shard} are in the memory of the CPU")
+        if reason := shard.needs_buffers:
+            raise PeerError(f"{reason} needs pushes and answers in host memory")
+        if key in self._executor.shares:
+            raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
+        self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, self._executor.shard)
+
+    def _share_of(self, push: Push) -> DeviceShare:
+        share = self._executor.shares.get((push.id.optimizer_id, push.id.worker, push.id.incarnation))
+        if share is None:
+            raise PeerError(f"a push was refused: its worker {push.id.worker} shares no device memory with this server")
+        return share
+
+    def _whole(self, push: Push, buffers: list[Bytes]) -> list[PushBuffer] | None:
         """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
         shard = self._executor.optimizer_shards.get(push.id.optimizer_id)
         if shard is None and push.kind != "seed":
@@ -281,21 +353,30 @@ class ShardInbox:
             if push.kind == "state":
                 check_state(unpack(push.state, buffers), shard.optimizer_spec)
         if shard is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
-            return buffers
+            return list(buffers)
         if push.kind == "values":
             shard.check(buffers)
-            return buffers
+            return list(buffers)
         rows: list[Bytes] = []
         if push.rows or push.wants:
             buffers, rows = self._keys.whole(push, buffers)
             shard.rows.check_rows(push, rows)
         if push.skip:
-            return rows
-        whole = self._partial.assemble(push, shard.unfiltered(buffers), shard.expected)
+            return list(rows)
+        whole = self._dense(push, shard, buffers)
         if whole is None:
             return None
         shard.check(whole)
-        return [*whole, *rows] if rows else whole
+        return [*whole, *rows]
+
+    def _dense(self, push: Push, shard: Shard, buffers: list[Bytes]) -> list[PushBuffer] | None:
+        """The part of a push that is not of tables: where its worker has put it, or put together from what came."""
+        if push.fence:
+            if buffers:
+                raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
+            return list(self._share_of(push).gradients)
+        assembled = self._partial.assemble(push, shard.unfiltered(buffers), shard.expected)
+        return None if assembled is None else list(assembled)
 
     def _check_spec(self, push: Push, spec: OptimizerSpec) -> None:
         check_fit(push, spec)
@@ -384,8 +465,31 @@ class ShardInbox:
         if push is not None and shard is not None and shard.rows and push.kind != "seed":
             self._executor.put(entry, {entry.id: (push, buffers)})
 
+    def disconnected(self, sender: Hello) -> None:
+        """A worker's connection has ended: what it was writing is not complete, and its memory is not used any more."""
+        for identity in self._drop_pending(sender.rank, sender.incarnation):
+            self._receipts.lost(sender.rank, sender.incarnation, ("push", identity.optimizer_id, identity.step))
+        if any(key[1] == sender.rank for key in list(self._executor.shares)):
+            self._executor.put(EndShares(sender.rank, sender.incarnation), {})
+
+    def _drop_pending(self, worker: int, incarnation: int) -> list[PushId]:
+        dropped = [i for i in self._pending if i.worker == worker and i.incarnation <= incarnation]
+        for identity in dropped:
+            self._watch.discard(identity)
+            del self._pending[identity]
+        return dropped
+
+    def close(self) -> None:
+        """The server ends, and the executor has ended: no push is waited for, and no worker's stream waits for an answer."""
+        self._watch.close()
+        self._pending.clear()
+        self._arrived.clear()
+        self._executor.release()
+        self._executor.shares.clear()
+
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker has left. Those of its pushes that were counted are still to come in the log; the entry names them."""
+        self._drop_pending(entry.worker, entry.incarnation)
         self._partial.forget(entry.worker, entry.incarnation)
         self._keys.forget(entry.worker)
         self._receipts.forget(entry.worker, entry.incarnation)
@@ -393,6 +497,10 @@ class ShardInbox:
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
                 del self._arrived[identity]
+
+
+def _share_key(sender: Hello, optimizer_id: str) -> tuple[str, int, int]:
+    return optimizer_id, sender.rank, sender.incarnation
 
 
 def _check_pusher(sender: Hello, identity: PushId) -> None:

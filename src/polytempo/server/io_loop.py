@@ -164,6 +164,7 @@ class IoLoop:
             for endpoint in self._endpoints:
                 endpoint.close()
             self.executor.close()
+            self._inbox.close()
             if self._coordinator is not None:
                 self._coordinator.close()
             if self._to_coordinator is not None:
@@ -181,13 +182,13 @@ class IoLoop:
             self._stop("the launcher is gone")
         if self.executor.wake_up.fileno in ready:
             self.executor.wake_up.silence()
+            self._perform(self._inbox.completed())
         self._deliver()
         if self._coordinator is not None:
             now = time.monotonic()
             self._perform(self._coordinator.tick(now))
             if self._coordinator.is_done:
-                shard = self.executor.optimizer_shards.get(MAIN)
-                self._perform(self._coordinator.end(now, shard.divergence.mean if shard is not None else 0.0))
+                self._perform(self._coordinator.end(now, self.executor.settled_divergence(MAIN)))
             self._deliver()  # entries that were appended just now may be carried out already
 
     def _poll_timeout(self) -> int | None:
@@ -261,6 +262,8 @@ class IoLoop:
 
     def _closed(self, event: Closed) -> None:
         who = event.peer.who
+        if who is not None and self._connections.workers.get(who.rank) is event.peer:
+            self._inbox.disconnected(who)
         self._connections.remove(event.peer)
         if self._coordinator is not None:
             self._perform(self._coordinator.disconnected(who, event.reason))
@@ -372,6 +375,8 @@ class IoLoop:
         peer = self._connections.workers.get(effect.worker)
         if peer is not None:
             peer.send(encode(effect.message))
+        if isinstance(effect.message, Refused):
+            self.executor.release(effect.worker)  # it will not be answered
 
     def _to_servers(self, effect: ToServers) -> None:
         header = encode(effect.message)
@@ -392,6 +397,7 @@ class IoLoop:
     def _stop_workers(self, effect: StopWorkers) -> None:
         for peer in self._connections.workers.values():
             peer.send(encode(Stopped(cause=effect.cause)))
+        self.executor.release()
 
     def _end(self, effect: EndLoop) -> None:
         self._over = True

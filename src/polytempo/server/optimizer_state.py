@@ -128,8 +128,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a tensor on the CPU as bytes; shared where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    """A tensor as bytes in the CPU's memory: its own where it is there and contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     flat = flat.as_strided((flat.numel(),), (1,))  # one element counts as contiguous whatever its stride
     return flat.view(torch.uint8).numpy() if flat.numel() else numpy.empty(0, dtype=numpy.uint8)
 

@@ -73,9 +73,13 @@ def build(name: str, groups: Sequence[dict[str, Any]], params: Sequence[list[tor
 #: Classes whose fused form does a step in one pass; from this many elements on it is faster.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_FROM = 1 << 20
+#: On a GPU, where launches and memory bound a step, these are always fused; plain PyTorch's bits are promised on the CPU.
+FUSED_ON_GPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def settle(group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, alone: bool = True) -> dict[str, Any]:
+def settle(
+    group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, alone: bool = True, on_gpu: bool = False
+) -> dict[str, Any]:
     """Hyper-parameters as torch wants them on a server: pairs are tuples, nothing is captured in a CUDA graph.
 
     Where the user has left the choice to torch, the fused form is taken for large tensors. It rounds differently, but for
@@ -85,10 +89,31 @@ def settle(group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
     if "capturable" in settled:
         settled["capturable"] = False
     if "foreach" in settled and settled["foreach"] is None and not settled.get("fused"):
+        if on_gpu and optimizer is not None:
+            fused = type(optimizer) in FUSED_ON_GPU and not settled["differentiable"]
+            return settled | (
+                {"foreach": False, "fused": True} if fused else {"foreach": not is_whole(type(optimizer).__name__)}
+            )
         same_bits = type(optimizer) is torch.optim.SGD and settled["momentum"] == 0
         wanted = (same_bits or not alone) and type(optimizer) in FUSED and not settled["differentiable"]
         settled |= {"foreach": False, "fused": True} if wanted and _is_large(optimizer) else {"foreach": False}
     return settled
+
+
+def place_scalars(optimizer: torch.optim.Optimizer, place: torch.device) -> None:
+    """Single numbers of an optimizer's state, such as the count of steps, to where its form wants them.
+
+    Fused forms want them beside the values. Others would wait for the GPU to read them there, so they are on the CPU; only
+    ASGD keeps its own on the GPU, and waits.
+    """
+    beside = isinstance(optimizer, torch.optim.ASGD)
+    for group in optimizer.param_groups:
+        wanted = place if beside or group.get("fused") else torch.device("cpu")
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != wanted:
+                    state[name] = value.to(wanted)
 
 
 def _is_large(optimizer: torch.optim.Optimizer | None) -> bool:

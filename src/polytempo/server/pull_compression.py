@@ -15,7 +15,7 @@ import torch
 
 from polytempo.compression.chain import ChainSpec
 from polytempo.protocol.layout import Stretch
-from polytempo.server.optimizer_state import as_tensor
+from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.transport.channel import Bytes
 
 Flats = dict[str, torch.Tensor]
@@ -49,8 +49,9 @@ class PullCompression:
         return said[exchange]
 
     def _difference(self, shadow: torch.Tensor, value: torch.Tensor) -> list[Bytes]:
-        said = self.chain.new(value.numel(), value.dtype).encode(value - shadow)
-        shadow.add_(self.chain.decode(said, value.numel(), value.dtype))
+        chain = self.chain.new(value.numel(), value.dtype, value.device)
+        said = [as_bytes(part) for part in chain.encode_tensors(value - shadow)]
+        shadow.add_(self.chain.decode(said, value.numel(), value.dtype, value.device))
         return said
 
     def told(self, worker: int) -> Flats:

@@ -13,22 +13,25 @@ has pushed what it made of them, one copy a worker, a few where its pushes overl
 the servers) is not compensated, once; the mean of squares of the adaptive form begins anew then, too.
 
 **Divergence.** The first shard measures how far the workers' gradients are apart, in a window of every `EVERY` updates, so
-that it costs next to nothing.
+that it costs next to nothing. On a GPU the host hears of a window when it is over.
+
+**On a GPU** (`server/value_memory.py`) all runs on the current stream, and the host waits for it only where an update needs
+a number: with `clip_norm`, for ASGD's own, after a window of divergence, and for copies to and from host memory.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from polytempo.collectives.reduce_ops import weighted_mean
 from polytempo.compression.chain import parse_chain
+from polytempo.device.device import Device
 from polytempo.errors import PeerError
 from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.gradient_divergence import GradientDivergence
@@ -37,9 +40,10 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import OptimizerSpec, Share
 from polytempo.server.in_place_changes import InPlaceChanges
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
-from polytempo.server.optimizers import build, is_whole, settle
+from polytempo.server.optimizers import build, is_whole, place_scalars, settle
 from polytempo.server.pull_compression import Flats, PullCompression
 from polytempo.server.shard_tables import ShardTables
+from polytempo.server.value_memory import ValueMemory, value_memory
 from polytempo.summation import in_order
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import parse_spec
@@ -100,12 +104,21 @@ class DivergenceWatch:
 
     @property
     def mean(self) -> float:
-        """The mean so far; 0 on other shards, and where there was only ever one worker."""
+        """The mean so far; 0 on other shards, and where there was only ever one worker. On a GPU without the last window."""
         return self._divergence.mean if self._divergence is not None else 0.0
+
+    def settle(self) -> None:
+        """Count all that was measured; on a GPU this waits for it."""
+        if self._divergence is not None:
+            self._divergence.settle()
 
     def see(self, version: int, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
         """The gradients of an update, by worker."""
-        if self._divergence is None or version % EVERY >= WINDOW:
+        if self._divergence is None:
+            return
+        if version % EVERY >= WINDOW:
+            if version % EVERY == WINDOW:
+                self._divergence.settle()
             return
         for worker, tensors in gradients:
             self._divergence.take(worker, tensors, self._values)
@@ -127,22 +140,10 @@ class FlatSegment:
     param: torch.nn.Parameter
 
 
-class Loan:
-    """Counts how often one memory is out. It goes out in the executor's thread and comes back in the I/O loop's."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._lock = threading.Lock()
-
-    def out(self) -> None:
-        """It is being sent once more."""
-        with self._lock:
-            self.count += 1
-
-    def back(self) -> None:
-        """It was sent."""
-        with self._lock:
-            self.count -= 1
+#: Part of a push: in host memory, or on the device of the shard.
+PushBuffer: TypeAlias = "Bytes | torch.Tensor"
+#: A push of an update, its weight, and its buffers.
+PartOfUpdate: TypeAlias = tuple[Push, float, Sequence[PushBuffer]]
 
 
 class Shard:
@@ -156,8 +157,10 @@ class Shard:
         pool: Pool | None = None,
         alone: bool = True,
         arena: Arena | None = None,
+        device: Device | None = None,
     ) -> None:
         self.optimizer_spec = optimizer_spec
+        self.device = device  #: where the values are; None: in the CPU's memory
         self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._pool = pool or Pool()
         self.version = 0
@@ -168,23 +171,22 @@ class Shard:
         self.shares: tuple[Share, ...] = ()  # of workers in the last update
         whole = is_whole(optimizer_spec.optimizer)
         layout = lay_out(() if optimizer_spec.apply == "peers" else optimizer_spec.tensors, shards, whole)
+        self.layout = layout
         self.stretches: tuple[Stretch, ...] = layout.shards[shard]
         self.expected = [stretch.nbytes for stretch in self.stretches]
+        self._place = torch.device("cpu") if device is None else device.place
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
-        self.values, self._bytes = self._flats()
-        self._mean_here: Flats | None = None  # the memory for means, once there was one
+        self._memory: ValueMemory = value_memory(self.stretches, self._pool, device)
         self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
         self._canonical = (
             {place.index: place.start for place in lay_out(optimizer_spec.tensors, 1).places} if whole else None
         )
-        self._loan = Loan()
-        self._earlier: list[tuple[tuple[Flats, list[Bytes]], Loan]] = []  # replaced while they were still being read
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
         spec = parse_spec(optimizer_spec.sync)
         self.staleness_correction = StalenessCorrection(spec.corrections)
         self.in_place_changes = InPlaceChanges()
-        self._in_rounds = spec.in_rounds
+        self._in_rounds, self._ahead = spec.in_rounds, spec.ahead
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
@@ -202,10 +204,10 @@ class Shard:
 
     # Where everything lies.
 
-    def _flats(self) -> tuple[Flats, list[Bytes]]:
-        """New flat tensors, and their memory, stretch by stretch."""
-        memory = [self._pool.allocate(stretch.nbytes) for stretch in self.stretches]
-        return {s.dtype: as_tensor(data, s.dtype) for s, data in zip(self.stretches, memory, strict=True)}, memory
+    @property
+    def values(self) -> Flats:
+        """One flat tensor for each dtype."""
+        return self._memory.flats
 
     def _piece_of(self, place: TensorPlace) -> list[tuple[TensorPlace, int, int]]:
         """The part of a tensor that is here, in elements of this shard's flat tensor."""
@@ -237,12 +239,18 @@ class Shard:
 
     # Values in and out.
 
+    @property
+    def needs_buffers(self) -> str:
+        """Why pushes and answers must come in host memory also where values are on a device; empty where they need not."""
+        if not (self._push_filter.is_lossless and self.pull_compression.chain.is_lossless):
+            return "compression"
+        return "a mode with several pushes of a worker in flight" if self._ahead else ""
+
     def lend(self, worker: int | None = None) -> tuple[list[Bytes], OnSent]:
-        """The memory of the values, to be sent; call the second when it was. A worker will push what it makes of them."""
+        """The values in host memory, to be sent; call the second when they were. A worker pushes what it makes of them."""
         if worker is not None:
             self.staleness_correction.given(worker, self.version, self.values)
-        self._loan.out()
-        return self._bytes, self._loan.back
+        return self._memory.lend()
 
     def seed(self, buffers: Sequence[Bytes]) -> None:
         """Take these values."""
@@ -252,7 +260,7 @@ class Shard:
 
     def take_values(self, push: Push, buffers: Sequence[Bytes]) -> None:
         """A worker's script has changed its values: they are the job's from now on. In rounds all must have done so."""
-        pairs = zip(self.stretches, self.tensors_of(buffers), strict=True)
+        pairs = zip(self.stretches, self._memory.received(0, self.tensors_of(buffers)), strict=True)
         same = all(is_same(self.values[stretch.dtype], tensor) for stretch, tensor in pairs)
         if not same:
             self.seed(buffers)
@@ -260,10 +268,11 @@ class Shard:
         if self._in_rounds and (self.in_place_changes.any or not same):
             self.in_place_changes.take(push.id.worker, push.touched, digest_of_bytes(buffers))
 
-    def tensors_of(self, buffers: Sequence[Bytes]) -> list[torch.Tensor]:
+    def tensors_of(self, buffers: Sequence[PushBuffer]) -> list[torch.Tensor]:
         """Buffers of a push as flat tensors."""
         self.check(buffers)
-        return [as_tensor(buffer, s.dtype) for buffer, s in zip(buffers, self.stretches, strict=True)]
+        pairs = zip(buffers, self.stretches, strict=True)
+        return [buffer if isinstance(buffer, torch.Tensor) else as_tensor(buffer, s.dtype) for buffer, s in pairs]
 
     def unfiltered(self, buffers: Sequence[Bytes]) -> list[Bytes]:
         """A push as it was before its filter; refused when it cannot be one."""
@@ -282,7 +291,7 @@ class Shard:
         self.staleness_correction.forget(worker)
         self.pull_compression.forget(worker)
 
-    def check(self, buffers: Sequence[Bytes]) -> None:
+    def check(self, buffers: Sequence[PushBuffer]) -> None:
         """Refuse buffers that do not fit this shard."""
         got = [buffer.nbytes for buffer in buffers]
         if got != self.expected:
@@ -290,24 +299,15 @@ class Shard:
 
     def _own(self) -> None:
         """Before values change: what is still being read must not."""
-        if self._pool.registry is not None:
-            self._pool.registry.collect()
-        if not self._loan.count:
-            return
-        free = next((index for index, (_, loan) in enumerate(self._earlier) if not loan.count), None)
-        (flats, memory), loan = (self._flats(), Loan()) if free is None else self._earlier.pop(free)
-        for dtype, flat in self.values.items():
-            flats[dtype].copy_(flat)
-        self._earlier.append(((self.values, self._bytes), self._loan))
-        self.values, self._bytes, self._loan = flats, memory, loan
-        for segment in self.segments:
-            segment.param.data = self._view(self.values, segment)
+        if self._memory.own():
+            for segment in self.segments:
+                segment.param.data = self._view(self.values, segment)
 
     # Updates.
 
     def update(
         self,
-        parts: Sequence[tuple[Push, float, Sequence[Bytes]]],
+        parts: Sequence[PartOfUpdate],
         rate: float,
         barrier: bool,
         total: NormOf,
@@ -325,11 +325,16 @@ class Shard:
         parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
         self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
         dense = len(self.stretches) if self.rows else None
-        given = [(samples, self.tensors_of(buffers[:dense])) for _, samples, buffers in parts]
+        given = [
+            (samples, self._memory.received(number, self.tensors_of(buffers[:dense])))
+            for number, (_, samples, buffers) in enumerate(parts)
+        ]
         self.divergence.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
         mean = self._mean(given)
         if self.rows:
-            self.rows.update([(push, samples, buffers[dense:]) for push, samples, buffers in parts], rate, self.version)
+            self.rows.update(
+                [(push, samples, in_host(buffers[dense:])) for push, samples, buffers in parts], rate, self.version
+            )
         first = parts[0][0]
         self._own()
         if first.kind == "delta":
@@ -344,33 +349,28 @@ class Shard:
             mean = self.staleness_correction.gradient(first.id.worker, first.version, mean, self.values)
             self._step(mean, self.staleness_correction.hyper(first.hyper, mean_staleness), rate, self.absent)
 
-    def note(self, parts: Sequence[tuple[Push, float, Sequence[Bytes]]]) -> None:
+    def note(self, parts: Sequence[PartOfUpdate]) -> None:
         """Remember what the answers to these pushes shall bring."""
         for push, _, buffers in parts:
             if self.rows or not push.values:
-                self.rows.note(push, buffers)
+                self.rows.note(push, in_host(buffers))
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
         """The weighted mean, summed in the order given. Of one push it is the push itself, which must not be written."""
         dtypes = [stretch.dtype for stretch in self.stretches]
         if len(parts) == 1:
             return dict(zip(dtypes, parts[0][1], strict=True))
-        result = self._scratch()
+        result = self._memory.scratch()
         for index, dtype in enumerate(dtypes):
             weighted_mean([tensors[index] for _, tensors in parts], [samples for samples, _ in parts], result[dtype])
         return result
-
-    def _scratch(self) -> Flats:
-        if self._mean_here is None:
-            self._mean_here = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
-        return self._mean_here
 
     def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:
         square = in_order(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
         factor = limit / (total(square) ** 0.5 + 1e-6)
         if factor >= 1:
             return mean
-        result = self._scratch()
+        result = self._memory.scratch()
         for dtype, flat in mean.items():
             torch.mul(flat, factor, out=result[dtype])
         return result
@@ -384,7 +384,8 @@ class Shard:
             self._split(dtype, stop)
         if hyper != self._hyper:
             for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
-                group.update(settle(values, self._optimizer, self._alone))
+                group.update(settle(values, self._optimizer, self._alone, self._place.type == "cuda"))
+            place_scalars(self._optimizer, self._place)
             self._hyper = hyper
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group["lr"] = values["lr"] * rate
@@ -446,7 +447,7 @@ class Shard:
         """This shard's values, out of the flat order of the whole model."""
         if self._canonical is None:
             return [flats[s.dtype][s.start : s.stop] for s in self.stretches]
-        mine = {s.dtype: torch.empty_like(self.values[s.dtype]) for s in self.stretches}
+        mine = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
         for place, start, stop in self._pieces:
             source = self._canonical[place.index]
             mine[place.info.dtype][start:stop] = flats[place.info.dtype][source : source + stop - start]
@@ -482,8 +483,15 @@ class Shard:
             if touching and touching[0].state:
                 state = touching[0].part(start, stop)
                 self._optimizer.state[segment.param] = {n: self._fit(v, segment) for n, v in state.items()}
+        place_scalars(self._optimizer, self._place)
 
     def _fit(self, value: Any, segment: FlatSegment) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == segment.stop - segment.start:
-            return value.reshape(segment.param.shape)
-        return value
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        fits = value.numel() == segment.stop - segment.start
+        return value.to(self._place).reshape(segment.param.shape) if fits else value.to(self._place)
+
+
+def in_host(buffers: Sequence[PushBuffer]) -> list[Bytes]:
+    """Those that are in host memory: of tables."""
+    return [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]

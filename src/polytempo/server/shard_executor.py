@@ -8,15 +8,17 @@ thread, if the executor is idle. So is an update that delays no worker: when the
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -27,8 +29,10 @@ from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, Read
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
 from polytempo.server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
+from polytempo.server.device_share import DeviceShare
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
-from polytempo.server.shard import Shard
+from polytempo.server.shard import PushBuffer, Shard, in_host
+from polytempo.server.shard_placement import ShardPlacement
 from polytempo.server.shard_tables import row_buffers
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
@@ -41,7 +45,7 @@ PATIENCE = 50e-3
 #: Rows whose pull takes about as long as handing it over.
 FEW_ROWS = 8192
 
-Pushes = Mapping[PushId, tuple[Push, list[Bytes]]]
+Pushes: TypeAlias = Mapping[PushId, tuple[Push, list[PushBuffer]]]
 
 
 @dataclass
@@ -72,6 +76,17 @@ class KeepHere:
     buffers: Sequence[Bytes]
 
 
+@dataclass
+class EndShares:
+    """A worker's connection has ended: device memory that it shares is not used any more."""
+
+    worker: int
+    incarnation: int
+
+
+Work: TypeAlias = LogEntry | PullHere | KeepHere | EndShares
+
+
 class ShardExecutor:
     """Owns the tensors of one shard. `put`, `take` and `norm_total` are the I/O loop's; the rest is the thread's."""
 
@@ -84,9 +99,12 @@ class ShardExecutor:
         resume: Path | None,
         workers: int = 1,
         device: Device | None = None,
+        placement: ShardPlacement | None = None,
     ) -> None:
-        """`device`: where the values are, if not in the memory of the CPU."""
-        self.device = device
+        """`device`: where the values are, if not in the memory of the CPU; or `placement` says it for each optimizer."""
+        self._placement = placement or ShardPlacement(device=device)
+        self._device: Device | None = None  # once there are values on it
+        self.shares: dict[tuple[str, int, int], DeviceShare] = {}  #: by optimizer, worker and incarnation
         self.shard, self.shards = shard, shards
         self._workers = workers
         self.wake_up = WakeUp()
@@ -94,7 +112,7 @@ class ShardExecutor:
         self.pool = pool
         self._arena = Arena(pool)
         self._checkpoints, self._resume = checkpoints, resume
-        self._entries: SimpleQueue[tuple[LogEntry | PullHere | KeepHere, Pushes] | None] = SimpleQueue()
+        self._entries: SimpleQueue[tuple[Work, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
@@ -105,6 +123,7 @@ class ShardExecutor:
             PullHere: lambda entry, pushes: self._pull(entry),
             KeepHere: lambda entry, pushes: self._keep(entry.worker, entry.keep, entry.buffers),
             ForgetWorker: lambda entry, pushes: self._forget(entry),
+            EndShares: lambda entry, pushes: self._end_shares(entry.worker, entry.incarnation),
             Drop: lambda entry, pushes: self._drop(*pushes[entry.id]),
             Setup: lambda entry, pushes: self._set_up(entry),
             Seed: lambda entry, pushes: self._seed(*pushes[entry.id]),
@@ -115,7 +134,7 @@ class ShardExecutor:
         self._thread = threading.Thread(target=self._run, name=f"shard {shard}", daemon=True)
         self._thread.start()
 
-    def put(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
+    def put(self, entry: Work, pushes: Pushes) -> None:
         """Carry out the next entry of the log, here if it is a small thing, or hand it over."""
         if self._given == self._finished and self._is_small(entry):
             self._try(entry, pushes)
@@ -123,8 +142,8 @@ class ShardExecutor:
             self._given += 1
             self._entries.put((entry, pushes))
 
-    def _is_small(self, entry: LogEntry | PullHere | KeepHere) -> bool:
-        if isinstance(entry, KeepHere):
+    def _is_small(self, entry: Work) -> bool:
+        if isinstance(entry, KeepHere | EndShares):
             return False
         if isinstance(entry, PullHere):
             return entry.ids is not None and (entry.ids.nbytes <= 8 * FEW_ROWS or self._workers == 1)
@@ -159,10 +178,13 @@ class ShardExecutor:
             del item  # the memory of pushes
             self._finished += 1
 
-    def _try(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> bool:
+    def _try(self, entry: Work, pushes: Pushes) -> bool:
         try:
             self._carry_out(entry, pushes)
             return True
+        except torch.OutOfMemoryError as error:
+            self._report(Failed(cause=self._out_of_memory(error)))
+            return False
         except Exception as error:  # noqa: BLE001  whatever it is, the job must hear of it
             trace = traceback.format_exc(limit=-3)
             self._report(Failed(cause=f"server {self.shard} failed at {type(entry).__name__}: {error}\n{trace}"))
@@ -173,20 +195,75 @@ class ShardExecutor:
         if threading.current_thread() is self._thread:
             self.wake_up.ring()
 
-    def _carry_out(self, entry: LogEntry | PullHere | KeepHere, pushes: Pushes) -> None:
-        self._handlers[type(entry)](entry, pushes)
+    def _carry_out(self, entry: Work, pushes: Pushes) -> None:
+        if self._device is None:
+            self._handlers[type(entry)](entry, pushes)
+        else:  # one stream, whichever thread this is
+            with self._device.own_stream():
+                self._handlers[type(entry)](entry, pushes)
+
+    def _out_of_memory(self, error: Exception) -> str:
+        """One line: which server, what was asked for, what is free, what to do."""
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        where, there = "the GPU", ""
+        if self._device is not None and self._device.place.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device.place)
+            where, there = str(self._device.place), f", {free} of {total} bytes are free"
+        return (
+            f"server {self.shard} is out of memory on {where}: {asked[1] if asked else 'memory'} was asked for{there}; use "
+            "--server-device cpu, a smaller model or batch, or fewer processes on this GPU"
+        )
+
+    # Memory that workers share.
+
+    def finish(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self._device is not None:
+            self._device.finish()
+
+    def release(self, worker: int | None = None) -> None:
+        """No further answer goes to this worker, or to any: a stream that waits for one goes on. Any thread may call it."""
+        shares = [share for (_, rank, _), share in list(self.shares.items()) if worker in (None, rank)]
+        if shares:
+            self.finish()
+        for share in shares:
+            share.release()
+
+    def _end_shares(self, worker: int, incarnation: int) -> None:
+        """Unmap the memory of this incarnation of a worker and of those before it, but for pushes still to be applied."""
+        ended = [key for key in list(self.shares) if key[1] == worker and key[2] <= incarnation]
+        if ended:
+            self.finish()
+        for key in ended:
+            self.shares.pop(key).release()
+
+    def settled_divergence(self, optimizer_id: str) -> float:
+        """How far the workers' gradients were apart, over the job."""
+        shard = self.optimizer_shards.get(optimizer_id)
+        if shard is None:
+            return 0.0
+        with nullcontext() if self._device is None else self._device.own_stream():
+            shard.divergence.settle()
+        return shard.divergence.mean
 
     def _forget(self, entry: ForgetWorker) -> None:
         for shard in self.optimizer_shards.values():
             shard.forget(entry.worker)
+        self._end_shares(entry.worker, entry.incarnation)
 
-    def _drop(self, push: Push, buffers: list[Bytes]) -> None:
+    def _drop(self, push: Push, buffers: list[PushBuffer]) -> None:
         self.optimizer_shards[push.id.optimizer_id].note([(push, 0.0, buffers)])
 
     def _set_up(self, entry: Setup) -> None:
         alone = (len(entry.optimizer_spec.members) or self._workers) == 1
+        device = self._placement.device_for(entry.optimizer_spec)
+        self._device = self._device or device
+        with nullcontext() if device is None else device.own_stream():
+            self._add_shard(entry, alone, device)
+
+    def _add_shard(self, entry: Setup, alone: bool, device: Device | None) -> None:
         shard = self.optimizer_shards[entry.optimizer_id] = Shard(
-            entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena
+            entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena, device
         )
         if entry.resume and self._resume is not None:
             saved = read_shards(self._resume, entry.optimizer_id, entry.optimizer_spec)
@@ -194,7 +271,8 @@ class ShardExecutor:
             shard.load_state([segment for one in saved for segment in one.segments])
             shard.rows.load([one.rows for one in saved], saved[0].clocks)
 
-    def _seed(self, push: Push, buffers: list[Bytes]) -> None:
+    def _seed(self, push: Push, given: list[PushBuffer]) -> None:
+        buffers = in_host(given)
         shard = self.optimizer_shards[push.id.optimizer_id]
         count = len(shard.stretches)
         shard.seed(buffers[:count])
@@ -208,7 +286,7 @@ class ShardExecutor:
         """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
         shard = self.optimizer_shards[entry.id.optimizer_id]
         if not entry.again:
-            push, buffers = pushes[entry.id]
+            push, buffers = pushes[entry.id][0], in_host(pushes[entry.id][1])
             if push.kind == "values":
                 shard.take_values(push, buffers)
             else:
@@ -224,9 +302,11 @@ class ShardExecutor:
             self._report(WorkerReply(part.id.worker, Refused(reason=reason)))
         shard.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
         self._took[entry.optimizer_id] = time.perf_counter() - began
-        for _, buffers in pushes.values():
-            for buffer in buffers:
+        for push, buffers in pushes.values():
+            for buffer in in_host(buffers):
                 self.pool.give(buffer)
+            if push.fence and (entry.optimizer_id, push.id.worker, push.id.incarnation) not in self.shares:
+                self.finish()  # its worker is gone: the memory is unmapped behind this
 
     def _total_norm(self, entry: Update) -> Callable[[float], float]:
         def total(square: float) -> float:
@@ -247,7 +327,8 @@ class ShardExecutor:
         said = None if empty else shard.pull_compression.say(entry.worker, entry.exchange, shard.values)
         if said is not None:
             shard.staleness_correction.given(entry.worker, shard.version, shard.pull_compression.told(entry.worker))
-        dense, done = ([], None) if empty else shard.lend(entry.worker) if said is None else (said, None)
+        fence = self._land(entry, shard, empty)
+        dense, done = ([], None) if empty or fence else shard.lend(entry.worker) if said is None else (said, None)
         rows, of_rows, blocks = shard.rows.answer(entry.worker, entry.exchange) if shard.rows else ((), [], [])
         answer = Answer(
             optimizer_id=entry.optimizer_id,
@@ -272,10 +353,22 @@ class ShardExecutor:
             mixing=entry.mixing,
             lost=entry.lost,
             enters=entry.enters,
+            fence=fence,
+            certain=entry.certain,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)
         self._report(WorkerReply(entry.worker, answer, dense, done))
+
+    def _land(self, entry: Reply, shard: Shard, empty: bool) -> int:
+        """Where the push that is answered came with a fence: the values to the worker's device memory; the fence."""
+        share = self.shares.get((entry.optimizer_id, entry.worker, entry.incarnation))
+        fence = share.fence_of(entry.exchange) if share is not None else 0
+        if share is not None and fence:
+            if not empty:
+                shard.staleness_correction.given(entry.worker, shard.version, shard.values)
+            share.answer(fence, None if empty else shard.values)
+        return fence
 
     def _sent(self, done: OnSent | None, blocks: list[Bytes]) -> OnSent:
         """What to do when an answer was sent: values were lent, and blocks taken."""

@@ -53,6 +53,8 @@ def check_push(push: Push) -> None:
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
     if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
+    if not 0 <= push.fence < 1 << 31:
+        raise PeerError(f"a push was refused: its fence is {push.fence}, expected a number from 0 on")
     if push.count < least or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
         raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
 

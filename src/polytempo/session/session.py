@@ -169,7 +169,7 @@ class Session:
         if self.job.link is not None:
             raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
         if group.context not in self._natives:
-            self._natives[group.context] = Native(group, self.way.insecure)
+            self._natives[group.context] = Native(group)
         return self._natives[group.context]
 
     def use(self, world: World) -> None:
@@ -227,7 +227,7 @@ class Session:
 
     def _close_world(self, politely: bool) -> None:
         for native in self._natives.values():
-            native.close()
+            native.close(politely)
         self._natives.clear()
         if self._world is not None:
             self._world.close(politely)

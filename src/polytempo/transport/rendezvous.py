@@ -241,7 +241,7 @@ def own_address(route: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _own_host(route: str) -> tuple[str, bool]:
+def own_host(route: str) -> tuple[str, bool]:
     """Where to listen, and whether others can use that address: `*` stands for all addresses of this host."""
     if route.rpartition(":")[0] in EVERYWHERE:
         return "*", False
@@ -260,7 +260,7 @@ def _link_hosts(
     store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str, emulated: EmulatedHost | None
 ) -> None:
     """The lower rank of a pair listens, and publishes where. Both wait until the other has proved that it has the key."""
-    host, known = (RELAY_HOST, False) if emulated else _own_host(route)
+    host, known = (RELAY_HOST, False) if emulated else own_host(route)
     reached_as = emulated.name if emulated else OWN_HOST
     for link in links:
         if rank < link.rank:

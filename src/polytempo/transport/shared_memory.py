@@ -50,6 +50,8 @@ _numbers = count()
 class Borrowed(numpy.ndarray[Any, numpy.dtype[numpy.uint8]]):
     """Bytes in a segment of another process: they are not returned to this process's pool."""
 
+    segment: Segment | None = None  #: the one they were received from, unless this is a part of such bytes
+
 
 class Segment:
     """One mapped memfd."""
@@ -264,14 +266,14 @@ class LeasedBlocks:
         Raises:
             OSError, MemoryError: There is no room for a new segment.
         """
-        rounded = _rounded(size)
-        blocks = self._blocks.setdefault(rounded, [])
+        room = rounded(size)
+        blocks = self._blocks.setdefault(room, [])
         made = None
         block = next((block for block in blocks if block.lease.free), None)
         if block is None:
             more = max(1, len(blocks) // SPARE)
-            made = make_segment(more * rounded)
-            blocks[:0] = _blocks(made, next(self._numbers), more, rounded)
+            made = make_segment(more * room)
+            blocks[:0] = _blocks(made, next(self._numbers), more, room)
             block = blocks[0]
         block.lease.grant()
         return block, made
@@ -282,8 +284,8 @@ def _blocks(segment: Segment, number: int, parts: int, size: int) -> Iterator[Le
         yield LeasedBlock(number, offset, segment.view(offset, size), Lease(segment, offset + BLOCK_LEASE))
 
 
-def _rounded(size: int) -> int:
-    """Few different sizes, none much larger than what is asked for."""
+def rounded(size: int) -> int:
+    """The size of a block for this many bytes: few different sizes, none much larger than what is asked for."""
     unit = 1 << max(12, size.bit_length() - 3)
     return -(-size // unit) * unit
 
