@@ -1,4 +1,4 @@
-"""From the tensors a caller has to flat ones on the CPU that plans can work on, and back."""
+"""From the tensors a caller has to flat ones that plans can work on, and back: on the CPU, or where they are (`stays`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise UsageError(f"expected a dense tensor, got one with layout {tensor.layout}; use .to_dense()")
 
 
-def flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Back | None]:
+def flat(tensor: torch.Tensor, stays: bool = False) -> tuple[torch.Tensor, Back | None]:
     """A flat tensor with the same numbers, in the same memory if possible; else what brings changes back."""
     check_dense(tensor)
     whole = tensor.detach()
     if whole.is_inference() and not torch.is_inference_mode_enabled():
         whole = torch.from_dlpack(whole)  # the mode is the caller's thread's, and this may be another
-    if whole.device.type == "cpu" and whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
+    if (stays or whole.device.type == "cpu") and whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
         return _real(whole), None
-    copy = whole.to("cpu").resolve_conj().resolve_neg().contiguous()
+    copy = (whole if stays else whole.to("cpu")).resolve_conj().resolve_neg().contiguous()
     if copy.data_ptr() == whole.data_ptr():
         copy = copy.clone()
     return _real(copy), lambda: whole.copy_(copy)
@@ -42,8 +42,8 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 class Fused:
     """Several tensors of one dtype as one: where there is but one, without a copy."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._flats = [flat(tensor) for tensor in tensors]
+    def __init__(self, tensors: Sequence[torch.Tensor], stays: bool = False) -> None:
+        self._flats = [flat(tensor, stays) for tensor in tensors]
         alone = len(tensors) == 1
         self.whole = self._flats[0][0] if alone else torch.cat([piece for piece, _ in self._flats])
         self._alone = alone
@@ -59,12 +59,12 @@ class Fused:
                 back()
 
 
-def fuse(tensors: Sequence[torch.Tensor]) -> list[Fused]:
+def fuse(tensors: Sequence[torch.Tensor], stays: bool = False) -> list[Fused]:
     """One for each dtype, in the order in which dtypes first appear."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [Fused(members) for members in by_dtype.values()]
+    return [Fused(members, stays) for members in by_dtype.values()]
 
 
 def split(tensor: torch.Tensor, count: int, grain: int = 1) -> list[torch.Tensor]:
