@@ -155,7 +155,8 @@ def test_servers_on_the_cpu_get_the_same_bits_from_a_gpu(
 def test_updates_on_the_gpu_end_as_on_the_cpu(wire: str, workers: int, sync: str, options: Mapping[str, Any]) -> None:
     expected, got = both(wire, workers, 1, sync, options)
     for one, other in zip(expected, got, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        loose = one.dtype == torch.bfloat16  # each operation rounds to two or three digits, on a GPU not after each
+        torch.testing.assert_close(other, one, rtol=1e-2 if loose else 1e-5, atol=3e-2 if loose else 1e-5)
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])

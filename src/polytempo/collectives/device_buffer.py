@@ -50,9 +50,12 @@ class DeviceSlotBuffer:
         self.turn ^= 1
 
     def facts(self) -> list[DeviceFacts]:
-        """Those of all ranks, which have all said that something lies in their memory."""
+        """Those of all ranks, once all have sent their handles: before they say that something lies in their memory."""
         group = self._of
-        cards = [group.messages.handles[rank, group.queue.context, self.capacity] for rank in group.others]
+        keys = [(rank, group.queue.context, self.capacity) for rank in group.others]
+        if not all(key in group.messages.handles for key in keys):
+            return []
+        cards = [group.messages.handles[key] for key in keys]
         return [group.facts, *(unpack(torch.frombuffer(bytearray(card[:RECORD]), dtype=torch.uint8)) for card in cards)]
 
     def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
@@ -94,7 +97,7 @@ class DeviceSlotBuffers:
         """Whether a rank has said that its part of this call goes by host memory. It may wait there for this one."""
         return any(self.messages.on_host.get((rank, self.queue.context)) == call for rank in self.others)
 
-    def agreed(self, buffer: DeviceSlotBuffer, call: int, number: int) -> bool:
+    def agreed(self, call: int, number: int) -> bool:
         """Whether all ranks have come to this barrier with tensors on devices that reach each other: the same on all.
 
         A rank that has found so may be at the next barrier already. One that came to this barrier otherwise is not at the
@@ -103,14 +106,15 @@ class DeviceSlotBuffers:
         context = self.queue.context
         if self.declined(call) or any(self.messages.on_device.get((rank, context), -1) < number for rank in self.others):
             return False
-        if self._reached is None:
-            facts = buffer.facts()
-            self._reached = all(other.device in fact.reachable for fact in facts for other in facts)
-        return self._reached
+        return not self.refused
 
     @property
     def refused(self) -> bool:
         """Whether devices are known not to reach each other."""
+        if self._reached is None:
+            facts = next((facts for buffer in self._buffers.values() if (facts := buffer.facts())), ())
+            if facts:
+                self._reached = all(other.device in fact.reachable for fact in facts for other in facts)
         return self._reached is False
 
     def start_over(self) -> None:

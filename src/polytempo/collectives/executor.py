@@ -143,7 +143,7 @@ class _Execution:
             wait.ready = lambda: everywhere() or slots.declined(stage.tag)
             if not wait.ready():
                 yield wait
-            if not slots.agreed(stage.buffer, stage.tag, number):
+            if not slots.agreed(stage.tag, number):
                 stage.buffer.take_back()
                 raise NotOnDevice
             return
