@@ -31,14 +31,6 @@ def test_collectives_of_tensors_on_a_gpu(workers: int, said: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-def test_tables_filters_and_downpour_on_a_gpu() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "tables_on_gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tables: as on the CPU" in done.stdout
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,12 +1,21 @@
-"""CUDA values that leave the device: compression computed on the GPU gives what the CPU gives."""
+"""CUDA values that leave the device: compression computed on the GPU gives what the CPU gives, and jobs whose parameters
+are on a GPU and whose servers are not end as jobs on the CPU do. Servers and workers are threads of this process, connected
+by sockets with shared memory ("ipc"), or without, as between hosts ("memory")."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
+import polytempo as pt
 from polytempo.compression.chain import parse_chain
 from polytempo.compression.encoding import as_bytes
+from polytempo.errors import UsageError
+from polytempo.session.session import Session
+from polytempo.testing.threads import ThreadJob
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -54,3 +63,113 @@ def test_a_chain_on_the_gpu_equals_the_cpus(text: str, dtype: torch.dtype) -> No
     again = spec.new(size, dtype, GPU)
     again.load(device.state())
     assert torch.equal(again.residual, host.residual)
+
+
+# Jobs.
+
+SHAPES = ((700, 300), (5,), (16, 3, 3, 3), (), (900, 1200))
+STEPS = 6
+
+
+def made_params(device: torch.device) -> list[torch.nn.Parameter]:
+    dice = torch.Generator().manual_seed(1)
+    params = []
+    for number, shape in enumerate(SHAPES):
+        values = torch.randn(shape, generator=dice).to(torch.bfloat16 if number == 1 else torch.float32)
+        if len(shape) == 4:
+            values = values.to(memory_format=torch.channels_last)
+        params.append(torch.nn.Parameter(values.to(device)))
+    return params
+
+
+def train(session: Session, device: torch.device, options: Mapping[str, Any], touch: str = "") -> list[torch.Tensor]:
+    """Steps with the same gradients, bit for bit, on every device."""
+    params, dice = made_params(device), torch.Generator().manual_seed(7 + session.rank)
+    inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    named = [(f"p{number}", param) for number, param in enumerate(params)]
+    optimizer = pt.DistributedOptimizer(inner, named_parameters=named, **options)
+    for step in range(STEPS):
+        factors = [torch.randn(param.shape, generator=dice).to(param.dtype).to(device) for param in params]
+        used = [pair for number, pair in enumerate(zip(params, factors, strict=True)) if (number, step) != (0, 2)]
+        optimizer.zero_grad()
+        torch.stack([(param * factor).sum().float() for param, factor in used]).sum().backward()
+        for param in params:
+            if touch and param.grad is not None and param.dim() != 1:
+                (param.grad.data if touch == "data" else param.grad).mul_(0.5)
+        optimizer.step()
+    optimizer.consolidate()
+    return [param.detach().cpu() for param in params]
+
+
+def both(wire: str, workers: int, servers: int, sync: str, options: Mapping[str, Any], touch: str = "") -> list[Any]:
+    """The parameters of worker 0, from a job on the CPU and one on the GPU."""
+    found = []
+    for device in (torch.device("cpu"), GPU):
+        kind = type("Job", (ThreadJob,), {"wire": wire})
+        with kind(workers, servers, sync) as job:
+            found.append(job.run(lambda session, device=device: train(session, device, options, touch))[0])
+    return found
+
+
+@pytest.mark.parametrize("wire", ["ipc", "memory"])
+@pytest.mark.parametrize(
+    ("workers", "servers", "sync", "options"),
+    [
+        (1, 1, "asp", {}),
+        (2, 2, "bsp", {}),
+        (1, 2, "delay:2", {}),
+        (1, 2, "asp", {"compression": "bf16"}),
+        (2, 2, "bsp", {"compression": "topk:0.1+bf16"}),
+        (1, 1, "asp", {"compression": {"push": "sign", "pull": "bf16"}}),
+        (1, 1, "delay:1", {"compression": "fp16"}),
+    ],
+    ids=str,
+)
+def test_servers_on_the_cpu_get_the_same_bits_from_a_gpu(
+    wire: str, workers: int, servers: int, sync: str, options: Mapping[str, Any]
+) -> None:
+    """They apply the update, so the parameters are the same bits."""
+    for touch in ("", "data", "counted") if not options else ("",):
+        expected, got = both(wire, workers, servers, sync, options, touch)
+        if sync == "ssp:0":  # two workers, whose pushes are applied in any order
+            assert all(
+                torch.allclose(a.float(), b.float(), atol=1e-5, rtol=1e-2) for a, b in zip(expected, got, strict=True)
+            )
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), touch
+
+
+@pytest.mark.parametrize("wire", ["ipc", "memory"])
+@pytest.mark.parametrize(
+    ("workers", "sync", "options"),
+    [
+        (1, "asp", {"apply": "delta"}),
+        (2, "bsp", {"apply": "delta"}),
+        (1, "downpour:push=2,fetch=3", {}),
+        (2, "local:2", {}),
+        (2, "diloco:4,fragments=2,overlap=1", {}),
+        (2, "adacomm:2", {}),
+    ],
+    ids=str,
+)
+def test_updates_on_the_gpu_end_as_on_the_cpu(wire: str, workers: int, sync: str, options: Mapping[str, Any]) -> None:
+    expected, got = both(wire, workers, 1, sync, options)
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_a_gradient_that_is_not_finite_is_refused_by_name(compression: str) -> None:
+    def work(session: Session) -> None:
+        params = made_params(GPU)
+        named = [(f"p{number}", param) for number, param in enumerate(params)]
+        optimizer = pt.DistributedOptimizer(
+            torch.optim.SGD(params, lr=0.1), named_parameters=named, nonfinite="refuse", compression=compression
+        )
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        params[2].grad[0, 0, 0, 0] = torch.inf
+        optimizer.step()
+
+    with ThreadJob(1, 1, "asp") as job, pytest.raises(UsageError, match="p2 has a gradient that is not finite"):
+        job.run(work)

@@ -76,7 +76,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             *("errors", "summation", "sync", "protocol", "transport", "collectives", "optim", "compression", "server"),
             *("client", "session", "device"),
         },
-        {"torch", "numpy"},
+        {"torch", "numpy", "msgspec"},
     ),
     "train": (
         {

@@ -55,6 +55,7 @@ def test_public_names() -> None:
         "irecv",
         "is_initialized",
         "isend",
+        "local_device",
         "local_rank",
         "local_size",
         "log",

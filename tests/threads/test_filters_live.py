@@ -15,11 +15,13 @@ from torch import nn
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import lay_out
-from polytempo.reducer.flat_buffer import describe
-from polytempo.reducer.server_reducer import PushFilters, ServerReducer
+from polytempo.reducer.flat_buffer import FlatBuffer, describe
+from polytempo.reducer.push_filters import PushFilters
+from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.transport.buffer_pool import Pool
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -201,10 +203,11 @@ def test_a_residual_goes_on_with_another_number_of_servers() -> None:
     def filters(shards: int) -> PushFilters:
         return PushFilters(parse_chain("topk:0.3+bf16"), lay_out(tensors, shards, False))
 
-    first, shards = filters(2), lay_out(tensors, 2, False).shards
+    first, buffer = filters(2), FlatBuffer(lay_out(tensors, 2, False), Pool())
     for step in range(3):
-        given = [[torch.full((s.size,), 0.1 * (step + 1), dtype=getattr(torch, s.dtype)) for s in own] for own in shards]
-        first.of([[one.view(torch.uint8).numpy() for one in own] for own in given])
+        for flat in buffer.tensors.values():
+            flat.fill_(0.1 * (step + 1))
+        first.of(buffer)
     state = first.state()
     assert all(bool(residual.any()) for residual in state.values())
     for count in (1, 3):

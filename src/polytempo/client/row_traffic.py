@@ -55,8 +55,11 @@ class WorkerTable(ABC):
         """All rows, where the job starts from a worker's."""
         return None
 
+    def start_copying(self) -> None:
+        """What this step pushes may begin its way to the host's memory; `pushed` comes next."""
+
     def pushed(self) -> SomeRows | SpanOfRows | None:
-        """What this step pushes."""
+        """What this step pushes, in the host's memory."""
         return None
 
     def wanted(self) -> torch.Tensor | None:
@@ -120,6 +123,8 @@ class RowTraffic:
         return Outstanding(push, waiting.parts, buffers, plain if caches else None, blocks)
 
     def _to_push(self) -> list[Listed]:
+        for table in self.tables:
+            table.start_copying()
         pushed = [(number, some) for number, table in enumerate(self.tables) if (some := table.pushed()) is not None]
         return [self._cut(number, some) for number, some in pushed]
 

@@ -127,6 +127,11 @@ class CompressionChain:
         """The sum of the values not sent yet, on the CPU; float32 for values of two bytes."""
         return torch.zeros(self.form.size, dtype=self.form.wide) if self.spec.is_lossless else self._on_cpu()
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the residual, on its device."""
+        return int(self._held.nbytes)
+
     def encode(self, values: torch.Tensor) -> list[ByteArray]:
         """The next message of values on the CPU. Without compression its memory is that of `values`, which must not change
         until it is sent."""

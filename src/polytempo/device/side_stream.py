@@ -24,6 +24,9 @@ class SideStream:
         self._place = place
         self._stream: Any = torch.cuda.Stream(place) if place.type == "cuda" else None
 
+    def __reduce__(self) -> tuple[type[SideStream], tuple[torch.device]]:
+        return SideStream, (self._place,)  # a copy has a stream of its own
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What is given inside runs on this stream, whatever the current one has to do."""
@@ -63,8 +66,8 @@ class SideStream:
 
     def brought(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor on the device, by way of pinned memory, without waiting; `join` comes before its use."""
-        if self._stream is None:
-            return tensor
+        if self._stream is None or not tensor.numel():
+            return tensor.to(self._place)
         with self.apart():
             return tensor.pin_memory().to(self._place, non_blocking=True)
 

@@ -3,8 +3,8 @@
 One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one segment of memory. On one
 host that memory is shared, and the servers read it in place. A parameter's `.grad` becomes a view of the buffer once it was
 copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
-from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, or
-lives on a GPU, they pass through the flat tensor (pinned in that case), which is free by then.
+from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, they
+pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`host_staging.py`).
 
 Given a `Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`). Then gradients
 and new values each have a flat buffer: new values are in `Copier.landing` when `land` copies them, and no bytes pass through
@@ -21,12 +21,15 @@ from typing import Protocol
 import torch
 
 from polytempo.device.device import Device, DeviceMemory
+from polytempo.device.pinned_memory import HostPins
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.device_moves import DeviceMoves, largest, shaped_like
+from polytempo.reducer.device_moves import DeviceMoves, copy_together, largest, shaped_like
+from polytempo.reducer.host_staging import HostStaging, staging_for
 from polytempo.reducer.parameter_watch import ParameterWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 
 
@@ -41,7 +44,9 @@ def describe(params: Sequence[torch.Tensor], names: Sequence[str], groups: Seque
 class Memory(Protocol):
     """Where flat tensors lie."""
 
-    pins: bool  #: may memory of torch's own be taken instead, which GPUs can reach?
+    @property
+    def pins(self) -> bool:
+        """May memory of torch's own be taken instead, which GPUs can reach?"""
 
     def allocate(self, size: int) -> Bytes:
         """Zeroed memory to keep."""
@@ -73,6 +78,8 @@ class FlatBuffer:
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
         self._renewed = dict.fromkeys(self.views, 0)
         self._finite: dict[int, int] = {}  # views that were found finite, and their version then
+        self.in_twin = False  #: what was gathered lies on the GPU alone, in the twin of this buffer
+        self._staged: frozenset[int] = frozenset()  # of these, views that were just filled from a GPU
         shards = () if self.on_device else layout.shards
         self.parts = [[self._part(s.dtype, s.start, s.stop) for s in segments] for segments in shards]
 
@@ -93,6 +100,11 @@ class FlatBuffer:
         """Give views the strides of these parameters where that does not change the order of elements: copies are straight
         then."""
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
+
+    @property
+    def place(self) -> torch.device:
+        """Where it lies."""
+        return next((flat.device for flat in self.tensors.values()), torch.device("cpu"))
 
     @property
     def device_bytes(self) -> int:
@@ -136,16 +148,36 @@ class FlatBuffer:
         what is written through `.data` or NumPy does not change the version. On a device the host waits for it."""
         if self.on_device:
             return all(math.isfinite(largest(flat).item()) for flat in self.tensors.values())
-        unknown = [i for i, view in self.views.items() if everything or self._finite.get(i) != view._version]
+        unknown = [
+            i
+            for i, view in self.views.items()
+            if (everything and i not in self._staged) or self._finite.get(i) != view._version
+        ]
         return all(self.find_finite(index) for index in unknown)
 
     def changed_all(self) -> None:
         """Something was written that views do not know of."""
         self._finite.clear()
+        self._staged, self.in_twin = frozenset(), False
+
+    def filled(self, indices: Sequence[int], finite: bool) -> None:
+        """These views were filled from a GPU, where their elements were found finite, or not."""
+        self.changed_all()
+        if finite:
+            self._finite = {index: self.views[index]._version for index in indices}
+            self._staged = frozenset(indices)
+
+    def pin(self, pins: HostPins) -> None:
+        """Pin its memory."""
+        for data in self._bytes.values():
+            pins.pin(data)
 
 
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
+
+    landing: FlatBuffer  #: where new values pass through, or on a device land
+    _buffers: list[FlatBuffer]
 
     def __init__(
         self,
@@ -154,40 +186,53 @@ class Copier:
         memory: Memory | Device,
         slots: int = 1,
         compares: bool = False,
+        beside: Copier | None = None,
     ) -> None:
+        """`beside`: another of the same parameters on a device, whose flat buffers serve both: streams keep them apart."""
         self.params = list(params)
         infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
         self.watch = ParameterWatch(params, infos, compares)
         self.layout = layout
         self.on_device = isinstance(memory, Device)
-        self._on_gpu = any(param.is_cuda for param in params)
-        pinned = self._on_gpu and not isinstance(memory, Device) and memory.pins
-        self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
-        # Pushes under way must not change, and on a device servers write new values while gradients are read.
-        shared = slots == 1 and not self.on_device
-        self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
+        self.staging = staging_for(params, layout) if not isinstance(memory, Device) else None
+        pinned = self.staging is not None and not isinstance(memory, Device) and memory.pins
+        if beside is not None and beside.on_device and self.on_device and beside.layout == layout:
+            self._buffers, self.landing = beside._buffers, beside.landing
+        else:
+            self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
+            # Pushes under way must not change, and on a device servers write new values while gradients are read.
+            shared = slots == 1 and not self.on_device
+            self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._moves = DeviceMoves(self.params, self._order, self.watch)
+        self._spare: FlatBuffer | None = None  # pinned, for values of a GPU that are looked at here, once there were some
+        if self.staging is not None and self.staging.pins is not None and not pinned:
+            for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
+                buffer.pin(self.staging.pins)
         self._find_places()
 
     def _find_places(self) -> None:
+        if self.staging is not None:
+            self.staging.find_places()
+            return
         if not self.on_device:
             self._direct, self._indirect = self._targets()
             return
-        self._moves.find_places()
         for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
             buffer.take_forms(self.params)
+        self._moves.land_from(self.landing.views)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory in its flat buffers."""
-        return sum({id(one): one.device_bytes for one in (*self._buffers, self.landing)}.values())
+        staged = self.staging.device_bytes if self.staging is not None else 0
+        return staged + sum({id(one): one.device_bytes for one in (*self._buffers, self.landing)}.values())
 
     def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
         """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
         buffer = self.landing
-        indirect = [i for i in self._order if self.params[i].is_cuda or not self.params[i].is_contiguous()]
+        indirect = [i for i in self._order if not self.params[i].is_contiguous()]
         for index in self._order:
             if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
                 buffer.renew(index)
@@ -221,9 +266,35 @@ class Copier:
         """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
         if buffer.on_device:
             return self._moves.gather(buffer.views, of)
+        if self.staging is not None:
+            return self._gather_staged(self.staging, buffer, of)
+        return self._gather_here(self._order, buffer, of)
+
+    def _gather_staged(
+        self, staging: HostStaging, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> tuple[int, ...]:
+        absent, finite = staging.gather(of, buffer.tensors)
+        buffer.filled(staging.staged, finite)
+        return (*absent, *self._gather_here(staging.others, buffer, of))
+
+    def collect(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
+        """As `gather`, of parameters on a GPU, for what goes on there: values are in the twin of the buffer. They are in the
+        buffer, too, where one of them is not finite: for the report of it."""
+        assert self.staging is not None
+        absent = self.staging.collect(of)
+        finite = self.staging.is_finite()
+        if not finite:
+            self.staging.fetch(buffer.tensors)
+        buffer.filled(self.staging.staged, finite)
+        buffer.in_twin = True
+        return tuple(absent)
+
+    def _gather_here(
+        self, order: Sequence[int], buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> tuple[int, ...]:
         absent: list[int] = []
         targets, sources = [], []
-        for index in self._order:
+        for index in order:
             tensor = of(self.params[index])
             in_place = buffer.is_in_place(index)
             if tensor is buffer.views[index] and in_place:
@@ -237,11 +308,7 @@ class Copier:
                 tensor = tensor.to_dense()
             targets.append(buffer.views[index])
             sources.append(tensor.clone() if buffer.holds(tensor) else tensor)  # another's view: it may be written first
-        if self._on_gpu:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-        elif targets:
+        if targets:
             torch._foreach_copy_(targets, sources)
         for index in absent:
             buffer.views[index].zero_()
@@ -254,6 +321,11 @@ class Copier:
             self.land()
             return
         self.watch.see_writes()
+        if self.staging is not None:
+            self.staging.scatter(parts)
+            self._scatter_others(self.staging.others, parts)
+            self.watch.record()
+            return
         buffer = self.landing
         if self._indirect:
             buffer.changed_all()
@@ -266,13 +338,27 @@ class Copier:
                         sources = torch.split(as_tensor(data, segment.dtype), [t.numel() for t in targets])
                         torch._foreach_copy_(targets, list(sources))
             for index in self._indirect:
-                self.params[index].detach().copy_(buffer.views[index], non_blocking=True)
-            self._synchronize()
+                self.params[index].detach().copy_(buffer.views[index])
         self.watch.record()
+
+    def subtract_from_values(self, buffer: FlatBuffer) -> None:
+        """Make a flat buffer of earlier values what was added to them since."""
+        views = [buffer.views[index] for index in range(len(self.params))]
+        torch._foreach_neg_(views)
+        torch._foreach_add_(views, [param.detach().to(buffer.place) for param in self.params])
+
+    def _scatter_others(self, others: Sequence[int], parts: dict[int, list[Bytes]]) -> None:
+        """Values of parameters that are not on the GPU of the others."""
+        if others:
+            self.landing.changed_all()
+            self._receive(parts)
+            with torch.no_grad():
+                for index in others:
+                    self.params[index].detach().copy_(self.landing.views[index])
 
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self._moves.scatter(self.landing.views)
+        self._moves.land()
 
     def _receive(self, parts: dict[int, list[Bytes]]) -> None:
         """Bytes that have come through the host into `landing`."""
@@ -284,43 +370,58 @@ class Copier:
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
+        values = self.values_here()
         for shard, buffers in parts.items():
             for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
                 given = as_tensor(data, segment.dtype)
                 for place in self.layout.places:
                     start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
                     if place.info.dtype == segment.dtype and start < stop:
-                        own = self.params[place.index].detach().reshape(-1)[start - place.start : stop - place.start]
-                        if not is_same(own.cpu(), given[start - segment.start : stop - segment.start]):
+                        own = values[place.index].reshape(-1)[start - place.start : stop - place.start]
+                        if not is_same(own, given[start - segment.start : stop - segment.start]):
                             return False
         return True
 
+    def values_here(self) -> dict[int, torch.Tensor]:
+        """The values of all parameters in host memory: their own, or a copy that stays until the next call."""
+        if self.staging is None and not self.on_device:
+            return {index: self.params[index].detach() for index in self._order}
+        if self._spare is None:
+            self._spare = FlatBuffer(self.layout, Pool(), pinned=any(param.is_cuda for param in self.params))
+        self.gather(self._spare, lambda param: param.detach())
+        return self._spare.views
+
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
-        self._receive(parts)
-        self.land_gradients(absent)
-        self._synchronize()
+        if self.staging is None or self.staging.others:
+            self._receive(parts)
+        if self.staging is None:
+            self.land_gradients(absent)
+            return
+        mark = self.staging.spread(parts)
+        self._land_gradients(absent, self.landing.views | self.staging.views)
+        mark.wait()
 
     def land_gradients(self, absent: Sequence[int]) -> None:
         """The same with gradients that are in `landing`."""
-        buffer = self.landing
-        buffer.changed_all()
+        self._land_gradients(absent, self.landing.views)
+
+    def _land_gradients(self, absent: Sequence[int], views: dict[int, torch.Tensor]) -> None:
+        self.landing.changed_all()
+        pairs = []
+        for index in self._order:
+            param = self.params[index]
+            if index in absent:
+                param.grad = None  # this worker may have a gradient, of weight zero
+                continue
+            if param.grad is None or param.grad.layout != torch.strided:
+                param.grad = torch.empty_like(param)
+            pairs.append((param.grad, views[index]))
         with torch.no_grad():
-            for index in self._order:
-                param = self.params[index]
-                if index in absent:
-                    param.grad = None  # this worker may have a gradient, of weight zero
-                    continue
-                if param.grad is None or param.grad.layout != torch.strided:
-                    param.grad = torch.empty_like(param)
-                param.grad.copy_(buffer.views[index], non_blocking=True)
+            copy_together(pairs)
 
     def check_same(self, params: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that were added or replaced after the start."""
         same = len(params) == len(self.params) and all(one is other for one, other in zip(params, self.params, strict=True))
         if not same:
             raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()

@@ -7,25 +7,32 @@ differences. `agree` needs a clock of its own, beside that of the steps: a secon
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import torch
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
-from polytempo.compression.chain import ChainSpec, CompressionChain, parse_chain
+from polytempo.compression.chain import parse_chain
+from polytempo.device.device import Device
+from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.reducer.device_exchange import DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.partial_push import PartialPushes
+from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.server.optimizer_state import SegmentState, as_tensor, digest_of_bytes, pack, unpack
+from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack, unpack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
@@ -34,45 +41,6 @@ from polytempo.transport.channel import Bytes
 
 #: Reads rows of a table.
 RowSource = Callable[[torch.Tensor], torch.Tensor]
-
-
-class PushFilters:
-    """Push compression: a chain, with its residual, for each segment of each shard."""
-
-    def __init__(self, spec: ChainSpec, layout: Layout) -> None:
-        self._layout = layout
-        self._chains: list[list[CompressionChain]] = []
-        if not spec.is_lossless:
-            self._chains = [[spec.new(s.size, getattr(torch, s.dtype)) for s in shard] for shard in layout.shards]
-
-    def of(self, parts: list[list[Bytes]]) -> list[list[Bytes]]:
-        """What is sent of a push, for each shard."""
-        if not self._chains:
-            return parts
-        return [self._of_shard(shard, part) for shard, part in enumerate(parts)]
-
-    def _of_shard(self, shard: int, part: Sequence[Bytes]) -> list[Bytes]:
-        stretches = zip(self._chains[shard], part, self._layout.shards[shard], strict=True)
-        return [buffer for chain, data, s in stretches for buffer in chain.encode(as_tensor(data, s.dtype))]
-
-    # The residual of the whole model, in its flat order, so that any number of servers can go on with it.
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What was produced and not sent yet, by dtype; empty without a lossy filter."""
-        if not self._chains:
-            return {}
-        whole = {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in self._layout.sizes.items()}
-        for shard, stretches in enumerate(self._layout.shards):
-            for chain, s in zip(self._chains[shard], stretches, strict=True):
-                whole[s.dtype] = whole[s.dtype].to(chain.residual.dtype)
-                whole[s.dtype][s.start : s.stop] = chain.residual
-        return whole
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a state."""
-        for shard, stretches in enumerate(self._layout.shards if self._chains and state else ()):
-            for chain, s in zip(self._chains[shard], stretches, strict=True):
-                chain.load({"residual": state[s.dtype][s.start : s.stop].to(chain.residual.dtype)})
 
 
 class ServerValues:
@@ -124,8 +92,9 @@ class ServerValues:
 class ValueTaker:
     """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
 
-    def __init__(self, install: Callable[[dict[int, list[Bytes]]], None]) -> None:
-        self.install = install  #: where they go
+    def __init__(self, copier: Copier) -> None:
+        self.install: Callable[[dict[int, list[Bytes]]], None] = copier.scatter  #: where they go
+        self.land: Callable[[], None] = copier.land  #: and where they go from the device's landing
 
     def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         self.install(parts)
@@ -143,6 +112,7 @@ class ServerReducer(Reducer):
         hooked: Copy gradients into the flat buffer by hooks, while backward runs.
         tables: Tables whose rows travel with the pushes.
         mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
+        beside: The reducer for whose `agree` this one averages.
     """
 
     def __init__(
@@ -155,25 +125,33 @@ class ServerReducer(Reducer):
         hooked: bool = False,
         tables: Sequence[WorkerTable] = (),
         mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
+        beside: ServerReducer | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
         self._sync = parse_spec(spec.sync)
         delay = self._sync.ahead
+        device = device_of(session.devices, self.client, spec, params)
+        spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server"
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
-        compares = spec.apply != "mean" and blocks is None
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=compares)
-        self.taker = ValueTaker(self.copier.scatter)
+        self._compares = spec.apply != "mean" and blocks is None
+        self._exchange: DeviceExchange | None = None  # where values stay on a device
+        self.copier = self._new_copier(params, device, beside)
+        self.taker = ValueTaker(self.copier)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
             self.client.exchanges.lend(self.copier.next_buffer().parts)
-        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
-        self.filters = PushFilters(parse_chain(spec.push_filter), self.layout)
+        staging = self.copier.staging
+        self.filters = PushFilters(
+            parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
+        )
+        if staging is not None and self.client.pool.registry is None:
+            self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(delay))
         self._values = ServerValues(session, name, self.layout)
         self._mean_of = mean
@@ -183,14 +161,43 @@ class ServerReducer(Reducer):
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
+        if device is not None:
+            self._share(device, params)
+        own_memory = hooked and not delay and self._exchange is None
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self._partial = self._partial_pushes()
+
+    def _new_copier(
+        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
+    ) -> Copier:
+        memory = self.client.pool if device is None else device
+        other = None if beside is None else beside.copier
+        return Copier(params, self.layout, memory, self._sync.ahead + 1, self._compares, other)
+
+    def _share(self, device: Device, params: Sequence[torch.Tensor]) -> None:
+        """Exchange through device memory, if the servers can; else through the host."""
+        exchange = DeviceExchange(self.client, self.name, device, self.copier)
+        with self.session.lock:
+            refusal = exchange.share()
+        if not refusal:
+            self._exchange = exchange
+            self.session.flushing.append(self.settle_values)
+            return
+        sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
+        self.copier = self._new_copier(params, None)
+        self.taker = ValueTaker(self.copier)
+        self._use_copier()
+
+    def _use_copier(self) -> None:
+        answered = self.client_state
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
+        if self.spec.pull_filter:
+            answered.take = self._take_difference
 
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
-        if self.spec.pull_filter:
-            answered.take = self._take_difference
+        self._use_copier()
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
         self.step = answered.released - self._sync.ahead
@@ -201,7 +208,7 @@ class ServerReducer(Reducer):
 
     def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
-        buffer = self.copier.next_buffer()
+        buffer = FlatBuffer(self.layout, self.client.pool) if self.copier.on_device else self.copier.next_buffer()
         self.copier.gather(buffer, lambda param: param.detach())
         state, buffers = pack(self._initial_state) if self._initial_state else (b"", [])
         rows, of_rows = self.rows.seed()
@@ -226,11 +233,18 @@ class ServerReducer(Reducer):
 
     # A step.
 
+    def gradients(self) -> tuple[FlatBuffer, tuple[int, ...]]:
+        if not self.filters.on_device:
+            return super().gradients()
+        buffer = self.copier.next_buffer()
+        return buffer, self.copier.collect(buffer, lambda param: param.grad)
+
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        with self.session.lock, self.client.together():
+        with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
             super().push(buffer, hyper, average, **about)
 
     def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        self.take_answer()
         began = time.perf_counter()
         skip = buffer is None
         push = Push(
@@ -241,9 +255,11 @@ class ServerReducer(Reducer):
             sent=self.client.bytes_sent,
             received=self.client.bytes_received,
             exchanged=about.pop("exchanged", self.waited),
+            fence=self._exchange.pushed() if self._exchange is not None else 0,
             **about,
         )
-        parts = self.filters.of(buffer.parts) if buffer is not None else [[] for _ in range(self.client.shards)]
+        empty = buffer is None or self._exchange is not None
+        parts = [[] for _ in range(self.client.shards)] if buffer is None or empty else self.filters.of(buffer)
         waiting = self.rows.fill(Outstanding(push, parts))
         with self.session.lock:
             if skip and self._partial is not None:
@@ -252,6 +268,26 @@ class ServerReducer(Reducer):
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
+        if self._exchange is None:
+            self._hear()
+            return
+        averages = self.spec.apply == "mean"
+        self.client_state.deferred = True
+        if averages or self._sync.averaging is not None:  # the answer says what follows
+            self.take_answer()
+        self._exchange.wait()
+        if averages:
+            self.copier.land_gradients(self.client_state.answer.absent)
+        else:
+            self.taker.land()
+
+    def take_answer(self) -> None:
+        if self.client_state.deferred:
+            self._hear()
+            self.client_state.deferred = False
+
+    def _hear(self) -> None:
+        """Wait for the answer to the last push."""
         began = time.perf_counter()
         with self.session.lock:
             self.client.wait_for_release(self.name, self.step + 1)
@@ -260,12 +296,24 @@ class ServerReducer(Reducer):
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
         self.waited += time.perf_counter() - began
 
+    @property
+    def device_bytes(self) -> int:
+        agreement = self._agreement
+        shared = agreement is None or agreement.copier.landing is self.copier.landing
+        return super().device_bytes + (0 if shared or agreement is None else agreement.device_bytes)
+
+    def settle_values(self) -> None:
+        """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
+        self.take_answer()
+        if self._exchange is not None:
+            self._exchange.complete()
+
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
             assert self._mean_of is not None
             spec, params = self._mean_of
             hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
-            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked)
+            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked, beside=self)
             self._agreement.set_sending(self.sending)
         mean = self._agreement
         mean.renew()
@@ -290,6 +338,7 @@ class ServerReducer(Reducer):
             self._agreement.set_sending(sending)
 
     def settle(self) -> None:
+        self.take_answer()
         with self.session.lock:
             self.client.settle(self.name)
 
@@ -337,6 +386,7 @@ class ServerReducer(Reducer):
         self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
+        self.take_answer()
         if not self._sync.in_rounds:  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 

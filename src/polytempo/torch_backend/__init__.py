@@ -3,6 +3,7 @@
     register.py        registers the back end, before or after torch is imported
     process_group.py   a process group of torch: rendezvous, point-to-point messages, collectives, shutdown
     work.py            the `Work` of a call, and its future
+    device_backends.py other back ends beside it, one for each device: `"cpu:polytempo,cuda:nccl"`
     errors.py          errors that are torch's and Polytempo's at once
 
 Every group of torch has links and a progress engine of its own. A call is handed to the progress thread and returns at once;
@@ -11,8 +12,6 @@ callbacks of its future run in a third thread, so that they may wait for other c
 Not offered, each refused in one line, or by torch itself:
 
 - sparse tensors: use `.to_dense()`; PREMUL_SUM, which is NCCL's own;
-- one back end for each device (`"cpu:polytempo,cuda:nccl"`): a process group made in Python stands for the whole group, so
-  torch would not make the second one. CUDA tensors are accepted, and staged through host memory;
 - `dist.monitored_barrier`, which torch keeps for gloo by name; a group's own `monitored_barrier` does the same;
 - `split_group`, `shrink_group`, `merge_remote_group`, `_coalescing_manager` with a device, time estimates, symmetric
   memory: use `new_group`;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -29,6 +29,7 @@ from polytempo.collectives.tasks import Steps, Task
 from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.launch.job_facts import way_of
+from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for
 from polytempo.torch_backend.errors import as_torch_error
 from polytempo.torch_backend.register import DEVICES, NAME
 from polytempo.torch_backend.work import TaskWork
@@ -39,14 +40,20 @@ BARRIER_TAGS = -1000
 TorchTensors = Sequence[Any]
 
 
+@hands_over
 class TorchGroup(ProcessGroup):  # type: ignore[misc]
-    """One process group of torch. Torch asks a group for its back end: that is the group itself."""
+    """One process group of torch. Torch asks a group for its back end: that is the group itself, but for devices of another
+    back end beside it.
+    """
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
-    def __init__(self, store: Any, world: World, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, store: Any, world: World, ranks: Sequence[int], beside: Mapping[str, ProcessGroup] | None = None
+    ) -> None:
         super().__init__(world.rank, world.size)
         self._store, self._name, self._description = store, "", ""
+        self.beside = beside or {}  #: groups of other back ends, by the type of their device
         self.world, self.group, self.ranks = world, world.all_ranks, ranks
         self._barrier_tags = count(BARRIER_TAGS, -1)
         self._forget_exit = at_exit(world.close)
@@ -65,6 +72,8 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
 
     def setGroupName(self, name: str) -> None:
         self._name = name
+        for group in self.beside.values():
+            group._set_group_name(name)
 
     def getGroupDesc(self) -> str:
         return self._description
@@ -72,8 +81,9 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    def _get_backend(self, _: Any) -> TorchGroup:
-        return self
+    def _get_backend(self, device: Any) -> Any:
+        beside = self.beside.get(torch.device(device).type)
+        return self if beside is None else beside._get_backend(device)
 
     def get_group_store(self) -> Any:
         return self._store
@@ -90,17 +100,23 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """For calls from now on."""
         self.group.timeout = timeout.total_seconds()
+        for device, group in self.beside.items():
+            group._get_backend(torch.device(device)).set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         """Leave the group after everything that other ranks still need has been sent."""
         self._forget_exit()
+        for group in self.beside.values():
+            group.shutdown()
         self.world.close()
 
     def abort(self) -> None:
         """Leave at once: ranks that still need this one get an error that names it."""
         self._forget_exit()
+        for group in self.beside.values():
+            group.abort()
         self.world.close(politely=False)
 
     # Point to point.
@@ -403,10 +419,16 @@ def open_group(options: Any, group_options: Any) -> TorchGroup:
     try:
         if group_options is not None:
             raise UsageError(f"expected no pg_options for the back end polytempo, got {type(group_options).__name__}")
+        asked = others_asked_for()
         world = _open_world(options, ranks)
+        try:
+            beside = make_beside(options, ranks, asked)
+        except BaseException:
+            world.close(politely=False)
+            raise
     except PolytempoError as error:
         raise as_torch_error(error, ranks) from None
-    return TorchGroup(options.store, world, ranks)
+    return TorchGroup(options.store, world, ranks, beside)
 
 
 def _open_world(options: Any, ranks: Sequence[int]) -> World:

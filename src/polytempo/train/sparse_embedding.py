@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from polytempo.client.row_traffic import SomeRows, WorkerTable
+from polytempo.device.side_stream import FetchedTensor
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TableInfo
 from polytempo.server.optimizer_state import dtype_name, is_same
 from polytempo.tables.row_optimizers import checked_hyper
+from polytempo.train.row_copies import RowCopies
 
 ParamGroup = dict[str, Any]
 
@@ -63,6 +65,8 @@ class SparseEmbeddingTable(WorkerTable):
         self.weight, self._optimizer, self._group = weight, optimizer, group
         self._version = weight._version  # when this library wrote to it last
         self._held = weight.detach()  # where it lay then
+        self._copies = RowCopies()
+        self._fetched: tuple[FetchedTensor, FetchedTensor] | None = None
         self.hyper()
 
     def hyper(self) -> dict[str, Any]:
@@ -71,7 +75,21 @@ class SparseEmbeddingTable(WorkerTable):
     def first_values(self) -> torch.Tensor:
         return self.weight.detach().cpu()
 
+    def start_copying(self) -> None:
+        grad = self.weight.grad
+        if grad is None or not grad.is_cuda:
+            return
+        stream, grad = self._copies.stream(grad.device), grad.detach()
+        if grad.layout != torch.strided:
+            grad = grad.coalesce()
+            self._fetched = stream.fetched(grad.indices()[0]), stream.fetched(grad.values())
+        else:
+            self._fetched = FetchedTensor(torch.arange(self.info.rows), None), stream.fetched(grad)
+
     def pushed(self) -> SomeRows | None:
+        if self._fetched is not None:
+            (ids, values), self._fetched = self._fetched, None
+            return ids.wait(), values.wait()
         grad = self.weight.grad
         if grad is None:
             return None
@@ -83,7 +101,9 @@ class SparseEmbeddingTable(WorkerTable):
     def take_changed(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         with torch.no_grad():
             weight = self.weight.detach()
-            weight[ids.to(weight.device)] = rows.to(weight.device)
+            if weight.is_cuda:
+                ids, rows = self._copies.placed(ids, weight.device), self._copies.placed(rows, weight.device)
+            weight[ids] = rows
         self._version = self.weight._version
 
     def check_unchanged(self) -> None:

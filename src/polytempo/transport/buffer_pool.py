@@ -6,7 +6,7 @@ come from here and go back when they have been used up; of each size at most as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy
 
@@ -20,11 +20,15 @@ KEEP_FROM = 64 << 10
 class Pool:
     """Takes and gives buffers. Its methods may be called by several threads: lists append and pop at once."""
 
-    pins = True
-
     def __init__(self, registry: SharedMemoryRegistry | None = None) -> None:
         self.registry = registry  #: what this process shares with others of its host; None where it shares nothing
+        self.make: Callable[[int], Bytes] = _new  #: makes a buffer of a size; another where GPUs shall reach buffers
         self._free: dict[int, list[Bytes]] = {}
+
+    @property
+    def pins(self) -> bool:
+        """May memory to keep be allocated elsewhere, pinned? Not where it is shared: it is pinned where it lies."""
+        return self.registry is None
 
     def allocate(self, size: int) -> Bytes:
         """Memory to keep, zeroed, from which buffers will be sent: shared where that is possible."""
@@ -38,7 +42,7 @@ class Pool:
                 return free.pop()
             except IndexError:
                 pass
-        return numpy.empty(size, dtype=numpy.uint8)
+        return self.make(size)
 
     def clear(self) -> None:
         """Keep nothing."""
@@ -48,6 +52,10 @@ class Pool:
         """Return a buffer that is not read any more."""
         if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+
+def _new(size: int) -> Bytes:
+    return numpy.empty(size, dtype=numpy.uint8)
 
 
 class Arena:

@@ -318,13 +318,19 @@ class FrameReader(FrameDecoder[tuple[bytes, list[Bytes]]]):
 
     def _view(self, number: int, offset: int, length: int, dropped: OnSent | None) -> Bytes:
         if dropped is not None:
-            return self._segments[number].view(offset, length, dropped).view(Borrowed)
+            return self._borrowed(number, offset, length, dropped)
         key = number, offset, length
         if key not in self._views:
             if len(self._views) >= REMEMBERED:
                 self._views.clear()
-            self._views[key] = self._segments[number].view(offset, length).view(Borrowed)
+            self._views[key] = self._borrowed(number, offset, length, None)
         return self._views[key]
+
+    def _borrowed(self, number: int, offset: int, length: int, dropped: OnSent | None) -> Borrowed:
+        segment = self._segments[number]
+        result = segment.view(offset, length, dropped).view(Borrowed)
+        result.segment = segment
+        return result
 
     def _held_lease(self, number: int, word: int, views: int) -> OnSent:
         if number >= len(self._segments) or not 0 <= word < self._segments[number].size:

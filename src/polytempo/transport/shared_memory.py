@@ -50,6 +50,8 @@ _numbers = count()
 class Borrowed(numpy.ndarray[Any, numpy.dtype[numpy.uint8]]):
     """Bytes in a segment of another process: they are not returned to this process's pool."""
 
+    segment: Segment | None = None  #: the one they were received from, unless this is a part of such bytes
+
 
 class Segment:
     """One mapped memfd."""
