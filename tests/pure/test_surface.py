@@ -142,6 +142,7 @@ def test_commands_and_options() -> None:
         "--samples",
         "--seconds",
         "--seed",
+        "--server-device",
         "--servers",
         "--slow",
         "--steps",
