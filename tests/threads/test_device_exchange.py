@@ -23,6 +23,7 @@ from polytempo.train.optimizer import DistributedOptimizer
 pytestmark = pytest.mark.timeout(60)
 
 DEVICES = [None, "stand-in"]
+MODEL = small_model()  # made by the main thread: the seed is the process's
 STEPS = 7
 #: Mode, workers, servers, options: jobs whose result does not depend on timing.
 JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -39,7 +40,7 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 def model_and_optimizer(**options: Any) -> tuple[torch.nn.Module, DistributedOptimizer]:
-    model = small_model()
+    model = copy.deepcopy(MODEL)
     return model, DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
 
 
