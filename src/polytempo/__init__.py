@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from polytempo.session.session import describe_model as describe_model
     from polytempo.session.session import init as init
     from polytempo.session.session import is_initialized as is_initialized
+    from polytempo.session.session import local_device as local_device
     from polytempo.session.session import local_rank as local_rank
     from polytempo.session.session import local_size as local_size
     from polytempo.session.session import log as log
@@ -85,8 +86,8 @@ _MODULES = {
     "pipeline.actions": ("Schedule",),
     "pipeline.pipeline": ("Pipeline",),
     "session.session": (
-        *("describe_model", "init", "is_initialized", "local_rank", "local_size", "log", "rank", "should_stop"),
-        *("shutdown", "size"),
+        *("describe_model", "init", "is_initialized", "local_device", "local_rank", "local_size", "log", "rank"),
+        *("should_stop", "shutdown", "size"),
     ),
     "strategy.distributed_model": ("DistributedModel",),
     "strategy.evaluate": ("evaluate",),
@@ -145,6 +146,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "local_device",
     "local_rank",
     "local_size",
     "log",

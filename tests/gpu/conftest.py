@@ -2,12 +2,14 @@
 
 Free memory is a figure of the whole GPU. A test marked `alone_on_gpu` has it to itself: it waits until the tests of other
 pytest processes are done, and these wait for it (`flock`, so that a killed test holds up no other).
+POLYTEMPO_TEST_DEVICE=cpu runs the jobs on the CPU: it tries the tests themselves.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +20,15 @@ import torch
 
 HERE = Path(__file__).parent
 REASON = "there is no CUDA device here"
+TRIED = os.environ.get("POLYTEMPO_TEST_DEVICE") == "cpu"
+sys.path.append(str(HERE.parent / "processes"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and not (TRIED and "bench" in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 
@@ -54,3 +58,11 @@ def place_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
         finally:
             place.__exit__(None, None, None)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[object]:
+    """Jobs as a user types them (`tests/processes/live.py`), and nothing is left of them."""
+    from live import bench_in
+
+    yield from bench_in(tmp_path, forks=False)

@@ -6,19 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-
 PEER = str(Path(__file__).parent / "primitives_peer.py")
 
 
-def peer(role: str, *arguments: str, words: int) -> subprocess.Popen[str]:
+def peer(stack: ExitStack, role: str, *arguments: str, words: int) -> tuple[subprocess.Popen[str], str]:
+    """A process in this role, and the first line that it prints."""
     command = [sys.executable, PEER, role, str(words), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[words])
+    other = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[words]))
+    stack.callback(other.kill)
+    return other, other.stdout.readline() if other.stdout is not None and role != "double" else ""
 
 
 def settled() -> int:
@@ -33,7 +35,13 @@ def settled() -> int:
     return before
 
 
+@pytest.mark.alone_on_gpu
 def test_memory_and_fences_between_processes() -> None:
+    with ExitStack() as stack:
+        check_memory_and_fences(stack)
+
+
+def check_memory_and_fences(stack: ExitStack) -> None:
     from polytempo.device.cuda_device import CudaDevice
     from polytempo.device.device import FENCE_BYTES
     from polytempo.transport.shared_memory import make_segment
@@ -45,7 +53,7 @@ def test_memory_and_fences_between_processes() -> None:
     with device.own_stream():
         memory.tensor(torch.float32).fill_(3.0)
         fences.signal(0, 1)
-        other = peer("double", memory.handle.hex(), words=segment.descriptor)
+        other, _ = peer(stack, "double", memory.handle.hex(), words=segment.descriptor)
         fences.wait(1, 1)  # the stream waits, the host does not
         total = memory.tensor(torch.float32).sum()
     assert other.stdout is not None
@@ -55,18 +63,16 @@ def test_memory_and_fences_between_processes() -> None:
     other.wait(30)
 
     # A peer killed while its stream waits and kernels are queued behind it: this process goes on, memory returns.
-    other = peer("blocked", memory.handle.hex(), words=segment.descriptor)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "blocked\n"
+    other, said = peer(stack, "blocked", memory.handle.hex(), words=segment.descriptor)
+    assert said == "blocked\n"
     other.send_signal(signal.SIGKILL)
     other.wait(10)
     assert abs(settled() - free) < 64 << 20
     assert not fences.reached(2, 1)
 
     # Memory of a killed owner stays until its last reader closes it.
-    other = peer("owner", words=segment.descriptor)
-    assert other.stdout is not None
-    theirs = device.open(bytes.fromhex(other.stdout.readline()), 1 << 28)
+    other, said = peer(stack, "owner", words=segment.descriptor)
+    theirs = device.open(bytes.fromhex(said), 1 << 28)
     other.send_signal(signal.SIGKILL)
     other.wait(10)
     tensor = theirs.tensor(torch.uint8)

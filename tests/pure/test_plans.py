@@ -13,7 +13,7 @@ from planning import ROOTED, apart, checked, one_host, plans_of
 
 from polytempo.collectives.check import PlanError, SymbolicRun
 from polytempo.collectives.double_tree import both_trees
-from polytempo.collectives.plans import COLLECTIVES, PLANS, algorithms_for, plan_for
+from polytempo.collectives.plans import COLLECTIVES, CUDA_IPC, ON_DEVICE, PLANS, algorithms_for, plan_for
 from polytempo.collectives.steps import (
     Combine,
     Copy,
@@ -54,6 +54,13 @@ def splits(size: int) -> Iterator[HostRanks]:
 def marks_of(collective: str, algorithm: str) -> list[pytest.MarkDecorator]:
     """Hosts can be split in many ways: the largest of those walks takes seconds; `make check` has the drawn ones."""
     return [pytest.mark.long] if (collective, algorithm) == ("all_reduce", "hierarchical") else []
+
+
+@pytest.mark.parametrize("collective", ON_DEVICE)
+def test_every_plan_on_device_memory_is_right(collective: str) -> None:
+    for size in range(1, 6):
+        for root in range(size if collective in ROOTED else 1):
+            checked(collective, CUDA_IPC, one_host(size), 1, root)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [pytest.param(*key, marks=marks_of(*key)) for key in PLANS])

@@ -24,11 +24,13 @@ from polytempo.client.client_state import ClientState, MakeSeed, Outstanding, Pa
 from polytempo.client.connections import ServerConnections
 from polytempo.client.exchanges import Exchanges
 from polytempo.client.reads import Pulls, Reads
+from polytempo.client.stream_waits import StreamWaits
 from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
     Departed,
+    DeviceShared,
     Held,
     Hello,
     Keep,
@@ -40,6 +42,7 @@ from polytempo.protocol.messages import (
     Register,
     Resend,
     SendSeed,
+    ShareDevice,
     StatusReply,
     Stopped,
     StoreGet,
@@ -84,6 +87,8 @@ class Client:
         self._stored: dict[str, str] = {}
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
+        self._mapped: dict[str, dict[int, str]] = {}  # by optimizer: what shards have said to `ShareDevice`
+        self.stream_waits = StreamWaits()  #: of streams that wait for the servers' device
         hello = Hello(role="worker", rank=rank, incarnation=incarnation, pid=os.getpid(), token=token)
         self.connections = ServerConnections(channels, hello, self._handle)
         self.exchanges = Exchanges(self.connections, rank, incarnation, pool)
@@ -94,6 +99,7 @@ class Client:
             ReadAnswer: lambda shard, message, buffers: self.reads.answered(message, buffers),
             PulledRows: lambda shard, message, buffers: self.pulls.answered(message, buffers),
             UnknownKeys: lambda shard, message, buffers: self.pulls.send_keys(message.request, message.shard),
+            DeviceShared: lambda shard, message, buffers: self._device_shared(message),
             Held: self._held,
             StatusReply: self._status,
             Resend: lambda shard, message, buffers: self.exchanges.resend(shard, message.id),
@@ -139,6 +145,14 @@ class Client:
         state.seed = seed
         self.connections.send(0, Register(optimizer_id=name, optimizer_spec=optimizer_spec))
         self._wait(lambda: state.joined, "all workers to make their optimizer", None, state)
+
+    def share_device(self, message: ShareDevice, fences: Sequence[Bytes]) -> str:
+        """Have all shards map device memory of this worker, with the fences of each; empty, or why one does not."""
+        told = self._mapped[message.optimizer_id] = {}
+        for shard, words in enumerate(fences):
+            self.connections.send(shard, message, [words])
+        self._wait(lambda: len(told) == self.shards, "the servers to map its device memory", None)
+        return next(filter(None, told.values()), "")
 
     def push(self, waiting: Outstanding, sent: Sequence[PartlySent] | None = None) -> None:
         """Send a push to all shards; its answer comes to `wait_for_release` or `settle`.
@@ -214,6 +228,15 @@ class Client:
     # Waiting.
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
+        try:
+            self._wait_until(done, what, again, states)
+        except Exception:  # it ends the job or this worker's part in it: no answer will come
+            self.stream_waits.release()
+            raise
+
+    def _wait_until(
+        self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, states: Sequence[ClientState]
+    ) -> None:
         deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
             if self.connections.receive(min(self.retry, 1.0)):
@@ -254,6 +277,9 @@ class Client:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(shard, message, buffers)
+
+    def _device_shared(self, message: DeviceShared) -> None:
+        self._mapped[message.optimizer_id][message.shard] = message.refusal
 
     def _held(self, shard: int, message: Held, buffers: list[Bytes]) -> None:
         self.exchanges.states[message.optimizer_id].held = message
@@ -304,9 +330,11 @@ class Client:
         """Close all connections."""
         if self.companion is not None:
             self.companion.release()
+        self.stream_waits.close()
         self.connections.close()
 
     def let_go(self, parent: str) -> None:
         """In a forked child: the connections are its parent's, and so is the server's thread that came to its core."""
         self.companion = None
+        self.stream_waits.let_go()
         self.connections.let_go(parent)

@@ -53,6 +53,7 @@ class ClientState:
     started: dict[int, tuple[Answer, list[Bytes]]] = field(default_factory=dict)
     joined: bool = False
     seed: MakeSeed | None = None
+    deferred: bool = False  # is the last push's answer taken later, by a caller that did not wait for it?
     held: Held | None = None
     checkpoint: str = ""  # one was begun, to which what this worker's filters hold back belongs
     answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard

@@ -73,6 +73,10 @@ class Exchanges:
         about, parts = state.seed()
         self._send(Outstanding(Push(id=identity, kind="seed", **about), parts))
 
+    def undecided(self) -> list[str]:
+        """Optimizers whose deferred answer may say `stop`: the answers before were not certain that it will not."""
+        return [s.name for s in self.states.values() if s.deferred and len(s.outstanding) > s.answer.certain]
+
     # Losses.
 
     def ask_status(self, state: ClientState) -> None:

@@ -126,10 +126,10 @@ def _named(what: str, parts: Iterable[ExpectedPart]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A sum of parts, and by which step of which rank it was added up."""
+    """A sum of parts, and how it was added up: of which parts in which order, or by which step of which rank."""
 
     parts: tuple[ExpectedPart, ...]
-    added: tuple[int, int] | None = None
+    added: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(slots=True)
@@ -262,7 +262,10 @@ class SymbolicRun:
         return message
 
     def total(self, rank: int, values: Sequence[Value]) -> Value:
-        return Value(tuple(part for value in values for part in value.parts), (rank, self.at[rank]))
+        parts = tuple(part for value in values for part in value.parts)
+        if all(value.added is None for value in values):  # the same parts in the same order have the same sum
+            return Value(parts, parts)
+        return Value(parts, ((rank, self.at[rank]),))
 
     def write(self, rank: int, chunk: int, value: Value, known: Sequence[int] | None = None) -> None:
         """To a chunk of one's own, at any moment at which so much is known to be over."""

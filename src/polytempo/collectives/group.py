@@ -30,10 +30,11 @@ from polytempo.collectives.call_queues import Recovery
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.device_choice import Network
+from polytempo.collectives.device_route import DeviceRoute
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.messaging import Messaging
-from polytempo.collectives.plans import algorithms_for, find_plan, plan_for
+from polytempo.collectives.plans import CUDA_IPC, algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
 from polytempo.collectives.shared_buffer import SlotBuffers
@@ -49,7 +50,7 @@ PIECES = 128
 #: What needs no shared memory, for each collective: the choice where there is nothing to choose.
 PLAIN = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "tree", "reduce": "tree"}
 PLAIN |= {"gather": "linear", "scatter": "linear", "all_to_all": "linear", "barrier": "tree"}
-IN_SHARED_MEMORY = ("shared-memory", "hierarchical")
+IN_SHARED_MEMORY = ("shared-memory", "hierarchical", CUDA_IPC)
 
 #: Bytes of the messages by which speed is measured, rounds of the small one, and the result: latency, seconds a byte.
 SMALL, LARGE = 64, 512 << 10
@@ -79,6 +80,7 @@ class RankGroup:
         self.context = 2 * context  #: of collectives; the next number is that of single messages
         self.queue = engine.queues.open(self.context, self.ranks)
         self.buffers = SlotBuffers(engine.messages, self.queue, [self.ranks[member] for member in self.place.neighbours])
+        self.route = DeviceRoute(engine, self.queue, self.ranks, self.place, network)  #: of tensors on GPUs
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
@@ -93,13 +95,14 @@ class RankGroup:
         name = self._check("all_reduce", tensors, algorithm, op)
 
         def steps(stage: ExecutionStage) -> Steps:
-            for fused in fuse(tensors):
-                before_mean(name, fused.whole, self.size)
+            for fused in fuse(tensors, stage.on is not None):
+                stage.arriving = fused.arriving
+                self._before(stage, name, fused.whole)
                 yield from self._reduce(stage, "all_reduce", algorithm, fused.whole)
-                divide(name, fused.whole, self.size)
-                fused.scatter()
+                self._after(stage, name, fused.arrived())
+                stage.do(fused.scatter)
 
-        return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name)
+        return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name, tensors)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -108,28 +111,31 @@ class RankGroup:
         name = self._check("reduce", [tensor], algorithm, op, root)
 
         def steps(stage: ExecutionStage) -> Steps:
-            mine, back = flat(tensor)
-            work = mine if self.rank == root else mine.clone()
-            before_mean(name, work, self.size)
+            mine, back = flat(tensor, stage.on is not None)
+            work = mine if self.rank == root or stage.on is not None else mine.clone()
+            self._before(stage, name, work)
             yield from self._reduce(stage, "reduce", algorithm, work, root)
             if self.rank == root:
-                divide(name, work, self.size)
+                self._after(stage, name, work)
                 if back is not None:
-                    back()
+                    stage.do(back)
 
-        return self._start("reduce", f"{name}, {shape_of(tensor)}, to {root}", algorithm, steps, background, name)
+        about = f"{name}, {shape_of(tensor)}, to {root}"
+        return self._start("reduce", about, algorithm, steps, background, name, [tensor])
 
     def broadcast(self, tensors: Tensors, root: int, algorithm: str = "auto", background: bool = False) -> Task:
         """Make each tensor the root's."""
         self._check("broadcast", tensors, algorithm, root=root)
 
         def steps(stage: ExecutionStage) -> Steps:
-            for fused in fuse(tensors):
+            for fused in fuse(tensors, stage.on is not None, reads=self.rank == root):
+                stage.arriving = fused.arriving
                 yield from self._reduce(stage, "broadcast", algorithm, fused.whole, root)
                 if self.rank != root:
-                    fused.scatter()
+                    stage.do(fused.scatter)
 
-        return self._start("broadcast", f"{shapes_of(tensors)}, from {root}", algorithm, steps, background)
+        about = f"{shapes_of(tensors)}, from {root}"
+        return self._start("broadcast", about, algorithm, steps, background, tensors=tensors)
 
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "auto", background: bool = False) -> Task:
         """Make `outputs[q]` the tensor of rank q. Sizes may differ, if all ranks know them."""
@@ -139,15 +145,16 @@ class RankGroup:
         wanted = algorithm if even or algorithm != "auto" else "ring"
 
         def steps(stage: ExecutionStage) -> Steps:
-            parts = [flat(output) for output in outputs]
-            parts[self.rank][0].copy_(flat(tensor)[0])
+            parts = [flat(output, stage.on is not None, reads=False) for output in outputs]
+            own, mine = parts[self.rank][0], flat(tensor, stage.on is not None)[0]
+            stage.do(lambda: own.copy_(mine))
             yield from self._move(stage, "all_gather", wanted, [part for part, _ in parts])
             for _, back in parts:
                 if back is not None:
-                    back()
+                    stage.do(back)
 
         about = shape_of(tensor) if even else str(tensor.dtype).removeprefix("torch.")
-        return self._start("all_gather", about, wanted, steps, background)
+        return self._start("all_gather", about, wanted, steps, background, tensors=[*outputs, tensor])
 
     def gather(
         self, outputs: Tensors | None, tensor: torch.Tensor, root: int, algorithm: str = "auto", background: bool = False
@@ -158,19 +165,21 @@ class RankGroup:
             self._check_list("gather", outputs or (), tensor, even=True)
 
         def steps(stage: ExecutionStage) -> Steps:
-            mine, chunks = flat(tensor)[0], [NOTHING] * self.size
-            parts = [flat(output) for output in outputs or ()] if self.rank == root else []
+            stays = stage.on is not None
+            mine, chunks = flat(tensor, stays)[0], [NOTHING] * self.size
+            parts = [flat(output, stays, reads=False) for output in outputs or ()] if self.rank == root else []
             if parts:
                 chunks = [part for part, _ in parts]
-                chunks[root].copy_(mine)
+                stage.do(lambda: chunks[root].copy_(mine))
             else:
                 chunks[self.rank] = mine
             yield from self._move(stage, "gather", algorithm, chunks, root)
             for _, back in parts:
                 if back is not None:
-                    back()
+                    stage.do(back)
 
-        return self._start("gather", f"{shape_of(tensor)}, to {root}", algorithm, steps, background)
+        about, tensors = f"{shape_of(tensor)}, to {root}", [*(outputs or ()), tensor]
+        return self._start("gather", about, algorithm, steps, background, tensors=tensors)
 
     def scatter(
         self, output: torch.Tensor, inputs: Tensors | None, root: int, algorithm: str = "auto", background: bool = False
@@ -181,18 +190,20 @@ class RankGroup:
             self._check_list("scatter", inputs or (), output, even=True)
 
         def steps(stage: ExecutionStage) -> Steps:
-            mine, back = flat(output)
+            stays = stage.on is not None
+            mine, back = flat(output, stays, reads=False)
             chunks = [NOTHING] * self.size
             if self.rank == root:
-                chunks = [flat(piece)[0] for piece in inputs or ()]
-                mine.copy_(chunks[root])
+                chunks = [flat(piece, stays)[0] for piece in inputs or ()]
+                stage.do(lambda: mine.copy_(chunks[root]))
             else:
                 chunks[self.rank] = mine
             yield from self._move(stage, "scatter", algorithm, chunks, root, beside=True)
             if back is not None:
-                back()
+                stage.do(back)
 
-        return self._start("scatter", f"{shape_of(output)}, from {root}", algorithm, steps, background)
+        about, tensors = f"{shape_of(output)}, from {root}", [*(inputs or ()), output]
+        return self._start("scatter", about, algorithm, steps, background, tensors=tensors)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Tensors, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -204,22 +215,24 @@ class RankGroup:
         wanted = algorithm if even or algorithm != "auto" else "ring"
 
         def steps(stage: ExecutionStage) -> Steps:
-            mine, back = flat(output)
-            chunks = [flat(piece)[0] for piece in inputs]
-            shared = self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in IN_SHARED_MEMORY
-            if not shared or (name == "mean" and mine.dtype == torch.float16):
+            stays = stage.on is not None
+            mine, back = flat(output, stays, reads=False)
+            chunks = [flat(piece, stays)[0] for piece in inputs]
+            shared = stays or self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in IN_SHARED_MEMORY
+            if not shared or (name == "mean" and mine.dtype == torch.float16 and not stays):
                 chunks = [piece.clone() for piece in chunks]  # they are written to
-            mine.copy_(chunks[self.rank])
+            own = chunks[self.rank]
+            stage.do(lambda: mine.copy_(own))
             chunks[self.rank] = mine
             for chunk in chunks:
-                before_mean(name, chunk, self.size)
+                self._before(stage, name, chunk)
             yield from self._move(stage, "reduce_scatter", wanted, chunks, beside=True)
-            divide(name, mine, self.size)
+            self._after(stage, name, mine)
             if back is not None:
-                back()
+                stage.do(back)
 
         about = shape_of(output) if even else str(output.dtype).removeprefix("torch.")
-        return self._start("reduce_scatter", f"{name}, {about}", wanted, steps, background, name)
+        return self._start("reduce_scatter", f"{name}, {about}", wanted, steps, background, name, [output, *inputs])
 
     def all_to_all(
         self, outputs: Tensors, inputs: Tensors, algorithm: str = "auto", background: bool = False, even: bool = False
@@ -235,15 +248,16 @@ class RankGroup:
         wanted = algorithm if even or algorithm != "auto" else "linear"
 
         def steps(stage: ExecutionStage) -> Steps:
-            parts = [flat(output) for output in outputs]
-            chunks = [*(flat(piece)[0] for piece in inputs), *(part for part, _ in parts)]
+            stays = stage.on is not None
+            parts = [flat(output, stays, reads=False) for output in outputs]
+            chunks = [*(flat(piece, stays)[0] for piece in inputs), *(part for part, _ in parts)]
             yield from self._move(stage, "all_to_all", wanted, chunks, beside=True)
             for _, back in parts:
                 if back is not None:
-                    back()
+                    stage.do(back)
 
         about = shape_of(inputs[0]) if even else str(inputs[0].dtype).removeprefix("torch.")
-        return self._start("all_to_all", about, wanted, steps, background)
+        return self._start("all_to_all", about, wanted, steps, background, tensors=[*outputs, *inputs])
 
     def barrier(self, background: bool = False) -> Task:
         """Wait until all ranks are here."""
@@ -267,15 +281,28 @@ class RankGroup:
         steps: Callable[[ExecutionStage], Steps],
         background: bool,
         op: str = "sum",
+        tensors: Tensors = (),
     ) -> Task:
         by = f", by {algorithm}" if algorithm != "auto" else ""
         call = f"{collective}({about}{by})"
+        on = self.route.call(tensors, algorithm)
         with self._lock:
             self._recovery.open_again(self._calls)
             self._calls += 1
             number = self._calls
-            run = self._run(number, call, op, steps)
-            return self.engine.start(self.queue, call, run, background, self.timeout, number)
+            run = self._run(number, call, op, self.route.ways(steps, algorithm, on))
+            return self.engine.start(self.queue, call, run, background, self.timeout, number, on)
+
+    def _before(self, stage: ExecutionStage, op: str, term: torch.Tensor) -> None:
+        if stage.on is None:
+            if stage.arriving is not None and term.dtype == torch.float16:
+                stage.arriving.all()  # it may be written to
+            before_mean(op, term, self.size)
+
+    def _after(self, stage: ExecutionStage, op: str, result: torch.Tensor) -> None:
+        """On a device the sum was made a mean with the same pass."""
+        if stage.on is None:
+            divide(op, result, self.size)
 
     def before_next(self, name: str, steps: Steps) -> Task:
         """Start something that this rank has to do before its next call begins."""
@@ -301,6 +328,7 @@ class RankGroup:
     def _start_over(self) -> None:
         self.speeds = None  # some ranks may have measured them, and others not
         self.buffers.start_over()
+        self.route.start_over()
 
     def _resolve(self, collective: str, size: int, algorithm: str) -> str:
         if algorithm != "auto":
@@ -317,11 +345,11 @@ class RankGroup:
 
     def _reduce(self, stage: ExecutionStage, collective: str, algorithm: str, whole: torch.Tensor, root: int = 0) -> Steps:
         """One flat tensor, which plans may cut as they like."""
-        algorithm = self._resolve(collective, nbytes(whole), algorithm)
+        algorithm = self._resolve(collective, nbytes(whole), algorithm) if stage.slots is None else CUDA_IPC
         if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda parts: split(whole, parts), nbytes(whole))
             return
-        stage.buffer = self.buffers.of(nbytes(whole))
+        stage.buffer = (stage.slots or self.buffers).of(nbytes(whole))
         item = whole.element_size()
         step = stage.buffer.capacity // item
         for start in range(0, max(1, whole.numel()), step):
@@ -330,7 +358,7 @@ class RankGroup:
             pieces = self._pieces(length * item // parts) if algorithm == "hierarchical" else 1
             cut, stage.offsets, plan = _in_slots(collective, algorithm, self.place, pieces, root, length, item)
             piece = whole[start : start + length] if length < whole.numel() else whole
-            yield from stage.buffer.open()
+            yield from stage.buffer.open(stage.tag)
             yield from perform(stage, plan, [piece[part] for part in cut])
 
     def _move(
@@ -344,12 +372,12 @@ class RankGroup:
     ) -> Steps:
         """A tensor for each rank, which plans do not cut. `beside`: they lie side by side in a slot, and not one alone."""
         own = max(nbytes(chunk) for chunk in chunks)
-        algorithm = self._resolve(collective, own * self.size, algorithm)
+        algorithm = self._resolve(collective, own * self.size, algorithm) if stage.slots is None else CUDA_IPC
         if algorithm not in IN_SHARED_MEMORY:
             yield from self._plain(stage, collective, algorithm, root, lambda _: chunks, own * self.size)
             return
         share = self.size if beside else 1
-        stage.buffer = self.buffers.of(own * share)
+        stage.buffer = (stage.slots or self.buffers).of(own * share)
         _, plan = plan_for(collective, algorithm, self.place, 1, root)
         length, item = max(chunk.numel() for chunk in chunks), chunks[self.rank].element_size()
         step = stage.buffer.capacity // share // item // GRAIN * GRAIN
@@ -357,7 +385,7 @@ class RankGroup:
             pieces = [chunk[start : start + step] for chunk in chunks]
             apart = min(step, length - start) * item if beside else 0
             stage.offsets = [index * apart for index in range(len(chunks))]
-            yield from stage.buffer.open()
+            yield from stage.buffer.open(stage.tag)
             yield from perform(stage, plan, pieces)
 
     def _plain(
@@ -385,8 +413,10 @@ class RankGroup:
     def _check(self, collective: str, tensors: Tensors, algorithm: str, op: object = "sum", root: int | None = None) -> str:
         name = operation(op)
         known = algorithms_for(collective)
-        if algorithm != "auto" and algorithm not in known:
+        if algorithm not in ("auto", CUDA_IPC, *known):
             raise UsageError(f"{collective} can go by {', '.join(known)} or auto, not by {algorithm!r}")
+        if algorithm == CUDA_IPC and (len(self.place.hosts) > 1 or self.network.emulated):
+            raise UsageError(f"{CUDA_IPC} needs all ranks on one host, without an emulated network; use algorithm='auto'")
         if algorithm == "shared-memory" and len(self.place.hosts) > 1:
             raise UsageError("ranks of several hosts have no memory in common; use algorithm='hierarchical' or 'auto'")
         if root is not None and not 0 <= root < self.size:
@@ -427,8 +457,10 @@ class Nested(RankGroup):
         steps: Callable[[ExecutionStage], Steps],
         background: bool,
         op: str = "sum",
+        tensors: Tensors = (),
     ) -> Any:
-        return steps(replace(self._stage, op=op, buffer=None))
+        on = self.route.call(tensors, algorithm)
+        return self.route.ways(steps, algorithm, on)(replace(self._stage, op=op, buffer=None))
 
 
 def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:

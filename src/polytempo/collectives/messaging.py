@@ -6,6 +6,8 @@ which the progress engine asks again whenever a link was read.
     DATA     goes to the receive that was posted for its context, tag and sender (`mailbox.py`)
     NOTE     "so far": numbers of a context only grow, so the highest one counts
     SEGMENT  shared memory, kept until a task takes it
+    HANDLE   of device memory, kept likewise; a DEVICE_NOTE is a NOTE that says so: what it tells of lies there
+    ON_HOST  the sender's part of a call goes by host memory
     BYE      an orderly end: a link that closes without it belongs to a rank that has crashed
 
 The calls that messages announce, and failures of calls, go to the call queues (`call_queues.py`).
@@ -24,7 +26,19 @@ from polytempo.collectives.tasks import Wait
 from polytempo.errors import PeerError, RankLost
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
-from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, NOTE, SEGMENT, LinkMessage, PeerLink
+from polytempo.transport.peer_link import (
+    BYE,
+    CALL,
+    DATA,
+    DEVICE_NOTE,
+    FAILED,
+    HANDLE,
+    NOTE,
+    ON_HOST,
+    SEGMENT,
+    LinkMessage,
+    PeerLink,
+)
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
@@ -50,6 +64,9 @@ class Messaging:
         self.mailbox = Mailbox(self.pool)
         self.notified: dict[tuple[int, int], int] = {}  #: (source, context) -> the highest number
         self.segments: dict[tuple[int, int, int], Segment] = {}  #: (source, context, tag)
+        self.handles: dict[tuple[int, int, int], bytes] = {}  #: (source, context, tag)
+        self.on_device: dict[tuple[int, int], int] = {}  #: (source, context) -> the last number that a DEVICE_NOTE had
+        self.on_host: dict[tuple[int, int], int] = {}  #: (source, context) -> the last call of which ON_HOST was said
         self.on_call: Callable[[int, LinkMessage], None] = lambda source, message: None
         self._goodbyes: set[int] = set()
         self._arrivals: dict[int, Callable[[int, LinkMessage, Bytes | None], None]] = {
@@ -57,6 +74,9 @@ class Messaging:
             NOTE: self._note,
             CALL: lambda source, message, payload: None,  # its meta says all
             SEGMENT: self._segment,
+            HANDLE: self._handle,
+            DEVICE_NOTE: self._device_note,
+            ON_HOST: self._on_host,
             BYE: lambda source, message, payload: self._goodbyes.add(source),
         }
         let_go_after_fork(self.links)
@@ -95,10 +115,10 @@ class Messaging:
         """Until a receive is done; `among`: the ranks it may come from, where that is not one."""
         return Wait(lambda: receipt.done, lambda: [receipt.sender] if receipt.sender is not None else list(among))
 
-    def notify(self, ranks: Iterable[int], context: int, number: int, meta: bytes = b"") -> None:
+    def notify(self, ranks: Iterable[int], context: int, number: int, meta: bytes = b"", kind: int = NOTE) -> None:
         """Notify ranks that this one has reached a number of a context."""
         for rank in ranks:
-            self.send(rank, LinkMessage(NOTE, context, number, meta))
+            self.send(rank, LinkMessage(kind, context, number, meta))
 
     def until_notified(self, ranks: Iterable[int], context: int, number: int) -> Wait:
         """Until all of these ranks have reached a number of a context."""
@@ -108,6 +128,10 @@ class Messaging:
             return all([notified.get(key, -1) >= number for key in others])  # noqa: C419  a list is faster, and they are few
 
         return Wait(ready, lambda: [key[0] for key in others if notified.get(key, -1) < number])
+
+    def any_on_device(self, ranks: Iterable[int], context: int, number: int) -> bool:
+        """Whether one of these ranks has reached a number of a context with tensors in device memory."""
+        return any(self.on_device.get((rank, context)) == number for rank in ranks)
 
     def loss(self, ranks: list[int], name: str = "") -> RankLost:
         """The error of a task, if it has a name, that needs ranks that are gone."""
@@ -150,6 +174,18 @@ class Messaging:
     def _note(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         key = source, message.context
         self.notified[key] = max(message.tag, self.notified.get(key, -1))
+
+    def _device_note(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        self.on_device[source, message.context] = message.tag
+        self._note(source, message, payload)
+
+    def _on_host(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        self.on_host[source, message.context] = message.tag
+
+    def _handle(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        if payload is not None:
+            self.handles[source, message.context, message.tag] = payload.tobytes()
+            self.pool.give(payload)
 
     def _segment(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         if message.segment is not None:

@@ -78,6 +78,13 @@ PLANS: dict[tuple[str, str], RankPlan] = {
     ("barrier", "shared-memory"): RankPlan(shared_memory.barrier, _one),
 }
 
+#: Plans on device memory that the ranks of one host map, by collective.
+CUDA_IPC = "cuda-ipc"
+ON_DEVICE: dict[str, RankPlan] = {
+    "all_reduce": RankPlan(shared_memory.all_reduce_whole, _one),
+    **{name: plan for (name, algorithm), plan in PLANS.items() if algorithm == "shared-memory" and name != "all_reduce"},
+}
+
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in PLANS))
 
 
@@ -92,6 +99,8 @@ def algorithms_for(collective: str) -> tuple[str, ...]:
 def find_plan(collective: str, algorithm: str) -> RankPlan:
     """The plan by its names; says which there are when there is no such one."""
     known = algorithms_for(collective)
+    if algorithm == CUDA_IPC:
+        return ON_DEVICE[collective]
     if algorithm not in known:
         hint = nearest(algorithm, known)
         raise UsageError(f"there is no algorithm {algorithm!r} for {collective}; there are: {', '.join(known)}{hint}")

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from polytempo.collectives.call_queues import CallQueue, CallQueues
+from polytempo.collectives.device_call import DeviceCall, Streams
 from polytempo.collectives.messaging import Messaging, close_as_crashed, close_with_goodbye
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import PeerError
@@ -25,6 +26,9 @@ from polytempo.transport.deadline import Deadline
 from polytempo.transport.memory import WakeUp
 from polytempo.transport.peer_link import PeerLink
 from polytempo.transport.poller import Poller
+
+#: Seconds between two looks at a device, where a task waits for one: no descriptor tells when it is done.
+DEVICE_POLL = 50e-6
 
 
 class ProgressEngine:
@@ -47,6 +51,8 @@ class ProgressEngine:
         self._closes: Callable[[PeerLink], None] | None = None
         self._closed = threading.Event()
         self.when_closed: Callable[[], None] = lambda: None
+        self.streams = Streams()  #: of its calls on tensors of devices
+        self._polls = False  # a task waits for a device
         self._idle = Deadline(rank)  # without a time-out
         self._check_at = 0.0
 
@@ -57,11 +63,18 @@ class ProgressEngine:
     # What callers use.
 
     def start(
-        self, queue: CallQueue, name: str, steps: Steps, background: bool, timeout: float | None = None, number: int = 0
+        self,
+        queue: CallQueue,
+        name: str,
+        steps: Steps,
+        background: bool,
+        timeout: float | None = None,
+        number: int = 0,
+        on: DeviceCall | None = None,
     ) -> Task:
         """Append a task to its queue; with `background`, it goes on whether or not a caller waits for it."""
         task = Task(self, queue, name, steps, timeout)
-        task.number = number
+        task.number, task.on = number, on
         if self._closing:
             task.finish(None, PeerError("the group was closed"))
             return task
@@ -164,7 +177,10 @@ class ProgressEngine:
     def _drive(self, over: Callable[[], bool], deadline: Deadline) -> None:
         while not over() and not deadline.over:
             if not (self._advance() or over()):
-                self._poll(deadline.until_next_look)
+                if not self._polls:
+                    self._poll(deadline.until_next_look)
+                elif not self._poll(0):
+                    time.sleep(DEVICE_POLL)
 
     def read_all(self) -> None:
         """Take whatever other ranks have sent so far. For tasks only."""
@@ -186,7 +202,7 @@ class ProgressEngine:
         while self._submitted:
             task = self._submitted.popleft()
             (self._free if task.queue.context < 0 else task.queue.tasks).append(task)
-        moved = False
+        moved = self._polls = False
         for queue in self.queues:
             while queue.tasks and (queue.tasks[0].done or self._move(queue.tasks[0])):
                 moved = True
@@ -205,6 +221,7 @@ class ProgressEngine:
             task.finish(None, task.queue.failed)
             return True
         moved = task.advance()
+        self._polls |= task.waits is not None and task.waits.polls
         left = self.messages.left
         if left and not task.done and task.waits is not None:
             lost = [rank for rank in task.waits.missing() if rank in left]

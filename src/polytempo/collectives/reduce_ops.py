@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed
 
+from polytempo.device.device import Device
 from polytempo.errors import UsageError, nearest
 from polytempo.summation import in_order
 
@@ -86,6 +87,19 @@ def total(name: str, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             into = target if index == last else between[: target.numel()]
             combine(sofar, term[start : start + BLOCK], out=into)
             sofar = into
+
+
+def total_on_device(device: Device, name: str, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """All terms combined in their order, on the current stream; of "mean" it is the mean. Floats are summed in one pass."""
+    if name in ("sum", "mean") and out.dtype.is_floating_point:
+        device.weighted_sum(terms, [1.0] * len(terms), out, len(terms) if name == "mean" else 1.0)
+        return
+    combine, sofar = COMBINE[name], terms[0]
+    for term in terms[1:-1]:
+        between = torch.empty_like(out)
+        combine(sofar, term, out=between)
+        sofar = between
+    combine(sofar, terms[-1], out=out)
 
 
 # Sums and weighted means of flat tensors, block by block: the second pass over a block finds it in the cache.

@@ -31,7 +31,7 @@ from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.local_peers import HANDED_OVER, Also, LocalPeers
-from polytempo.transport.peer_link import SEGMENT, LinkMessage
+from polytempo.transport.peer_link import ON_HOST, SEGMENT, LinkMessage
 from polytempo.transport.shared_memory import Segment, make_segment
 
 PAGE = 4096
@@ -101,8 +101,8 @@ class SlotBuffer:
         self.capacity = capacity
         self.turn = 0  #: which slot of each rank is used
 
-    def open(self) -> Steps:
-        """Make the segment or wait for it, once; and use the other slots from now on."""
+    def open(self, call: int) -> Steps:
+        """Make the segment or wait for it, once; and use the other slots from now on. `call`: the number of the call."""
         self.turn ^= 1
         memory = self._memory
         if memory.segment is not None:
@@ -114,6 +114,8 @@ class SlotBuffer:
                 self._messages.send(rank, LinkMessage(SEGMENT, self._queue.context, self.capacity, segment=segment))
         else:
             key = first, self._queue.context, self.capacity
+            if key not in self._messages.segments:  # the first rank may look for this one in device memory
+                self._messages.notify((r for r in memory.members if r != self._messages.rank), key[1], call, kind=ON_HOST)
             yield Wait(lambda: key in self._messages.segments, lambda: [first])
             memory.segment = self._messages.segments.pop(key)
 

@@ -17,15 +17,17 @@ from polytempo.transport.deadline import Deadline, named
 
 if TYPE_CHECKING:
     from polytempo.collectives.call_queues import CallQueue
+    from polytempo.collectives.device_call import DeviceCall
     from polytempo.collectives.progress_engine import ProgressEngine
 
 
 @dataclass(slots=True)
 class Wait:
-    """What a task waits for. `missing` lists ranks."""
+    """What a task waits for. `missing` lists ranks. `polls`: no link tells when it is there, so it is asked for."""
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
+    polls: bool = False
 
 
 Steps = Generator[Wait, None, Any]
@@ -47,6 +49,7 @@ class Task:
     ) -> None:
         self._engine, self.queue, self.name, self._steps = engine, queue, name, steps
         self.timeout = timeout  #: seconds from its start, after which it fails
+        self.on: DeviceCall | None = None  #: the stream of a call on tensors of a device
         self.number = 0  #: of the call, where it is one of a group
         self.deadline: Deadline | None = None  #: from its first step on
         self.waits: Wait | None = None
@@ -62,7 +65,7 @@ class Task:
     # What users call.
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the call has ended.
+        """Wait until the call has ended. Where tensors are on a GPU, the current stream then waits for the result.
 
         Args:
             timeout: Seconds, after which waiting is given up; the call itself goes on.
@@ -78,7 +81,17 @@ class Task:
             self._engine.wait_for(self, timeout)
         if self.error is not None:
             raise self.error
+        self.order_stream()
         return self.result
+
+    def order_stream(self) -> None:
+        """Let the current stream wait, without the host, for what a call that has ended does to tensors on a GPU."""
+        if self.on is not None:
+            self.on.order_stream()
+
+    def on_device_done(self) -> bool:
+        """Whether a GPU has done all that a call that has ended gave it."""
+        return self.on is None or self.on.ended is None or self.on.ended.reached()
 
     def is_completed(self) -> bool:
         """Whether the call has ended, with a result or an error."""

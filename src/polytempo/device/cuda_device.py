@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 
+from polytempo.device.cuda_stream import CudaStream
 from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
 from polytempo.device.driver import CudaDriver, DriverError
+from polytempo.device.stream import DeviceStream
+from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.shared_memory import address_of
@@ -83,6 +87,7 @@ class CudaDevice(Device):
         self.identity = str(torch.cuda.get_device_properties(index).uuid)
         self.allocated = 0
         self._stream: Any = None
+        self._sum: WeightedSum | None = None
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         size = max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
@@ -133,6 +138,20 @@ class CudaDevice(Device):
     def finish(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def stream(self) -> DeviceStream:
+        return CudaStream(self.place)
+
+    def weighted_sum(
+        self, terms: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        if len(terms) > TERMS or str(out.dtype).removeprefix("torch.") not in DTYPES:
+            sum_by_torch(terms, weights, divisor, out)
+            return
+        if self._sum is None:
+            self._sum = WeightedSum(self.driver)
+        stream = int(torch.cuda.current_stream(self.place).cuda_stream)
+        self._sum.launch(stream, terms, weights, divisor, out)
 
     def reachable(self) -> frozenset[str]:
         mine = self.place.index

@@ -14,11 +14,14 @@ for another process releases its own waits (`release`): they end at once, and wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy
 import torch
 
+from polytempo.device.stream import DeviceStream
+from polytempo.device.weighted_sum import sum_by_torch
 from polytempo.transport.channel import Bytes
 
 #: Bytes between fences: each has a cache line to itself.
@@ -126,6 +129,23 @@ class Device(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait, on the host, until the stream of this library's own has done what it was given."""
+
+    def stream(self) -> DeviceStream:
+        """A new stream of this library's own."""
+        return DeviceStream()
+
+    def weighted_sum(
+        self, terms: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        """`out` becomes (w0 x0 + w1 x1 + ...) / divisor, added in this order, on the current stream.
+
+        Args:
+            terms: Flat tensors like `out`, which may be one of them. Numbers of two bytes are added up in four.
+            weights: Of each.
+            out: Takes the result.
+            divisor: Of the whole.
+        """
+        sum_by_torch(terms, weights, divisor, out)
 
     @abstractmethod
     def reachable(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ class Devices:
     """
 
     def __init__(self, stand_in: Device | None = None) -> None:
-        self._stand_in = stand_in
+        self.stand_in = stand_in
         self._made: dict[int, Device] = {}
 
     def of(self, place: torch.device | str) -> Device | None:
@@ -24,8 +24,8 @@ class Devices:
         Raises:
             PeerError: The CUDA driver cannot be loaded, or refuses.
         """
-        if self._stand_in is not None:
-            return self._stand_in
+        if self.stand_in is not None:
+            return self.stand_in
         place = torch.device(place)
         if place.type != "cuda":
             return None
@@ -39,5 +39,5 @@ class Devices:
     @property
     def allocated(self) -> int:
         """Bytes that this process has allocated by them and not given back."""
-        made = list(self._made.values()) if self._stand_in is None else [self._stand_in]
+        made = list(self._made.values()) if self.stand_in is None else [self.stand_in]
         return sum(device.allocated for device in made)

@@ -7,7 +7,7 @@ killed process leaves behind; the driver's needs none. `libcuda.so.1` comes with
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,6 +124,25 @@ class CudaDriver:
         with self._current():
             where = ctypes.c_void_p(stream), ctypes.c_uint64(address)
             self._call("cuStreamWaitValue32_v2", *where, ctypes.c_uint32(value), ctypes.c_uint(0))
+
+    def functions(self, program: bytes, names: Sequence[str]) -> dict[str, int]:
+        """Load a program (PTX) for the device: its functions of these names."""
+        module = ctypes.c_void_p()
+        found: dict[str, int] = {}
+        with self._current():
+            self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(program))
+            for name in names:
+                function = ctypes.c_void_p()
+                self._call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
+                found[name] = function.value or 0
+        return found
+
+    def launch(self, function: int, stream: int, blocks: int, threads: int, argument: ctypes.Structure) -> None:
+        """Give a stream a kernel with one argument, which is copied."""
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        sizes = [ctypes.c_uint(number) for number in (blocks, 1, 1, threads, 1, 1, 0)]
+        with self._current():
+            self._call("cuLaunchKernel", ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), arguments, None)
 
 
 class DriverError(PeerError):

@@ -1,7 +1,9 @@
-"""The traceback of a script that ends with an error: the frames of the script, not of this library."""
+"""The traceback of a script that ends with an error: the frames of the script, not of this library; and of CUDA's errors, on
+which GPU and rank."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -28,6 +30,20 @@ def shown_frames(error: BaseException, trace: TracebackType | None) -> Traceback
         return trace
     last.tb_next = None
     return trace
+
+
+def note_gpu(error: BaseException, rank: int) -> None:
+    """Add to an error of CUDA the rank and the GPU, and for want of memory how much of it was free."""
+    short = isinstance(error, torch.cuda.OutOfMemoryError)
+    if not (short or (isinstance(error, RuntimeError) and "CUDA error" in str(error))) or not torch.cuda.is_initialized():
+        return
+    with suppress(RuntimeError):  # the GPU may be in no state to be asked
+        place = torch.cuda.current_device()
+        text = f"rank {rank} was on cuda:{place} ({torch.cuda.get_device_name(place)})"
+        if short:
+            free, total = torch.cuda.mem_get_info(place)
+            text += f", where {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free now; other processes may use it, too"
+        error.add_note(f"polytempo: {text}")
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -21,18 +21,31 @@ def shaped_like(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return view.as_strided(param.shape, param.stride()) if same and param.numel() else view
 
 
+class Copies:
+    """Copies to make together: of each pair `(target, source)` the source into the target."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._straight: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, source in pairs:
+            if source.dtype == target.dtype and source.stride() == target.stride() and source.device == target.device:
+                targets, sources = self._straight.setdefault(target.dtype, ([], []))
+                targets.append(target)
+                sources.append(source)
+            else:
+                self._others.append((target, source))
+
+    def make(self) -> None:
+        """On the current stream."""
+        for targets, sources in self._straight.values():
+            torch._foreach_copy_(targets, sources)
+        for target, source in self._others:
+            target.copy_(source)
+
+
 def copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each source into its target: `(target, source)`."""
-    straight: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in pairs:
-        if source.dtype == target.dtype and source.stride() == target.stride() and source.device == target.device:
-            targets, sources = straight.setdefault(target.dtype, ([], []))
-            targets.append(target)
-            sources.append(source)
-        else:
-            target.copy_(source)
-    for targets, sources in straight.values():
-        torch._foreach_copy_(targets, sources)
+    Copies(pairs).make()
 
 
 def largest(flat: torch.Tensor) -> torch.Tensor:
@@ -51,11 +64,11 @@ class DeviceMoves:
 
     def __init__(self, params: Sequence[torch.Tensor], order: Sequence[int], watch: ParameterWatch) -> None:
         self._params, self._order, self._watch = params, order, watch
-        self.find_places()
+        self._landings = Copies(())
 
-    def find_places(self) -> None:
-        """Parameters may lie elsewhere than before."""
-        self._values = [param.detach() for param in self._params]
+    def land_from(self, views: dict[int, torch.Tensor]) -> None:
+        """New values will be in these views. Called again when parameters lie elsewhere than before."""
+        self._landings = Copies((self._params[index].detach(), views[index]) for index in self._order)
 
     def gather(self, views: dict[int, torch.Tensor], of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """Copy `of(param)` of every parameter to its view; where it is None, zeros. Returns those parameters."""
@@ -72,9 +85,9 @@ class DeviceMoves:
             torch._foreach_zero_([views[index] for index in absent])
         return tuple(absent)
 
-    def scatter(self, views: dict[int, torch.Tensor]) -> None:
-        """Copy each view into its parameter."""
+    def land(self) -> None:
+        """Copy new values into the parameters."""
         self._watch.see_writes()
         with torch.no_grad():
-            copy_together((self._values[index], views[index]) for index in self._order)
+            self._landings.make()
         self._watch.record()

@@ -102,6 +102,11 @@ class FlatBuffer:
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
 
     @property
+    def place(self) -> torch.device:
+        """Where it lies."""
+        return next((flat.device for flat in self.tensors.values()), torch.device("cpu"))
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of device memory in it."""
         return sum(memory.nbytes for memory in self.ranges.values())
@@ -171,6 +176,9 @@ class FlatBuffer:
 class Copier:
     """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
 
+    landing: FlatBuffer  #: where new values pass through, or on a device land
+    _buffers: list[FlatBuffer]
+
     def __init__(
         self,
         params: Sequence[torch.Tensor],
@@ -178,7 +186,9 @@ class Copier:
         memory: Memory | Device,
         slots: int = 1,
         compares: bool = False,
+        beside: Copier | None = None,
     ) -> None:
+        """`beside`: another of the same parameters on a device, whose flat buffers serve both: streams keep them apart."""
         self.params = list(params)
         infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
         self.watch = ParameterWatch(params, infos, compares)
@@ -186,10 +196,13 @@ class Copier:
         self.on_device = isinstance(memory, Device)
         self.staging = staging_for(params, layout) if not isinstance(memory, Device) else None
         pinned = self.staging is not None and not isinstance(memory, Device) and memory.pins
-        self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
-        # Pushes under way must not change, and on a device servers write new values while gradients are read.
-        shared = slots == 1 and not self.on_device
-        self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
+        if beside is not None and beside.on_device and self.on_device and beside.layout == layout:
+            self._buffers, self.landing = beside._buffers, beside.landing
+        else:
+            self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
+            # Pushes under way must not change, and on a device servers write new values while gradients are read.
+            shared = slots == 1 and not self.on_device
+            self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._moves = DeviceMoves(self.params, self._order, self.watch)
@@ -206,9 +219,9 @@ class Copier:
         if not self.on_device:
             self._direct, self._indirect = self._targets()
             return
-        self._moves.find_places()
         for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
             buffer.take_forms(self.params)
+        self._moves.land_from(self.landing.views)
 
     @property
     def device_bytes(self) -> int:
@@ -328,6 +341,12 @@ class Copier:
                 self.params[index].detach().copy_(buffer.views[index])
         self.watch.record()
 
+    def subtract_from_values(self, buffer: FlatBuffer) -> None:
+        """Make a flat buffer of earlier values what was added to them since."""
+        views = [buffer.views[index] for index in range(len(self.params))]
+        torch._foreach_neg_(views)
+        torch._foreach_add_(views, [param.detach().to(buffer.place) for param in self.params])
+
     def _scatter_others(self, others: Sequence[int], parts: dict[int, list[Bytes]]) -> None:
         """Values of parameters that are not on the GPU of the others."""
         if others:
@@ -339,7 +358,7 @@ class Copier:
 
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self._moves.scatter(self.landing.views)
+        self._moves.land()
 
     def _receive(self, parts: dict[int, list[Bytes]]) -> None:
         """Bytes that have come through the host into `landing`."""

@@ -1,13 +1,20 @@
-"""Checks of gradients before they are pushed: equal batches on two workers, and values that are not finite."""
+"""Checks of gradients before they are pushed: equal batches on two workers, and values that are not finite.
+
+On a device the host does not wait for a check: the stream writes the largest magnitude of a push into host memory, before it
+says that the push is there. So it can be read when that push was answered, and counts with the push after it. Only
+`nonfinite="refuse"` waits, since it must know before it pushes.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.reducer.device_moves import largest
 from polytempo.reducer.flat_buffer import FlatBuffer
 
 #: Steps of which gradients are digested.
@@ -18,15 +25,49 @@ ELEMENTS = 1024
 
 def gradient_digest(params: Iterable[torch.Tensor]) -> int:
     """A digest by which workers that read the same batches are found; 0 where gradients are missing, zero or sparse."""
-    digest, nonzero = hashlib.blake2b(digest_size=8), False
-    for param in params:
-        grad = param.grad
-        if grad is None or grad.layout != torch.strided:
-            continue
-        part = grad.detach().reshape(-1)[:ELEMENTS].cpu()
-        nonzero = nonzero or bool(part.any())
-        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    grads = [p.grad.detach() for p in params if p.grad is not None and p.grad.layout == torch.strided]
+    parts = [grad.reshape(-1)[:ELEMENTS] for grad in grads]
+    if parts and parts[0].is_cuda:
+        parts = _to_host(parts)
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    nonzero = any(bool(part.any()) for part in parts)
     return int.from_bytes(digest.digest(), "little") >> 1 if nonzero else 0
+
+
+def _to_host(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of flat tensors of one device, by one transfer."""
+    together = torch.cat([part.contiguous().view(torch.uint8) for part in parts]).cpu()
+    sizes = [part.numel() * part.element_size() for part in parts]
+    pieces = together.split(sizes)
+    return [piece.clone().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+
+
+class DelayedCheck:
+    """Of the pushes of one flat buffer on a device: one that was made is looked at once it was answered."""
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._flats = list(buffer.tensors.values())
+        pinned = any(flat.is_cuda for flat in self._flats)
+        self._largest = [torch.zeros((), dtype=flat.dtype, pin_memory=pinned) for flat in self._flats]
+        self._done = torch.cuda.Event() if pinned else None
+        self._waiting = False
+
+    def start(self) -> None:
+        """Look at the flat buffer as it is now, on the current stream."""
+        for to, flat in zip(self._largest, self._flats, strict=True):
+            to.copy_(largest(flat), non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        self._waiting = True
+
+    def take(self) -> bool:
+        """Was the push not finite that was looked at last? It must be answered. Asked again, it says False."""
+        waiting, self._waiting = self._waiting, False
+        if waiting and self._done is not None:
+            self._done.synchronize()  # it is there, if the push was answered
+        return waiting and not all(math.isfinite(found.item()) for found in self._largest)
 
 
 class FiniteWatch:
@@ -35,9 +76,23 @@ class FiniteWatch:
     def __init__(self, names: Sequence[str], rank: int, nonfinite: str) -> None:
         self._names, self._rank, self._nonfinite = names, rank, nonfinite
         self.seen = 0
+        self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
+
+    def take(self) -> bool:
+        """Were pushes not finite that a device has looked at, and were answered since?"""
+        found = sum([check.take() for check in self._delayed.values()])
+        self.seen += found
+        return found > 0
 
     def check(self, buffer: FlatBuffer, step: int, rows_finite: bool = True, names: Sequence[str] = ()) -> bool:
-        """Is a number in it, or among the rows of tables, not finite? With `names` it holds values of these parameters."""
+        """Is a number in it, or among the rows of tables, not finite? With `names` it holds values of these parameters. On a
+        device: was one in the push before, which must be answered?"""
+        if buffer.on_device and self._nonfinite != "refuse":
+            found = self.take()
+            if id(buffer) not in self._delayed:
+                self._delayed[id(buffer)] = DelayedCheck(buffer)
+            self._delayed[id(buffer)].start()
+            return found
         if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
         self.seen += 1

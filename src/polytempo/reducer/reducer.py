@@ -110,6 +110,14 @@ class Reducer(ABC):
         """Buckets do not leave during backward while gradients are accumulated."""
         self.sending = sending
 
+    def take_answer(self) -> None:
+        """Take the answer to the last push, where that was deferred (`device_exchange.py`)."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that it has taken in this worker, beside the parameters and their gradients."""
+        return self.copier.device_bytes
+
     def settle(self) -> None:
         """Wait for pushes that are still unanswered."""
 

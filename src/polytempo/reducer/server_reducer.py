@@ -7,21 +7,26 @@ differences. `agree` needs a clock of its own, beside that of the steps: a secon
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import torch
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
 from polytempo.compression.chain import parse_chain
+from polytempo.device.device import Device
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.reducer.device_exchange import DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.partial_push import PartialPushes
@@ -87,8 +92,9 @@ class ServerValues:
 class ValueTaker:
     """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
 
-    def __init__(self, install: Callable[[dict[int, list[Bytes]]], None]) -> None:
-        self.install = install  #: where they go
+    def __init__(self, copier: Copier) -> None:
+        self.install: Callable[[dict[int, list[Bytes]]], None] = copier.scatter  #: where they go
+        self.land: Callable[[], None] = copier.land  #: and where they go from the device's landing
 
     def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         self.install(parts)
@@ -106,6 +112,7 @@ class ServerReducer(Reducer):
         hooked: Copy gradients into the flat buffer by hooks, while backward runs.
         tables: Tables whose rows travel with the pushes.
         mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
+        beside: The reducer for whose `agree` this one averages.
     """
 
     def __init__(
@@ -118,22 +125,25 @@ class ServerReducer(Reducer):
         hooked: bool = False,
         tables: Sequence[WorkerTable] = (),
         mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
+        beside: ServerReducer | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
         self._sync = parse_spec(spec.sync)
         delay = self._sync.ahead
+        device = device_of(session.devices, self.client, spec, params)
+        spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server"
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
-        compares = spec.apply != "mean" and blocks is None
-        self.copier = Copier(params, self.layout, self.client.pool, slots=delay + 1, compares=compares)
-        self.taker = ValueTaker(self.copier.scatter)
+        self._compares = spec.apply != "mean" and blocks is None
+        self._exchange: DeviceExchange | None = None  # where values stay on a device
+        self.copier = self._new_copier(params, device, beside)
+        self.taker = ValueTaker(self.copier)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not hooked:  # else gradients live there
             self.client.exchanges.lend(self.copier.next_buffer().parts)
-        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked and not delay else None
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
         staging = self.copier.staging
@@ -151,14 +161,43 @@ class ServerReducer(Reducer):
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
+        if device is not None:
+            self._share(device, params)
+        own_memory = hooked and not delay and self._exchange is None
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self._partial = self._partial_pushes()
+
+    def _new_copier(
+        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
+    ) -> Copier:
+        memory = self.client.pool if device is None else device
+        other = None if beside is None else beside.copier
+        return Copier(params, self.layout, memory, self._sync.ahead + 1, self._compares, other)
+
+    def _share(self, device: Device, params: Sequence[torch.Tensor]) -> None:
+        """Exchange through device memory, if the servers can; else through the host."""
+        exchange = DeviceExchange(self.client, self.name, device, self.copier)
+        with self.session.lock:
+            refusal = exchange.share()
+        if not refusal:
+            self._exchange = exchange
+            self.session.flushing.append(self.settle_values)
+            return
+        sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
+        self.copier = self._new_copier(params, None)
+        self.taker = ValueTaker(self.copier)
+        self._use_copier()
+
+    def _use_copier(self) -> None:
+        answered = self.client_state
+        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
+        if self.spec.pull_filter:
+            answered.take = self._take_difference
 
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
-        if self.spec.pull_filter:
-            answered.take = self._take_difference
+        self._use_copier()
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
         self.step = answered.released - self._sync.ahead
@@ -169,7 +208,7 @@ class ServerReducer(Reducer):
 
     def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
-        buffer = self.copier.next_buffer()
+        buffer = FlatBuffer(self.layout, self.client.pool) if self.copier.on_device else self.copier.next_buffer()
         self.copier.gather(buffer, lambda param: param.detach())
         state, buffers = pack(self._initial_state) if self._initial_state else (b"", [])
         rows, of_rows = self.rows.seed()
@@ -201,10 +240,11 @@ class ServerReducer(Reducer):
         return buffer, self.copier.collect(buffer, lambda param: param.grad)
 
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        with self.session.lock, self.client.together():
+        with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
             super().push(buffer, hyper, average, **about)
 
     def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+        self.take_answer()
         began = time.perf_counter()
         skip = buffer is None
         push = Push(
@@ -215,9 +255,11 @@ class ServerReducer(Reducer):
             sent=self.client.bytes_sent,
             received=self.client.bytes_received,
             exchanged=about.pop("exchanged", self.waited),
+            fence=self._exchange.pushed() if self._exchange is not None else 0,
             **about,
         )
-        parts = self.filters.of(buffer) if buffer is not None else [[] for _ in range(self.client.shards)]
+        empty = buffer is None or self._exchange is not None
+        parts = [[] for _ in range(self.client.shards)] if buffer is None or empty else self.filters.of(buffer)
         waiting = self.rows.fill(Outstanding(push, parts))
         with self.session.lock:
             if skip and self._partial is not None:
@@ -226,6 +268,26 @@ class ServerReducer(Reducer):
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
+        if self._exchange is None:
+            self._hear()
+            return
+        averages = self.spec.apply == "mean"
+        self.client_state.deferred = True
+        if averages or self._sync.averaging is not None:  # the answer says what follows
+            self.take_answer()
+        self._exchange.wait()
+        if averages:
+            self.copier.land_gradients(self.client_state.answer.absent)
+        else:
+            self.taker.land()
+
+    def take_answer(self) -> None:
+        if self.client_state.deferred:
+            self._hear()
+            self.client_state.deferred = False
+
+    def _hear(self) -> None:
+        """Wait for the answer to the last push."""
         began = time.perf_counter()
         with self.session.lock:
             self.client.wait_for_release(self.name, self.step + 1)
@@ -234,12 +296,24 @@ class ServerReducer(Reducer):
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
         self.waited += time.perf_counter() - began
 
+    @property
+    def device_bytes(self) -> int:
+        agreement = self._agreement
+        shared = agreement is None or agreement.copier.landing is self.copier.landing
+        return super().device_bytes + (0 if shared or agreement is None else agreement.device_bytes)
+
+    def settle_values(self) -> None:
+        """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
+        self.take_answer()
+        if self._exchange is not None:
+            self._exchange.complete()
+
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
             assert self._mean_of is not None
             spec, params = self._mean_of
             hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
-            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked)
+            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked, beside=self)
             self._agreement.set_sending(self.sending)
         mean = self._agreement
         mean.renew()
@@ -264,6 +338,7 @@ class ServerReducer(Reducer):
             self._agreement.set_sending(sending)
 
     def settle(self) -> None:
+        self.take_answer()
         with self.session.lock:
             self.client.settle(self.name)
 
@@ -311,6 +386,7 @@ class ServerReducer(Reducer):
         self._values.load_values(self.copier)
         self.copier.watch.touched = ""
         self.copier.watch.record()
+        self.take_answer()
         if not self._sync.in_rounds:  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 

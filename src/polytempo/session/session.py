@@ -19,6 +19,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from polytempo.client.client import Client
 from polytempo.client.key_value_store import JobStore, store_at
 from polytempo.client.process_identity import is_importing_the_script, refusal, started_by
@@ -40,7 +42,7 @@ from polytempo.launch.job_facts import (
     read_job,
     way_of,
 )
-from polytempo.launch.script_error import TOLD_TO_END, shown_frames
+from polytempo.launch.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.session.exit_thread import ExitThread
 from polytempo.session.metrics import plain_figures
@@ -110,11 +112,17 @@ class Session:
             raise UsageError(refusal(self.parent))
 
     def should_stop(self) -> bool:
-        """Whether the job's budget is used up, as of this worker's last exchange."""
+        """Whether the job's budget is used up, as of this worker's last exchange. An answer that is deferred is waited for,
+        unless one before it was certain of what it will say."""
         if self.client is None:
             return False
         self.client.exchanges.asked = True
-        return self.client.stop if self.stops is None else self.stops
+        if self.stops is not None:
+            return self.stops
+        if undecided := self.client.exchanges.undecided():
+            with self.lock:
+                self.client.settle(*undecided)
+        return self.client.stop
 
     def computing_from(self, now: float) -> None:
         """An exchange has ended at `now`: the time from here on counts as computing."""
@@ -162,6 +170,7 @@ class Session:
         if self._world is None:
             with self.lock:
                 self._world = self._world or self._open_world()
+                self._world.engine.streams.devices = self.devices
         return self._world
 
     def native(self, group: RankGroup) -> Native:
@@ -421,6 +430,7 @@ class _Ending:
         if isinstance(error, JobEnded):
             sys.stderr.write(f"{TOLD_TO_END}{' '.join(str(error).split())}\n")
         else:
+            note_gpu(error, rank() if is_initialized() else 0)
             self._before(kind, error, shown_frames(error, trace))
 
 
@@ -502,12 +512,40 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """The rank of this worker among those of its host, as one chooses a GPU by.
+    """The rank of this worker among those of its host; `local_device()` chooses a GPU by it.
 
     Raises:
         UsageError: `init` was not called.
     """
     return current().rank - current().job.first_rank
+
+
+def local_device() -> torch.device:
+    """The device of this worker: the GPU that its local rank picks, or the CPU where there is none.
+
+    Ranks take the GPUs of their host in turn: with more ranks than GPUs, several share one. The GPU is made torch's current
+    one, so that `"cuda"` means it from then on. Which GPUs there are, and in which order, `CUDA_VISIBLE_DEVICES` says; an
+    instance of MIG counts as a GPU.
+
+    Returns:
+        `torch.device("cuda", local_rank() % torch.cuda.device_count())`, or `torch.device("cpu")`.
+
+    Raises:
+        UsageError: `init` was not called.
+
+    Example:
+        ```python
+        pt.init()
+        model = Model().to(pt.local_device())
+        ```
+    """
+    place = local_rank()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return torch.device("cpu")
+    chosen = torch.device("cuda", place % count)
+    torch.cuda.set_device(chosen)
+    return chosen
 
 
 def local_size() -> int:

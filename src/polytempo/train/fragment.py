@@ -77,12 +77,13 @@ class Fragment:
         steps = any(rule != PLAIN for rule in rules)
         self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
         if self._on_servers or steps:
-            self._landing = FlatBuffer(reducer.layout, Pool(), pinned=False)
+            on_device = self._on_servers and reducer.copier.on_device  # then what servers have sent is there already
+            self._landing = reducer.copier.landing if on_device else FlatBuffer(reducer.layout, Pool())
             reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
             self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            reducer.taker.install = self._land
+            reducer.taker.install, reducer.taker.land = self._land, _stay
         elif steps:
             self._outer = OuterStep(self._views, groups, rules)
             reducer.digests = self._digests  # type: ignore[attr-defined]
@@ -246,6 +247,10 @@ class Fragment:
         elif self._differences and not self._alone:
             state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
             self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
+
+
+def _stay() -> None:
+    """Values that have landed on a device are where they shall be."""
 
 
 def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:

@@ -141,6 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         among_workers = together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
         here = apply == "delta" or among_workers or spec.averaging is not None  # the wrapped optimizer runs on the worker
         self._params = [param for group in self.param_groups for param in group["params"]]
+        self._on_gpu = any(param.is_cuda for param in self._params)
         self._names = names_of(self._params, named_parameters, model)
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         mirrors = together and not here and spec.local is None
@@ -289,6 +290,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None, loss: Any = None) -> Any:
         if not self._syncing:
             raise UsageError("step() inside no_sync(); accumulate there, and step outside")
+        if self._on_gpu and self._reducer is not None and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"worker {self._session.rank}: step() was called inside the capture of a CUDA graph, which cannot hold an "
+                "exchange with other processes; capture forward and backward, and call step() after each replay"
+            )
         samples = None if samples is None else weight_of(samples)
         self.inner._opt_called = True  # a scheduler made before wrapping looks for it there
         value = None
@@ -336,8 +342,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if scale is None and self._tables.embeddings:
             raise UsageError("scaler.unscale_() does not see the rows of a ServerEmbedding; leave it out, step() unscales")
         if scale is not None:
-            unscale([param.grad for param in self._params if param.grad is not None], float(1.0 / scale))
-            self._tables.scale(float(1.0 / scale))
+            on_gpu = isinstance(scale, torch.Tensor) and scale.is_cuda and not self._tables.all
+            factor = (
+                scale.double().reciprocal().float() if on_gpu else float(1.0 / scale)
+            )  # on a GPU, without waiting for it
+            unscale([param.grad for param in self._params if param.grad is not None], factor)
+            if not on_gpu:
+                self._tables.scale(factor)
         return bool(found) or not self._tables.is_finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -470,8 +481,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; also
         bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
         blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
-        the push before was not merged yet."""
+        the push before was not merged yet. device_bytes: GPU memory that this optimizer has taken in this process for
+        exchanges, beside parameters and gradients."""
         reducer = self._reducer
+        if reducer is not None:
+            with self._not_computing():
+                reducer.take_answer()
+                self._wrapped.finite.take()
         known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)
         return {
@@ -483,6 +499,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "bytes_handed": sum(one.handed() for one in self._reducers),
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
+            "device_bytes": sum(one.device_bytes for one in self._reducers),
             **self._update.stats(),
         }
 

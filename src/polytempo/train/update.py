@@ -109,6 +109,7 @@ class PushGradient(StepUpdate):
 
     def step(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
+        reducer.take_answer()
         buffer: FlatBuffer | None = None
         if not request.skip:
             if not self._barrier:
@@ -132,6 +133,7 @@ class PushChange(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         wrapped, reducer = self._wrapped, self._reducer
+        reducer.take_answer()
         skip, loss = request.skip, None
         if self._barrier and not request.agreed:
             skip = reducer.agree(wrapped.hyper(), request.samples, skip)
@@ -154,9 +156,7 @@ class PushChange(StepUpdate):
         buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
         with torch.enable_grad():
             loss = self._wrapped.optimizer.step(closure)
-        for index, param in enumerate(self._reducer.copier.params):
-            view = buffer.views[index]
-            view.neg_().add_(param.detach().to(view.device))
+        self._reducer.copier.subtract_from_values(buffer)
         self._reducer.copier.watch.record()
         return buffer, loss
 
@@ -239,8 +239,8 @@ def step_unwrapped(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def unscale(gradients: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply gradients in place, sparse ones too."""
+def unscale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply gradients in place, sparse ones too. `factor`: a number, or a tensor of one on the same device."""
     values = [grad if grad.layout == torch.strided else grad._values() for grad in gradients]
     if values:
         torch._foreach_mul_(values, factor)

@@ -1,0 +1,103 @@
+"""Exchanges with servers through device memory (`docs/design/0013`): the worker's side of one optimizer.
+
+The flat gradient, and the landing for new values, are memory that each server maps. In exchange k the worker's stream sets
+PUSHED = k behind the gradient, and waits for ANSWERED = k before it copies the landing. The host sends a `Push` that names
+k, and goes on. Its answer is **deferred**: it is taken before the next push, or when something needs it (`should_stop()`,
+`stats`, a read). Values are not deferred, since the stream waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polytempo.client.client import Client
+from polytempo.device.device import FENCE_BYTES, Device, Fences
+from polytempo.device.devices import Devices
+from polytempo.device.exchange_fences import ANSWERED, PUSHED
+from polytempo.protocol.messages import ShareDevice
+from polytempo.protocol.values import DeviceRange, OptimizerSpec
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.sync.spec import parse_spec
+from polytempo.transport.deadline import Deadline
+
+#: Seconds between two looks at a fence, where the host waits for one.
+POLL = 50e-6
+
+
+def device_of(devices: Devices, client: Client, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> Device | None:
+    """The device on which an optimizer's values can be exchanged; None where they pass through the host: with servers on
+    other hosts, compression, tables, pushes that overlap, rounds that are not waited for, local steps whose pushes bring no
+    values back, and parameters on several devices."""
+    mode = parse_spec(spec.sync)
+    places = {param.device for param in params}
+    alone = mode.averaging is not None and not mode.averaging.waits
+    through_host = spec.push_filter or spec.pull_filter or spec.tables or mode.ahead or mode.local or alone
+    if client.pool.registry is None or through_host or len(places) != 1:
+        return None
+    return devices.of(places.pop())
+
+
+class DeviceExchange:
+    """The exchanges of one optimizer.
+
+    Args:
+        client: The connections to the servers, all on this host.
+        name: The optimizer's name in the job.
+        device: Where the flat buffers lie.
+        copier: Has them.
+    """
+
+    def __init__(self, client: Client, name: str, device: Device, copier: Copier) -> None:
+        self._client, self._name, self._device, self._copier = client, name, device, copier
+        self._fences = [device.fences(client.pool.allocate(FENCE_BYTES)) for _ in range(client.shards)]
+        self._number = 0  # of the last exchange
+
+    def share(self) -> str:
+        """Have all servers map the memory; empty, or why one does not."""
+        message = ShareDevice(
+            optimizer_id=self._name,
+            identity=self._device.identity,
+            gradients=_ranges(self._copier.next_buffer()),
+            values=_ranges(self._copier.landing),
+        )
+        refusal = self._client.share_device(message, [fences.words for fences in self._fences])
+        if not refusal:
+            connections = [channel.pollable() for channel in self._client.connections.channels]
+            self._client.stream_waits.add(_release(self._fences), connections)
+        return refusal
+
+    def pushed(self) -> int:
+        """The number of a new exchange: what the stream was given so far is its gradient."""
+        self._number += 1
+        for fences in self._fences:
+            fences.signal(PUSHED, self._number)
+        return self._number
+
+    def wait(self) -> None:
+        """What the stream is given from now on comes behind the answers of all servers."""
+        for fences in self._fences:
+            fences.wait(ANSWERED, self._number)
+
+    def complete(self) -> None:
+        """Wait, on the host, until the answers are in the landing."""
+        deadline = Deadline(self._client.rank)
+        while not all(fences.reached(ANSWERED, self._number) for fences in self._fences):
+            time.sleep(POLL)
+            deadline.report(lambda: "for the servers' device to answer a push")
+
+
+def _ranges(buffer: FlatBuffer) -> tuple[DeviceRange, ...]:
+    return tuple(DeviceRange(memory.handle, memory.nbytes) for memory in buffer.ranges.values())
+
+
+def _release(fences: Sequence[Fences]) -> Callable[[], None]:
+    """Holds the fences, and not the optimizer that the script may have dropped."""
+
+    def release() -> None:
+        for one in fences:
+            one.release(ANSWERED)
+
+    return release
