@@ -96,9 +96,10 @@ class RankGroup:
 
         def steps(stage: ExecutionStage) -> Steps:
             for fused in fuse(tensors, stage.on is not None):
+                stage.arriving = fused.arriving
                 self._before(stage, name, fused.whole)
                 yield from self._reduce(stage, "all_reduce", algorithm, fused.whole)
-                self._after(stage, name, fused.whole)
+                self._after(stage, name, fused.arrived())
                 stage.do(fused.scatter)
 
         return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name, tensors)
@@ -127,7 +128,8 @@ class RankGroup:
         self._check("broadcast", tensors, algorithm, root=root)
 
         def steps(stage: ExecutionStage) -> Steps:
-            for fused in fuse(tensors, stage.on is not None):
+            for fused in fuse(tensors, stage.on is not None, reads=self.rank == root):
+                stage.arriving = fused.arriving
                 yield from self._reduce(stage, "broadcast", algorithm, fused.whole, root)
                 if self.rank != root:
                     stage.do(fused.scatter)
@@ -143,7 +145,7 @@ class RankGroup:
         wanted = algorithm if even or algorithm != "auto" else "ring"
 
         def steps(stage: ExecutionStage) -> Steps:
-            parts = [flat(output, stage.on is not None) for output in outputs]
+            parts = [flat(output, stage.on is not None, reads=False) for output in outputs]
             own, mine = parts[self.rank][0], flat(tensor, stage.on is not None)[0]
             stage.do(lambda: own.copy_(mine))
             yield from self._move(stage, "all_gather", wanted, [part for part, _ in parts])
@@ -165,7 +167,7 @@ class RankGroup:
         def steps(stage: ExecutionStage) -> Steps:
             stays = stage.on is not None
             mine, chunks = flat(tensor, stays)[0], [NOTHING] * self.size
-            parts = [flat(output, stays) for output in outputs or ()] if self.rank == root else []
+            parts = [flat(output, stays, reads=False) for output in outputs or ()] if self.rank == root else []
             if parts:
                 chunks = [part for part, _ in parts]
                 stage.do(lambda: chunks[root].copy_(mine))
@@ -189,7 +191,7 @@ class RankGroup:
 
         def steps(stage: ExecutionStage) -> Steps:
             stays = stage.on is not None
-            mine, back = flat(output, stays)
+            mine, back = flat(output, stays, reads=False)
             chunks = [NOTHING] * self.size
             if self.rank == root:
                 chunks = [flat(piece, stays)[0] for piece in inputs or ()]
@@ -214,7 +216,7 @@ class RankGroup:
 
         def steps(stage: ExecutionStage) -> Steps:
             stays = stage.on is not None
-            mine, back = flat(output, stays)
+            mine, back = flat(output, stays, reads=False)
             chunks = [flat(piece, stays)[0] for piece in inputs]
             shared = stays or self._resolve("reduce_scatter", nbytes(mine) * self.size, wanted) in IN_SHARED_MEMORY
             if not shared or (name == "mean" and mine.dtype == torch.float16 and not stays):
@@ -247,7 +249,7 @@ class RankGroup:
 
         def steps(stage: ExecutionStage) -> Steps:
             stays = stage.on is not None
-            parts = [flat(output, stays) for output in outputs]
+            parts = [flat(output, stays, reads=False) for output in outputs]
             chunks = [*(flat(piece, stays)[0] for piece in inputs), *(part for part, _ in parts)]
             yield from self._move(stage, "all_to_all", wanted, chunks, beside=True)
             for _, back in parts:
@@ -293,6 +295,8 @@ class RankGroup:
 
     def _before(self, stage: ExecutionStage, op: str, term: torch.Tensor) -> None:
         if stage.on is None:
+            if stage.arriving is not None and term.dtype == torch.float16:
+                stage.arriving.all()  # it may be written to
             before_mean(op, term, self.size)
 
     def _after(self, stage: ExecutionStage, op: str, result: torch.Tensor) -> None:
