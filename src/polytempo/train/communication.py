@@ -15,6 +15,7 @@ import torch
 
 from polytempo.collectives import point_to_point
 from polytempo.collectives.cost import Choice
+from polytempo.collectives.device_call import DeviceCall
 from polytempo.collectives.group import RankGroup, Then
 from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
@@ -506,6 +507,12 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
     """
     inner = _resolve(group).inner
     return None if inner is None else _finish(inner.barrier(async_op), async_op)
+
+
+def device_call(tensors: Sequence[torch.Tensor], group: Group) -> DeviceCall | None:
+    """The place of a call on these tensors in the caller's stream; None where none is on a GPU, or they are on several."""
+    away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    return _inner(group).route.call(away or tensors, "auto") if tensors else None
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
