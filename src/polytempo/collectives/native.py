@@ -25,7 +25,7 @@ from polytempo.collectives.flattening import shape_of, shapes_of
 from polytempo.collectives.group import Nested, RankGroup, call
 from polytempo.collectives.native_rendezvous import PATIENCE, Meeting, in_thread, tell
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
-from polytempo.collectives.tasks import Steps, Task
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.peer_link import CALL, LinkMessage
 from polytempo.transport.rendezvous import own_address
@@ -170,6 +170,27 @@ class Native:
             else:
                 self._abort(device)
 
+    def within(self, stage: ExecutionStage, like: torch.Tensor, start: Callable[[Any], list[Any]]) -> Steps:
+        """Steps of a call under way whose stream is the current one: NCCL's kernels are behind what it was given before.
+
+        Args:
+            stage: Of the call.
+            like: One of its tensors.
+            start: Starts the calls of torch's process group.
+        """
+        assert stage.on is not None
+        made = yield from self._opened(stage, like.device)
+        self._announce(stage)
+        try:
+            for work in start(made):
+                work.wait()
+            point = stage.on.stream.mark()
+            if not point.reached():
+                yield Wait(point.reached, self._needed, polls=True)
+        except BaseException as error:  # noqa: BLE001  as in `_task`
+            self._abort(like.device.type)
+            raise self._cause(error) from None
+
     # From a call to a task.
 
     def _task(
@@ -195,9 +216,9 @@ class Native:
                     yield from in_thread(self._group.engine, self._needed, lambda: [work.wait() for work in works])
                 else:
                     yield from self._on_stream(device, filled, lambda: start(made))
-            except BaseException:  # a rank is lost, or the time is over: no rank can use it any more
+            except BaseException as error:  # noqa: BLE001  a rank is lost, or the time is over: none can use it any more
                 self._abort(device.type)
-                raise
+                raise self._cause(error) from None
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
@@ -218,6 +239,15 @@ class Native:
         messages = self._group.engine.messages
         others = (rank for rank in self._group.ranks if rank != messages.rank)
         return [rank for rank in others if rank not in messages.left or rank in messages.crashed]
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """torch's error, or the loss of a rank behind it."""
+        if not isinstance(error, RuntimeError):
+            return error
+        self._group.engine.read_all()
+        if lost := [rank for rank in self._needed() if rank in self._group.engine.messages.crashed]:
+            return self._group.engine.messages.loss(lost)
+        return PeerError(f"rank {self._group.engine.rank} failed in torch's own call: {str(error).partition(chr(10))[0]}")
 
     def _announce(self, stage: ExecutionStage) -> None:
         """What is called here, for the next rank to compare."""
@@ -270,4 +300,5 @@ def _abort(made: Any, _: Meeting | None) -> None:
 
 
 def _reduce_op(name: str) -> Any:
+    """torch's word for an operation."""
     return getattr(dist.ReduceOp, OPERATIONS[name])
