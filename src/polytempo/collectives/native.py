@@ -12,6 +12,7 @@ and the communicator is aborted.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -33,6 +34,8 @@ from polytempo.transport.rendezvous import own_address
 NativeTensors = Sequence[torch.Tensor]
 OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPERATIONS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+#: Seconds in which the links tell of a rank whose end has made torch's own call fail.
+GRACE = 1.0
 #: Seconds of a call where the group has no time-out.
 LONGEST = 1800.0
 
@@ -187,9 +190,11 @@ class Native:
             point = stage.on.stream.mark()
             if not point.reached():
                 yield Wait(point.reached, self._needed, polls=True)
-        except BaseException as error:  # noqa: BLE001  as in `_task`
+        except RuntimeError as error:
+            raise (yield from self._cause(like.device.type, error)) from None
+        except BaseException:  # as in `_task`
             self._abort(like.device.type)
-            raise self._cause(error) from None
+            raise
 
     # From a call to a task.
 
@@ -216,9 +221,11 @@ class Native:
                     yield from in_thread(self._group.engine, self._needed, lambda: [work.wait() for work in works])
                 else:
                     yield from self._on_stream(device, filled, lambda: start(made))
-            except BaseException as error:  # noqa: BLE001  a rank is lost, or the time is over: none can use it any more
+            except RuntimeError as error:
+                raise (yield from self._cause(device.type, error)) from None
+            except BaseException:  # a rank is lost, or the time is over: none can use it any more
                 self._abort(device.type)
-                raise self._cause(error) from None
+                raise
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
@@ -240,14 +247,18 @@ class Native:
         others = (rank for rank in self._group.ranks if rank != messages.rank)
         return [rank for rank in others if rank not in messages.left or rank in messages.crashed]
 
-    def _cause(self, error: BaseException) -> BaseException:
-        """torch's error, or the loss of a rank behind it."""
-        if not isinstance(error, RuntimeError):
-            return error
-        self._group.engine.read_all()
-        if lost := [rank for rank in self._needed() if rank in self._group.engine.messages.crashed]:
-            return self._group.engine.messages.loss(lost)
-        return PeerError(f"rank {self._group.engine.rank} failed in torch's own call: {str(error).partition(chr(10))[0]}")
+    def _cause(self, device: str, error: RuntimeError) -> Steps:
+        """The loss of a rank behind an error of torch's, which may come first; or what torch says."""
+        self._abort(device)
+        messages, until = self._group.engine.messages, time.monotonic() + GRACE
+
+        def lost() -> list[int]:
+            return [rank for rank in self._group.ranks if rank in messages.crashed]
+
+        yield Wait(lambda: bool(lost()) or time.monotonic() > until, list, polls=True)
+        if lost():
+            return messages.loss(lost())
+        return PeerError(f"rank {messages.rank} failed in torch's own call: {str(error).partition(chr(10))[0]}")
 
     def _announce(self, stage: ExecutionStage) -> None:
         """What is called here, for the next rank to compare."""
