@@ -200,9 +200,9 @@ class Stage:
             group.close()
 
 
-def measured(rows: Sequence[Row], quick: bool, cpu: bool) -> Results:
+def measure(rows: Sequence[Row], results: Results, quick: bool, cpu: bool) -> None:
     """All turns of these rows."""
-    results, known = Results(), ways()
+    known = ways()
     wanted = {row.turn(column) for row in rows for column in row.columns if row.columns[column] in known}
     if quick:
         wanted = {turn for turn in wanted if not turn.way.startswith("host")}
@@ -221,7 +221,6 @@ def measured(rows: Sequence[Row], quick: bool, cpu: bool) -> Results:
             said(f"{count} workers: measured after {time.monotonic() - began:.0f} s")
         finally:
             stage.close()
-    return results
 
 
 def said(text: str) -> None:
@@ -305,15 +304,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
     rows = [row for row in ROWS if not given.only or row.name in given.only]
     began = time.monotonic()
-    results = measured(rows, given.quick, given.cpu)
+    results = Results()
+    try:
+        measure(rows, results, given.quick, given.cpu)
+    finally:  # also when it is ended early: what there is
+        show(rows, results, given, time.monotonic() - began)
+
+
+def show(rows: Sequence[Row], results: Results, given: argparse.Namespace, seconds: float) -> None:
+    """Print the table, write it and all figures to files, and the table into the page if that is asked for."""
     data = {
         **as_data(rows, results),
         "quick": given.quick,
         "machine": machine(given.cpu),
-        "seconds": time.monotonic() - began,
+        "seconds": seconds,
     }
     save(OUT, NAME, [table(rows, results, machine(given.cpu))], data)
-    print(f"{time.monotonic() - began:.0f} s; figures in {OUT}/{NAME}.json")
+    print(f"{seconds:.0f} s; figures in {OUT}/{NAME}.json")
     if given.write:
         fill_in(PAGE, OUT, [NAME])
 

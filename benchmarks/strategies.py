@@ -8,14 +8,16 @@ and saved activations, counted by hooks; of both the rank counts that is furthes
     sleep   stages that sleep: what the cores cannot disturb
 
     python benchmarks/strategies.py [--quick]
-    python benchmarks/strategies.py --device cuda    the GPT, wider, all processes on one GPU: memory is that of torch's
-                                                     allocator (max_memory_allocated); seconds have no bar there
+    python benchmarks/strategies.py --device cuda    the GPT, wider, all processes on one GPU, some strategies in one job:
+                                                     memory is that of torch's allocator (max_memory_allocated); seconds
+                                                     have no bar there
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import math
 import statistics
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from itertools import pairwise
@@ -52,6 +55,8 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
         "tensor=4",
     ),
 }
+#: On a GPU, where starting processes takes longest.
+ON_GPU = ("data=2,pipe=2,microbatches=4", "pipe=4,microbatches=4", "data=2,tensor=2")
 #: How far bytes, memory and seconds may be off.
 BYTES, MEMORY, SECONDS = 0.02, 0.10, {"sleep": 0.20, "gpt": 0.30}
 #: Seconds of a sleeping layer for each sample; backward takes twice as long.
@@ -117,42 +122,62 @@ def sleeping() -> tuple[Any, Any, Any, Any]:
     )
 
 
-def worker(case: str, text: str, steps: int, file: str, device: str) -> None:
-    """The training script: predicts, trains and counts; rank 0 writes what all ranks have found."""
+def worker(case: str, texts: str, steps: int, file: str, device: str) -> None:
+    """The training script: for one strategy after another it predicts, trains and counts; rank 0 writes what all ranks have
+    found."""
+    import polytempo as pt
+    from polytempo.session.session import current
+    from polytempo.strategy.links import measure_machine
+
+    pt.init()
+    session, on_gpu = current(), device != "cpu"
+    model, loss, x, y = sleeping() if case == "sleep" else gpt(512, 256) if on_gpu else gpt()
+    first = pt.Strategy.parse(texts.split(";")[0])
+    few = _planned(first, model, first.mesh(session.size)).microbatch
+
+    def work() -> None:
+        loss(model(x[:few]), y[:few]).backward()
+
+    machine = measure_machine(session.world(), None if on_gpu else work, session)
+    model.zero_grad()
+    told = [_one_strategy(text, machine, (copy.deepcopy(model), loss, x, y), steps, device) for text in texts.split(";")]
+    if session.rank == 0:
+        Path(file).write_text(json.dumps(told), encoding="utf-8")
+    pt.shutdown()
+
+
+def _planned(strategy: Any, model: Any, mesh: Any) -> Any:
+    from polytempo.pipeline.partition import cut
+    from polytempo.strategy.parallel_plan import ParallelPlan
+
+    layers = tuple(len(part.names) for part in cut(model, mesh.pipe))
+    return ParallelPlan(mesh, layers, BATCH, strategy.microbatches or mesh.pipe, strategy.schedule)
+
+
+def _one_strategy(text: str, machine: Any, given: tuple[Any, ...], steps: int, device: str) -> dict[str, Any]:
+    """What is predicted of a strategy, and what all ranks count."""
     import torch
 
     import polytempo as pt
-    from polytempo.pipeline.partition import cut
     from polytempo.session.session import current
     from polytempo.strategy.costs import as_data, from_data
     from polytempo.strategy.counting import ByteCounter, counted_memory
-    from polytempo.strategy.links import measure_machine
     from polytempo.strategy.measure import measure_model
-    from polytempo.strategy.parallel_plan import ParallelPlan
     from polytempo.strategy.prediction import predict
     from polytempo.strategy.state import exchanged
 
-    pt.init()
     session, strategy = current(), pt.Strategy.parse(text)
-    on_gpu = device != "cpu"
-    model, loss, x, y = sleeping() if case == "sleep" else gpt(512, 256) if on_gpu else gpt()
+    model, loss, x, y = given
     mesh = strategy.mesh(session.size)
-    layers = tuple(len(part.names) for part in cut(model, mesh.pipe))
-    plan = ParallelPlan(mesh, layers, BATCH, strategy.microbatches or mesh.pipe, strategy.schedule)
+    plan = _planned(strategy, model, mesh)
     optimizer = partial(torch.optim.AdamW, lr=1e-4)
-
-    def work() -> None:
-        loss(model(x[: plan.microbatch]), y[: plan.microbatch]).backward()
-
     group = session.world().new_group(range(session.size))
     assert group is not None
-    machine = measure_machine(session.world(), None if on_gpu else work, session)
-    model.zero_grad()
     told: dict[str, Any] = {}
     if session.rank == 0:
         profile = measure_model(
-            model, x, microbatch=plan.microbatch, tensor=mesh.tensor, optimizer=optimizer, loss=loss, target=y, seconds=4.0,
-            device=device,
+            model, x, microbatch=plan.microbatch, tensor=mesh.tensor, optimizer=optimizer, loss=loss, target=y,
+            seconds=4.0 if device == "cpu" else 1.0, device=device,
         )  # fmt: skip
         told = as_data([profile], machine)
     (profile,), machine = from_data(exchanged(group, told)[0])
@@ -174,38 +199,39 @@ def worker(case: str, text: str, steps: int, file: str, device: str) -> None:
     seconds = [end - start for start, end in pairwise(ends)]
     kinds = astuple(held) if memory.allocated is None else (memory.allocated,)
     counted = exchanged(group, [astuple(moved), kinds, statistics.median(seconds), busy])
-    if session.rank == 0:
-        told = {
-            "strategy": text,
-            "predicted": {
-                "bytes": [astuple(one) for one in predicted.moved],
-                "memory": [astuple(one) for one in predicted.memory],
-                "seconds": predicted.seconds,
-                "busy": list(predicted.time.busy),
-            },
-            "counted": {
-                "bytes": [one[0] for one in counted],
-                "memory": [one[1] for one in counted],
-                "seconds": statistics.median(one[2] for one in counted),
-                "busy": [one[3] for one in counted],  # on cores: of use where other processes disturb
-            },
-            "machine": asdict(machine),
-            "layers": [asdict(one) for one in profile.layers],
-        }
-        Path(file).write_text(json.dumps(told), encoding="utf-8")
-    pt.shutdown()
+    return {
+        "strategy": text,
+        "predicted": {
+            "bytes": [astuple(one) for one in predicted.moved],
+            "memory": [astuple(one) for one in predicted.memory],
+            "seconds": predicted.seconds,
+            "busy": list(predicted.time.busy),
+        },
+        "counted": {
+            "bytes": [one[0] for one in counted],
+            "memory": [one[1] for one in counted],
+            "seconds": statistics.median(one[2] for one in counted),
+            "busy": [one[3] for one in counted],  # on cores: of use where other processes disturb
+        },
+        "machine": asdict(machine),
+        "layers": [asdict(one) for one in profile.layers],
+    }
 
 
 # What compares.
 
 
-def measured(case: str, strategy: str, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """One job."""
+def measured(case: str, strategies: Sequence[str], steps: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """One job, which tries these strategies."""
     with tempfile.TemporaryDirectory(prefix="pt-") as folder:
         file = Path(folder) / "counted.json"
         command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(WORKERS), __file__, "worker"]
-        subprocess.run([*command, case, strategy, str(steps), str(file), device], check=True, timeout=600)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        subprocess.run([*command, case, ";".join(strategies), str(steps), str(file), device], check=True, timeout=600)
+        jobs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return [_judged(case, found, device) for found in jobs]
+
+
+def _judged(case: str, found: dict[str, Any], device: str) -> dict[str, Any]:
     predicted, counted = found["predicted"], found["counted"]
     found["off"] = {
         "bytes": _furthest([sum(one) for one in predicted["bytes"]], [sum(one) for one in counted["bytes"]]),
@@ -224,14 +250,15 @@ def _furthest(predicted: list[float], counted: list[float]) -> float:
 
 
 def strategies(quick: bool = False, out: Path = OUT, device: str = "cpu") -> None:
-    """Every strategy of both cases; on a GPU those of the GPT."""
+    """Every strategy of both cases, each in a job of its own; on a GPU some of the GPT, in one job."""
     results: dict[str, list[dict[str, Any]]] = {}
     rows = []
-    for case, texts in STRATEGIES.items() if device == "cpu" else [("gpt", STRATEGIES["gpt"])]:
-        for text in texts[1:3] if quick else texts:
-            found = measured(case, text, 10 if quick else 30, device)
-            results.setdefault(case, []).append(found)
-            rows.append(_row(case, text, found))
+    for case, texts in STRATEGIES.items() if device == "cpu" else [("gpt", ON_GPU)]:
+        wanted = texts[1:3] if quick else texts
+        for job in [[text] for text in wanted] if device == "cpu" else [wanted]:
+            for found in measured(case, job, 10 if quick or device != "cpu" else 30, device):
+                results.setdefault(case, []).append(found)
+                rows.append(_row(case, found["strategy"], found))
     heads = (
         "model",
         "strategy",

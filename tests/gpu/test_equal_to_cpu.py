@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from small_training import OPTIMIZERS, trained
+from small_training import OPTIMIZERS, network, trained
 
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -25,15 +25,15 @@ LAYOUTS = ("SGD momentum/server/channels_last", "AdamW/delta", "AdamW/delta/chan
 Values = dict[str, list[torch.Tensor]]
 
 
-def on_gpu(bench: Bench, cases: Sequence[str], *flags: str, folder: str = "values") -> Values:
-    """Rank 0's values of a job of processes on the GPU; all ranks have the same."""
+def on_gpu(bench: Bench, cases: Sequence[str], *flags: str, folder: str = "values", alike: bool = True) -> Values:
+    """Rank 0's values of a job of processes on the GPU; all ranks have the same, if `alike`."""
     where = bench.folder / folder
     where.mkdir()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
     done = bench.run("run", *flags, SCRIPT, DEVICE, str(where), *cases, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(path) for path in sorted(where.iterdir())]
-    for other in ranks[1:]:
+    for other in ranks[1:] if alike else ():
         same(ranks[0], other)
     return dict(ranks[0])
 
@@ -83,10 +83,37 @@ def test_bsp_by_all_reduce_with_each_optimizer(bench: Bench) -> None:
     same(first, on_gpu(bench, list(OPTIMIZERS), *flags, folder="again"))
 
 
-@pytest.mark.parametrize("sync", ["local:4", "diloco:4", "gossip:ring"])
-def test_other_barriers_with_two_workers(sync: str, bench: Bench) -> None:
-    """Local steps and neighbours: their values are on the GPU, their averages the CPU's."""
-    close(on_gpu(bench, ["SGD", "AdamW"], "-n", "2", "--sync", sync), on_cpu(["SGD", "AdamW"], 2, sync))
+@pytest.mark.parametrize(
+    ("sync", "flags"),
+    [
+        ("local:4", ()),
+        ("local:4", ("--servers", "2")),
+        ("adacomm:4", ()),
+        ("diloco:4,fragments=2,overlap=1", ()),
+        ("gossip:ring", ()),
+    ],
+    ids=str,
+)
+def test_local_steps_and_neighbours(sync: str, flags: tuple[str, ...], bench: Bench) -> None:
+    close(on_gpu(bench, ["SGD", "AdamW"], "-n", "2", "--sync", sync, *flags), on_cpu(["SGD", "AdamW"], 2, sync))
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:1", "diloco:4,quorum=1,grace=0", "adpsgd:ring"])
+def test_modes_whose_result_depends_on_the_order_of_two_workers(sync: str, bench: Bench) -> None:
+    """Near the values of a loop with the whole batch; the outer momentum of DiLoCo goes farthest."""
+    found = on_gpu(bench, ["SGD"], "-n", "2", "--sync", sync, alike=False)
+    first = [param.detach() for param in network("cpu").parameters()]
+    for start, value, expected in zip(first, found["SGD"], on_cpu(["SGD"], 2, "bsp")["SGD"], strict=True):
+        assert bool(value.isfinite().all())
+        assert not torch.equal(start, value)
+        torch.testing.assert_close(value, expected, rtol=0, atol=0.3)
+
+
+def test_each_collective(bench: Bench) -> None:
+    script = str(Path(__file__).parent / "collectives_on_gpu.py")
+    done = bench.run("run", "-n", "3", script, DEVICE, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("100 calls as on the CPU") == 3, done.stdout
 
 
 MODES = (

@@ -5,12 +5,16 @@ by sockets with shared memory ("ipc"), or without, as between hosts ("memory")."
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import polytempo as pt
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.point_to_point import receive, send
+from polytempo.collectives.world import open_in_threads
 from polytempo.compression.chain import parse_chain
 from polytempo.compression.encoding import as_bytes
 from polytempo.errors import UsageError
@@ -174,3 +178,40 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(compression: str) -> N
 
     with ThreadJob(1, 1, "asp") as job, pytest.raises(UsageError, match="p2 has a gradient that is not finite"):
         job.run(work)
+
+
+# Collectives by messages.
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving-doubling"])
+def test_collectives_by_messages_of_tensors_on_the_gpu(algorithm: str) -> None:
+    """On streams of the callers, which the calls are in order with."""
+    size, length = 2, 3_000_001
+
+    def work(group: RankGroup) -> None:
+        mine = torch.full((length,), float(group.rank + 1))
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            there, other = mine.to(GPU, non_blocking=True), torch.zeros(5, 4, device=GPU).t()
+            torch.cuda._sleep(20_000_000)
+            for value in range(3):
+                there.fill_(group.rank + value + 1.0)
+                other.fill_(value)
+                group.all_reduce([there, other], "mean", algorithm).wait()
+                assert bool((there == value + 1.5).all() & (other == value).all()), value
+            there.fill_(7.0 if group.rank == 1 else 0.0)
+            group.broadcast([there, other], 1).wait()
+            assert bool((there == 7).all())
+            parts = [torch.zeros(1000, device=GPU) for _ in range(size)]
+            group.all_gather(parts, torch.full((1000,), group.rank + 1.0, device=GPU), "ring").wait()
+            assert [float(part.mean()) for part in parts] == [1.0, 2.0]
+            message = torch.full((length,), 3.0, device=GPU) if group.rank == 0 else torch.zeros(length, device=GPU)
+            (send(group, message, 1) if group.rank == 0 else receive(group, message, 0)).wait()
+            assert bool((message == 3).all())
+
+    worlds = open_in_threads(size)
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(work, [world.all_ranks for world in worlds]))
+    finally:
+        for world in worlds:
+            world.close(politely=False)

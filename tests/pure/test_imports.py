@@ -153,6 +153,7 @@ PURE = (
     "server/worker_statistics.py",
     "server/job_figures.py",
     "server/job_plan.py",
+    "server/server_device.py",
     "reducer/ballot.py",
     "reducer/buckets.py",
     "reducer/buckets.py",

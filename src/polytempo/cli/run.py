@@ -36,6 +36,11 @@ VIA = (
     "How gradients travel: ps (parameter servers), allreduce (among workers); auto, the default: allreduce unless servers "
     "are needed."
 )
+SERVERS = "Parameter-server shards; by default 1 where the mode needs a server, or one a GPU where there are several."
+SERVER_DEVICE = (
+    "Where servers keep the values: cpu, cuda, cuda:I (visible GPU I); auto, the default: on a GPU where the workers' "
+    "parameters are."
+)
 MIN_WORKERS = (
     "Go on while at least this number of workers is left. Default: all under bsp, local, adacomm, diloco; 1 in other modes. "
     "A worker whose script fails before its first push ends the job in every mode."
@@ -53,7 +58,8 @@ def run(
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[int | None, Option("--workers", "-n", help=COUNT)] = None,
-    servers: Annotated[int | None, Option(help="Parameter-server shards (1 where the mode needs a server).")] = None,
+    servers: Annotated[int | None, Option(help=SERVERS)] = None,
+    server_device: Annotated[str, Option(help=SERVER_DEVICE)] = "auto",
     sync: Annotated[str | None, Option(help=SYNC)] = None,
     via: Annotated[str | None, Option(help=VIA)] = None,
     strategy: Annotated[str | None, Option(help=STRATEGY)] = None,
@@ -94,10 +100,11 @@ def run(
     from polytempo.launch.display import Display
     from polytempo.launch.local_job import LocalJob
     from polytempo.launch.request import RunRequest
+    from polytempo.launch.visible_gpus import visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ())}
+    fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ()), "gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
     fields |= JobOptions(strategy, workers, expect, sync, via, min_workers, saves).settled()
     request = RunRequest(**fields, limits=limits_of(steps, samples, seconds))

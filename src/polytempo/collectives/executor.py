@@ -20,6 +20,7 @@ from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.reduce_ops import COMBINE, total, total_on_device
 from polytempo.collectives.shared_buffer import SlotBuffer
+from polytempo.collectives.staged_copy import StagedCopy
 from polytempo.collectives.steps import Combine, Copy, Fetch, Meet, Put, Receive, Send, Step, Total
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
@@ -46,6 +47,7 @@ class ExecutionStage:
     announced: bool = False  #: the call was described in a notification
     on: DeviceCall | None = None  #: where slots are in device memory
     slots: DeviceSlotBuffers | None = None  #: those
+    arriving: StagedCopy | None = None  #: where chunks are parts of it: they are used when they are here
 
     def do(self, work: Callable[[], object]) -> None:
         """Work on tensors, here and now, or in the order of a device's stream."""
@@ -58,8 +60,12 @@ class ExecutionStage:
 def perform(stage: ExecutionStage, steps: Sequence[Step], chunks: Sequence[torch.Tensor]) -> Steps:
     """Carry out the steps of this rank."""
     execution = _Execution(stage, chunks)
+    if stage.arriving is not None:
+        execution.await_unread(steps)
     execution.post(steps)
     for step in steps:
+        if stage.arriving is not None and isinstance(step, READS):
+            stage.arriving.need(chunks[step.chunk])
         waits = ACTIONS[type(step)](execution, step)
         if waits is not None:
             yield from waits
@@ -74,6 +80,18 @@ class _Execution:
         self._next = 0
         self._unsent: Counter[int] = Counter()
         self._told: set[int] = set()
+
+    def await_unread(self, steps: Sequence[Step]) -> None:
+        """Chunks into which data may come before this rank has used them must be here first."""
+        assert self.stage.arriving is not None
+        used: set[int] = set()
+        for step in steps:
+            if isinstance(step, Meet):
+                continue
+            if isinstance(step, Copy) or (step.chunk not in used and not isinstance(step, READS)):
+                self.stage.arriving.all()
+                return
+            used.add(step.chunk)
 
     def post(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -178,6 +196,8 @@ class _Execution:
         return self.stage.buffer.part(rank, like, self.stage.offsets[chunk])
 
 
+#: Steps that begin by reading their chunk.
+READS = (Send, Combine, Put, Total)
 #: What each step does; those that wait return what they yield.
 ACTIONS: dict[type[Step], Callable[[_Execution, Any], Steps | None]] = {
     Send: _Execution.send,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from polytempo.collectives.chunking import cuts
+from polytempo.collectives.staged_copy import StagedCopy
 from polytempo.errors import UsageError
 
 Back = Callable[[], object]
@@ -21,50 +22,93 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise UsageError(f"expected a dense tensor, got one with layout {tensor.layout}; use .to_dense()")
 
 
-def flat(tensor: torch.Tensor, stays: bool = False) -> tuple[torch.Tensor, Back | None]:
-    """A flat tensor with the same numbers, in the same memory if possible; else what brings changes back."""
+def flat(tensor: torch.Tensor, stays: bool = False, reads: bool = True) -> tuple[torch.Tensor, Back | None]:
+    """A flat tensor with the same numbers, in the same memory if possible; else what brings changes back. What comes from a
+    GPU is in pinned memory, and is brought back in the order of the current stream.
+
+    Args:
+        tensor: Any dense one.
+        stays: Leave it on its device.
+        reads: Its numbers matter; not where all of them will be written.
+    """
     check_dense(tensor)
     whole = tensor.detach()
     if whole.is_inference() and not torch.is_inference_mode_enabled():
         whole = torch.from_dlpack(whole)  # the mode is the caller's thread's, and this may be another
     if (stays or whole.device.type == "cpu") and whole.is_contiguous() and not whole.is_conj() and not whole.is_neg():
         return _real(whole), None
+    if whole.is_cuda and not stays:
+        here = _from_gpu(whole, reads)
+        return _real(here), lambda: whole.copy_(here, non_blocking=True)
     copy = (whole if stays else whole.to("cpu")).resolve_conj().resolve_neg().contiguous()
     if copy.data_ptr() == whole.data_ptr():
         copy = copy.clone()
     return _real(copy), lambda: whole.copy_(copy)
 
 
+def _from_gpu(whole: torch.Tensor, reads: bool) -> torch.Tensor:
+    here = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+    if reads:
+        here.copy_(whole.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+        torch.cuda.current_stream(whole.device).synchronize()
+    return here
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor).view(-1)
 
 
-class Fused:
-    """Several tensors of one dtype as one: where there is but one, without a copy."""
+def on_one_gpu(tensors: Sequence[torch.Tensor]) -> bool:
+    """Are all on the same GPU?"""
+    return all(tensor.is_cuda and tensor.device == tensors[0].device for tensor in tensors)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stays: bool = False) -> None:
-        self._flats = [flat(tensor, stays) for tensor in tensors]
-        alone = len(tensors) == 1
-        self.whole = self._flats[0][0] if alone else torch.cat([piece for piece, _ in self._flats])
-        self._alone = alone
+
+class Fused:
+    """Several tensors of one dtype as one: where there is but one, without a copy. Those of one GPU become one there, which
+    is copied to the host while the call begins (`arriving`).
+
+    Args:
+        tensors: Of one dtype.
+        stays: Leave them on their device.
+        reads: Their numbers matter.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stays: bool = False, reads: bool = True) -> None:
+        self.arriving: StagedCopy | None = None
+        self._alone = len(tensors) == 1
+        staged = not stays and reads and on_one_gpu(tensors)
+        self._flats = [flat(tensor, stays or staged, reads) for tensor in tensors]
+        together = self._flats[0][0] if self._alone else torch.cat([piece for piece, _ in self._flats])
+        self.whole, self._there = together, together
+        if staged:
+            self.arriving = StagedCopy(together)
+            self.whole = self.arriving.whole
+
+    def arrived(self) -> torch.Tensor:
+        """All of it, when it is here."""
+        if self.arriving is not None:
+            self.arriving.all()
+        return self.whole
 
     def scatter(self) -> None:
         """Bring changes back."""
         start = 0
+        if self.whole is not self._there:
+            self._there.copy_(self.arrived(), non_blocking=True)
         for piece, back in self._flats:
             if not self._alone:
-                piece.copy_(self.whole[start : start + piece.numel()])
+                piece.copy_(self._there[start : start + piece.numel()])
                 start += piece.numel()
             if back is not None:
                 back()
 
 
-def fuse(tensors: Sequence[torch.Tensor], stays: bool = False) -> list[Fused]:
+def fuse(tensors: Sequence[torch.Tensor], stays: bool = False, reads: bool = True) -> list[Fused]:
     """One for each dtype, in the order in which dtypes first appear."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [Fused(members, stays) for members in by_dtype.values()]
+    return [Fused(members, stays, reads) for members in by_dtype.values()]
 
 
 def split(tensor: torch.Tensor, count: int, grain: int = 1) -> list[torch.Tensor]:

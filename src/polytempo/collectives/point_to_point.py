@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from polytempo.collectives.call_queues import CallQueue
@@ -28,7 +30,7 @@ def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, backgrou
         if left:
             yield Wait(lambda: not left, lambda: [peer])
 
-    return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", steps(), background)
+    return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", tensor, steps, background)
 
 
 def listen(group: RankGroup, tensor: torch.Tensor, tag: int) -> Task:
@@ -47,7 +49,7 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
     others = [rank for rank in group.ranks if rank != group.engine.rank]
 
     def steps() -> Steps:
-        target, back = flat(tensor)
+        target, back = flat(tensor, reads=False)
         receipt = group.engine.messages.expect(group.context + 1, tag, sender, nbytes(target), bytes_of(target))
         try:
             if not receipt.done:
@@ -61,7 +63,7 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
         return receipt.source
 
     source_name = f"from {source}" if source is not None else "from any"
-    return _start(group, f"recv({shape_of(tensor)}, {source_name}, tag {tag})", steps(), background)
+    return _start(group, f"recv({shape_of(tensor)}, {source_name}, tag {tag})", tensor, steps, background)
 
 
 def _check_peer(group: RankGroup, rank: int) -> None:
@@ -76,6 +78,8 @@ def _check_tag(tag: int) -> None:
         raise UsageError(f"expected a tag from {-TAGS} to {TAGS - 1}, got {tag}")
 
 
-def _start(group: RankGroup, name: str, steps: Steps, background: bool) -> Task:
-    """A queue of its own: single messages do not wait for collectives."""
-    return group.engine.start(CallQueue(-1, group.ranks), name, steps, background, group.timeout)
+def _start(group: RankGroup, name: str, tensor: torch.Tensor, steps: Callable[[], Steps], background: bool) -> Task:
+    """A queue of its own: single messages do not wait for collectives. In order with the caller's stream of a GPU."""
+    on = group.engine.streams.call([tensor]) if tensor.is_cuda else None
+    run = steps() if on is None else on.run(None, steps)
+    return group.engine.start(CallQueue(-1, group.ranks), name, run, background, group.timeout, 0, on)

@@ -89,6 +89,10 @@ class Task:
         if self.on is not None:
             self.on.order_stream()
 
+    def on_device_done(self) -> bool:
+        """Whether a GPU has done all that a call that has ended gave it."""
+        return self.on is None or self.on.ended is None or self.on.ended.reached()
+
     def is_completed(self) -> bool:
         """Whether the call has ended, with a result or an error."""
         if not self._done.is_set():

@@ -53,7 +53,7 @@ def _exchange_rows(
         yield from group.all_to_all(list(output.split(received)), list(mine.split(splits)))
         return output, torch.tensor(received, dtype=torch.int32)
 
-    pending = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), body)
+    pending = negotiator_of(members).start(call_of(CallKind.ALLTOALL, name, dtype=code, shape=rest), body, tensors=[mine])
     return Handle(pending.wait, [pending])
 
 

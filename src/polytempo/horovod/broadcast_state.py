@@ -77,7 +77,7 @@ def broadcast_parameters(
     total, code = sum(tensor.numel() for _, tensor in named), about[0][2]
     call = call_of(CallKind.BROADCAST, prefix, dtype=code, count=total, shape=digest(*about), root=root_rank)
     root, tensors = process_set.ranks.index(root_rank), [tensor.detach() for _, tensor in named]
-    negotiator_of(process_set).start(call, lambda calls, group: _send(tensors, root, group), False).wait()
+    negotiator_of(process_set).start(call, lambda calls, group: _send(tensors, root, group), False, tensors).wait()
 
 
 def broadcast_optimizer_state(

@@ -35,7 +35,7 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, members: 
         yield from group.broadcast([tensor.detach()], members.ranks.index(root_rank))
         return tensor
 
-    pending = negotiator_of(members).start(call, body)
+    pending = negotiator_of(members).start(call, body, tensors=[tensor])
     return Handle(pending.wait, [pending])
 
 

@@ -35,7 +35,8 @@ def _gather(tensor: torch.Tensor, name: str | None, members: ProcessSet) -> Hand
             yield from group.all_gather(list(output.split(lengths)), mine)
         return output, lengths
 
-    pending = negotiator_of(members).start(call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine)), body)
+    call = call_of(CallKind.ALLGATHER, name, dtype=code, shape=shape, own=len(mine))
+    pending = negotiator_of(members).start(call, body, tensors=[mine])
     return Handle(pending.wait, [pending])
 
 

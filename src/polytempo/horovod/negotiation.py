@@ -253,8 +253,9 @@ CallBody = Callable[[dict[int, Call], Any], CallSteps]
 class PendingCall:
     """A call of this rank that has not ended."""
 
-    def __init__(self, negotiator: Negotiator, body: CallBody) -> None:
+    def __init__(self, negotiator: Negotiator, body: CallBody, on: Any = None) -> None:
         self._negotiator, self.body = negotiator, body
+        self._on = on  # of a call on tensors of a GPU: its place among what the caller's stream does
         self.round = 0
         self.done = self.seen = False  #: seen: the script has waited for it or polled its end
         self.result: Any = None
@@ -270,8 +271,20 @@ class PendingCall:
         return self._negotiator.poll(self)
 
     def wait(self) -> Any:
-        """Wait for the end; returns the result or raises the error."""
-        return self._negotiator.wait(self)
+        """Wait for the end; returns the result or raises the error. On a GPU the current stream waits for the result."""
+        result = self._negotiator.wait(self)
+        if self._on is not None:
+            self._on.order_stream()
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return result
+
+    def steps(self, calls: dict[int, Call], group: Any) -> CallSteps:
+        """What this rank does in the call: on a GPU behind what the caller's stream was given before."""
+        if self._on is None:
+            return (yield from self.body(calls, group))
+        return (yield from self._on.run(None, lambda: self.body(calls, group)))
 
 
 class Negotiator:
@@ -291,9 +304,11 @@ class Negotiator:
 
     # For the collectives.
 
-    def start(self, call: Call, body: CallBody, background: bool = True) -> PendingCall:
-        """Announce a call; its `body` runs when all ranks have made it."""
-        pending = PendingCall(self, body)
+    def start(
+        self, call: Call, body: CallBody, background: bool = True, tensors: Sequence[torch.Tensor] = ()
+    ) -> PendingCall:
+        """Announce a call on these tensors; its `body` runs when all ranks have made it."""
+        pending = PendingCall(self, body, communication.device_call(tensors, self._group))
         with self._lock:
             if call.key:
                 self._claim_name(call, pending)
@@ -374,7 +389,7 @@ class Negotiator:
             if match.error:
                 self._settle(mine, None, MismatchError(match.error))
             elif mine is not None:
-                self._settle(mine, (yield from mine.body(match.calls, group)))
+                self._settle(mine, (yield from mine.steps(match.calls, group)))
             else:
                 yield from self._take_part(match.calls, group)
         if joined:

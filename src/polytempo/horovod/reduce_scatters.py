@@ -49,7 +49,7 @@ def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Handle[torch.Tensor]:
         divide_whole_(output, how.op, size)
         return _scaled(output, how)
 
-    pending = negotiator_of(how.members).start(call, body)
+    pending = negotiator_of(how.members).start(call, body, tensors=[whole, output])
     return Handle(pending.wait, [pending])
 
 

@@ -89,7 +89,7 @@ class _Pack:
         def body(calls: dict[int, Call], group: Any) -> CallSteps:
             yield from group.all_reduce([flat], word_for(how.op, flat.dtype))
 
-        return negotiator_of(how.members).start(call, body, how.background)
+        return negotiator_of(how.members).start(call, body, how.background, [flat])
 
     def finish(self) -> None:
         if self.pending is not None:

@@ -152,6 +152,7 @@ class JobProcesses:
             "threads": int(self._threads()["OMP_NUM_THREADS"]),
             "host_timeout": request.host_timeout,
             "secret": self._secret,
+            "device": request.server_device,
             "go_on_unsaved": request.checkpoint_errors == "continue",
             "facts": self._meta() if index == 0 else {},
         }

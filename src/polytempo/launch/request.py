@@ -12,6 +12,7 @@ from typing import Any
 from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.spec import parse_spec
 
 
@@ -44,6 +45,8 @@ class RunRequest:
     grace: float = 20.0
     strategy: str = ""  #: how the script's model is spread, as it was checked; empty without --strategy
     replica: int = 1  #: workers that share one replica of the model, by that strategy
+    server_device: str = "auto"  #: where servers keep values: "auto", "cpu", "cuda" or "cuda:I"
+    gpus: int = 0  #: that are visible on this host
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property
@@ -62,7 +65,9 @@ class RunRequest:
     @property
     def shards(self) -> int:
         """Servers to start, at least one: without parameters it still runs the coordinator."""
-        return 1 if self.servers is None else self.servers
+        if self.servers is not None:
+            return self.servers
+        return default_servers(self.gpus, self.workers, self.server_device) if self.way == "ps" else 1
 
     @property
     def way(self) -> str:
@@ -83,6 +88,7 @@ class RunRequest:
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
+            "--server-device": self.server_device if self.server_device.startswith("cuda") else None,
             "--checkpoint": self.checkpoint,
             "--resume": self.resume,
             "--via ps": True if self.via == "ps" else None,
@@ -110,6 +116,7 @@ class RunRequest:
         options: dict[str, Any] = {
             "--sync": self.sync if self.sync != "bsp" else None,
             "--servers": self.servers,
+            "--server-device": self.server_device if self.server_device != "auto" else None,
             "--via": self.via if self.via != "auto" else None,
             "--slow": "" if self.slow else None,
             "--hiccup": "" if self.hiccup != (0.0, 0.0) else None,
@@ -138,6 +145,7 @@ class RunRequest:
         self._check_counts()
         parse_spec(self.sync).policy(self.size)
         self._check_via()
+        check_server_device(self.server_device, self.gpus)
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
         for rank, factor in self.slow.items():
@@ -220,6 +228,7 @@ class CheckedRequest:
             "hiccup": list(request.hiccup),
             "link": list(request.link) if request.link else None,
             "min_workers": request.least,
+            **({"server_device": request.server_device} if request.server_device != "auto" else {}),
             **({"strategy": request.strategy} if request.strategy else {}),
             "resumed_from": self.resume.name if self.resume else None,
         }

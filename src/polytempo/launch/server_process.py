@@ -27,6 +27,7 @@ from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
+from polytempo.server.shard_placement import ShardPlacement
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
@@ -58,7 +59,8 @@ def serve(config: dict[str, Any]) -> None:
         keys = config["keys"] and JobKeys(WorkerKeys(**config["keys"]["workers"]), config["keys"]["server_secret"])
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
-    executor = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size)
+    placement = ShardPlacement(config["device"], index)
+    executor = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size, placement=placement)
     credentials = Credentials(config["secret"])
     if index:
         coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)

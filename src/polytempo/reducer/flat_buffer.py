@@ -207,7 +207,8 @@ class Copier:
         self.layout = layout
         self.on_device = isinstance(memory, Device)
         self.staging = staging_for(params, layout) if not isinstance(memory, Device) else None
-        pinned = self.staging is not None and not isinstance(memory, Device) and memory.pins
+        pins = self.staging is not None and self.staging.pins is not None
+        pinned = pins and not isinstance(memory, Device) and memory.pins
         if beside is not None and beside.on_device and self.on_device and beside.layout == layout:
             self._buffers, self.landing = beside._buffers, beside.landing
         else:

@@ -111,11 +111,29 @@ class GradientHooks:
                 param.grad = view
 
 
+class CompletionHooks:
+    """Hooks that only say that a parameter's gradient is complete: of parameters on a GPU.
+
+    Args:
+        params: All parameters.
+        on_complete: Called with a parameter's index.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], on_complete: Callable[[int], None]) -> None:
+        self.complete = on_complete
+        self.indices = [index for index, param in enumerate(params) if param.requires_grad]  #: that have one
+        hook = _hook(weakref.ref(self))
+        for index in self.indices:
+            params[index].register_post_accumulate_grad_hook(hook(index))
+
+
 def _fits(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
     return grad is not None and grad.layout == torch.strided and grad.dtype == view.dtype and not grad.requires_grad
 
 
-def _hook(hooks: weakref.ref[GradientHooks]) -> Callable[[int], Callable[[torch.Tensor], None]]:
+def _hook(
+    hooks: weakref.ref[GradientHooks] | weakref.ref[CompletionHooks],
+) -> Callable[[int], Callable[[torch.Tensor], None]]:
     """Hooks that do not keep an optimizer alive which the script has dropped. They are optional: a gradient that appears
     without a call is taken at `step()`."""
 

@@ -86,9 +86,18 @@ class HostStaging:
         self.runs = runs_of(self._layout.places, self.staged)
         self.views = {index: shaped_like(self.view(index), self._params[index]) for index in self.staged}
 
+    @property
+    def places(self) -> Sequence[TensorPlace]:
+        """Of all tensors, in flat order."""
+        return self._layout.places
+
+    def place_of(self, index: int) -> TensorPlace:
+        """Where a tensor stands in the flat order."""
+        return self._places[index]
+
     def view(self, index: int) -> torch.Tensor:
         """A parameter's place in the twin, in the usual order."""
-        where = self._places[index]
+        where = self.place_of(index)
         return self.twin[where.info.dtype][where.start : where.stop].view(tuple(where.info.shape))
 
     @property

@@ -3,6 +3,8 @@
 What is sent is a copy, since the gradient may change before `step()`. At `step()` the push names the buckets that count as
 they were sent, and carries the rest: what was never sent, and what differs from the copy. A bucket that is sent again in the
 same step replaces the one before. A lost bucket is a lost push: the whole push is sent again.
+
+Buckets of parameters on a GPU are sent at the beginning of `step()`, as they arrive (`gpu_buckets.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from polytempo.protocol.messages import PartialPush
 from polytempo.protocol.values import BufferRange, PushId, SentBucket
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets, rest_of
 from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.gpu_buckets import GpuBuckets
 from polytempo.transport.channel import Bytes
 
 #: Bytes of a bucket.
@@ -43,8 +46,10 @@ class PartialPushes:
         buffer: FlatBuffer,
         params: Sequence[int],
         identity: Callable[[], PushId],
+        gpu: GpuBuckets | None = None,
     ) -> None:
         self._client, self._layout, self._buffer, self._identity = client, layout, buffer, identity
+        self._gpu = gpu
         self._observed: list[int] | None = []  # the order of the first backward; None once it was used
         self._serial = 0
         self._plan([place.index for place in layout.places if place.index in params][::-1])
@@ -53,7 +58,7 @@ class PartialPushes:
         self._buckets: list[Bucket] = plan_buckets(self._layout, order, LIMIT)
         self._sent: dict[int, BucketSend] = {}
         params = [bucket.params for bucket in self._buckets]
-        self._scheduler = BucketScheduler(params, self._send, in_order=False, differs=self._differs)
+        self._scheduler = BucketScheduler(params, self._launch, in_order=False, differs=self._differs)
 
     def complete(self, index: int) -> None:
         """A gradient is in the flat buffer; its bucket is sent when it is the last of it."""
@@ -61,22 +66,50 @@ class PartialPushes:
             self._observed.append(index)
         self._scheduler.complete(index)
 
+    def _launch(self, number: int) -> None:
+        if self._gpu is None:
+            self._send(number)
+        else:
+            self._gpu.stage(number, self._buckets[number].params)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory in it."""
+        return 0 if self._gpu is None else self._gpu.device_bytes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Are gradients taken by `gather`?"""
+        return self._gpu is not None
+
+    def gather(self) -> tuple[int, ...]:
+        """Of parameters on a GPU: send the buckets that have left it, and take all gradients as they are now."""
+        assert self._gpu is not None
+        for number in self._gpu.arrived():
+            self._send(number)
+        return self._gpu.settle()
+
     def _send(self, number: int) -> None:
         self._serial += 1
         pieces = self._buckets[number].pieces
-        copies = [[self._now(shard, p).copy() for p in of_shard] for shard, of_shard in enumerate(pieces)]
+        copies = [[self._taken(shard, p) for p in of_shard] for shard, of_shard in enumerate(pieces)]
         self._sent[number] = BucketSend(self._serial, copies)
         for shard, buffers in enumerate(copies):
             if buffers:
                 message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
                 self._client.send_partial(shard, message, buffers)
 
+    def _taken(self, shard: int, piece: BufferRange) -> Bytes:
+        """What is sent: a copy, unless it is one already, of what is on the GPU."""
+        now = self._now(shard, piece)
+        return now if self._gpu is not None else now.copy()
+
     def _now(self, shard: int, piece: BufferRange) -> Bytes:
         return self._buffer.parts[shard][piece.buffer][piece.start : piece.stop]
 
     def commit(self) -> list[PartlySent]:
         """For each shard: the buckets that count as they were sent, and the pieces that go now, with their bytes."""
-        changed = set(self._scheduler.changed())
+        changed = set(self._scheduler.changed()) if self._gpu is None else self._gpu.changed
         good = [number for number in self._sent if number not in changed]
         result = []
         for shard in range(len(self._layout.shards)):
@@ -104,3 +137,5 @@ class PartialPushes:
             self._observed = None
         self._sent.clear()
         self._scheduler.start_over()
+        if self._gpu is not None:
+            self._gpu.start_over()

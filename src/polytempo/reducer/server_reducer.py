@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +29,8 @@ from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.device_exchange import DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.gpu_buckets import GpuBuckets
+from polytempo.reducer.gradient_hooks import CompletionHooks, GradientHooks
 from polytempo.reducer.partial_push import PartialPushes
 from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
@@ -150,7 +152,7 @@ class ServerReducer(Reducer):
         self.filters = PushFilters(
             parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
         )
-        if staging is not None and self.client.pool.registry is None:
+        if staging is not None and staging.pins is not None and self.client.pool.registry is None:
             self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(delay))
         self._values = ServerValues(session, name, self.layout)
@@ -165,6 +167,7 @@ class ServerReducer(Reducer):
             self._share(device, params)
         own_memory = hooked and not delay and self._exchange is None
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
+        self._completion: CompletionHooks | None = None
         self._partial = self._partial_pushes()
 
     def _new_copier(
@@ -219,9 +222,16 @@ class ServerReducer(Reducer):
         """Where bytes must travel, buckets are sent while backward runs."""
         if self.hooks is None or self.client.pool.registry is not None:
             return None
-        self.hooks.on_complete = self._complete
-        buffer = self.copier.next_buffer()
-        return PartialPushes(self.client, self.layout, buffer, self.hooks.indices(), self._identity)
+        buffer, staging = self.copier.next_buffer(), self.copier.staging
+        if staging is None:
+            self.hooks.on_complete = self._complete
+            return PartialPushes(self.client, self.layout, buffer, self.hooks.indices(), self._identity)
+        if staging.others or self.filters.on_device:
+            return None
+        owner = weakref.ref(self)
+        self._completion = CompletionHooks(self.copier.params, lambda index: _complete(owner, index))
+        buckets = GpuBuckets(staging, self.copier.params, buffer)
+        return PartialPushes(self.client, self.layout, buffer, self._completion.indices, self._identity, buckets)
 
     def _complete(self, index: int) -> None:
         if self.sending and self._partial is not None:
@@ -234,6 +244,9 @@ class ServerReducer(Reducer):
     # A step.
 
     def gradients(self) -> tuple[FlatBuffer, tuple[int, ...]]:
+        if self._partial is not None and self._partial.on_gpu:
+            with self.session.lock:
+                return self.copier.next_buffer(), self._partial.gather()
         if not self.filters.on_device:
             return super().gradients()
         buffer = self.copier.next_buffer()
@@ -300,7 +313,8 @@ class ServerReducer(Reducer):
     def device_bytes(self) -> int:
         agreement = self._agreement
         shared = agreement is None or agreement.copier.landing is self.copier.landing
-        return super().device_bytes + (0 if shared or agreement is None else agreement.device_bytes)
+        own = super().device_bytes + self.filters.device_bytes + (self._partial.device_bytes if self._partial else 0)
+        return own + (0 if shared or agreement is None else agreement.device_bytes)
 
     def settle_values(self) -> None:
         """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
@@ -445,3 +459,9 @@ class ServerReducer(Reducer):
                 return self.rows.pulled(table, *self.rows.ask(table, ids))
 
         return pull
+
+
+def _complete(owner: weakref.ref[ServerReducer], index: int) -> None:
+    reducer = owner()
+    if reducer is not None:
+        reducer._complete(index)

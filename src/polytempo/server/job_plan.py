@@ -51,6 +51,32 @@ class JobPlan:
         return int(self.resumed.get("step", 0))
 
 
+#: Further answers that are certain not to say `stop`, at most: without a budget, and with one.
+ALWAYS, KNOWN = 1 << 20, 64
+
+
+def certain_answers(left: Limits, members: int, rounds: bool, largest: tuple[int, float]) -> int:
+    """For how many further answers of a worker, beyond the one that is given, the budget lasts.
+
+    In rounds of single steps, under a budget of steps, the members make one step each between two answers, so the number is
+    known. Otherwise other workers may use up the budget meanwhile: then it is one answer, while there is enough left for
+    all members to push twice more; seconds are never known, so it is one as well. What was promised is kept
+    (`OptimizerClock.reply`): if the budget is used up all the same, the worker stops one answer later.
+
+    Args:
+        left: Of the budget.
+        members: Workers whose pushes are counted, at most.
+        rounds: Does every member push once before each answer?
+        largest: The most steps and samples that a push has had.
+    """
+    if not left.any:
+        return ALWAYS
+    count, samples = largest
+    if rounds and count == 1 and min(left.samples, left.seconds) == math.inf:
+        return min(KNOWN, math.ceil(left.steps / members) - 1)
+    return 1 if left.steps > 2 * members * count and left.samples > 2 * members * samples else 0
+
+
 class JobBudget:
     """What of the budget is used up, and whether workers are to stop. It counts the main optimizer's pushes."""
 
@@ -59,7 +85,8 @@ class JobBudget:
         self.samples = float(plan.resumed.get("samples", 0))
         self.started: float | None = None  #: when the first step was released
         self.stopping = False  #: the budget is used up; it stays so
-        self._limits = plan.limits
+        self._limits, self._size = plan.limits, plan.size
+        self._largest = 1, 0.0  # steps and samples of a push
         self._beyond = 0  # steps that came after the budget was used up
         self._asked = False  # has any worker asked whether to stop?
 
@@ -72,6 +99,7 @@ class JobBudget:
         """A push was counted (or, with sign -1, refused after all)."""
         self._beyond += sign * push.count * self.stopping
         self._asked |= push.asked
+        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.samples)
         self.steps += sign * push.count
         self.samples += sign * push.samples
 
@@ -84,6 +112,13 @@ class JobBudget:
         """Decide whether to stop."""
         if not self.stopping and self.used(now) >= 1:
             self.stopping = True
+
+    def certain(self, rounds: bool) -> int:
+        """For how many further answers of a worker it is certain to last."""
+        if self.stopping or self.steps >= self._limits.steps or self.samples >= self._limits.samples:
+            return 0
+        left = Limits(self._limits.steps - self.steps, self._limits.samples - self.samples, self._limits.seconds)
+        return certain_answers(left, self._size, rounds, self._largest)
 
     def seconds(self, now: float) -> float:
         """Since the first step was released."""

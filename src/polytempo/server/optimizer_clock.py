@@ -18,7 +18,9 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
+from polytempo.server.job_plan import JobBudget
 from polytempo.sync.actions import Apply, Release
+from polytempo.sync.barrier import BSP
 from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
 from polytempo.sync.events import HyperItems, Pushed
 from polytempo.sync.policy import Policy
@@ -41,6 +43,8 @@ class WorkerSlot:
     waited: float = 0.0  # for its last push
     staleness: int = 0  # of its last push
     stop: bool = False  # what its last answer said of the budget
+    certain: int = 0  # and for how many further ones it has promised that they do not say `stop`
+    fenced: bool = False  # does its last push lie in device memory? Then it need not wait for the answer
     loads: int = 0  # what it has given beside its steps is numbered downwards: the last
     given: dict[str, int] = field(default_factory=dict)  # and by kind, how often
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
@@ -147,11 +151,13 @@ class OptimizerClock:
         """An update's lines in the record, one a server."""
         return [self.mark(apply_line(action, now, shard, self.version, staleness)) for shard in range(shards)]
 
-    def reply(self, release: Release, stop: bool, now: float) -> Reply:
-        """The log's entry for a release: the answer to the worker's last push."""
+    def reply(self, release: Release, budget: JobBudget, now: float) -> Reply:
+        """The log's entry for a release: the answer to the worker's last push. What earlier answers promised is kept."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
-        slot.answered, slot.release, slot.stop = slot.exchange, release, stop
+        slot.answered, slot.release, slot.stop = slot.exchange, release, budget.stopping and not slot.certain
+        certain = budget.certain(self.is_main and self.spec.mode is BSP) if slot.fenced else 0
+        slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
         slot.checkpoint = ""
         return reply
@@ -187,6 +193,7 @@ class OptimizerClock:
             mixing=None if mixing is None else MixingRow(mixing.keep, mixing.send, mixing.receive),
             lost=release.lost,
             enters=release.enters,
+            certain=slot.certain,
         )
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:

@@ -128,7 +128,7 @@ class PolicyRunner:
             self._budget.begin(now)
         if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
-        return [ToShards(clock.reply(action, self._budget.stopping, now))]
+        return [ToShards(clock.reply(action, self._budget, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
         if clock.is_first:
@@ -332,6 +332,7 @@ class Sequencer:
             event.count = push.count
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
+        slot.fenced = push.fence > 0
         self._runner.tally(clock, push)
         try:
             effects = self._runner.feed(clock, event, now)

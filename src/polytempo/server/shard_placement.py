@@ -1,63 +1,18 @@
-"""Where a shard's values are made: in the CPU's memory, or on a GPU (`--server-device`).
-
-    cpu      in the CPU's memory
-    auto     on a GPU where the first worker's parameters are on one and CUDA works in this process; else as with cpu
-    cuda     on a GPU: shard i on visible GPU i modulo their number
-    cuda:I   on visible GPU I
+"""Where a shard's values are made: in the CPU's memory, or on a GPU (`server/server_device.py` decides).
 
 CUDA is not initialised before an optimizer needs it.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 
 import torch
 
 from polytempo.device.device import Device
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError
 from polytempo.protocol.values import OptimizerSpec
-
-AUTO, CPU = "auto", "cpu"
-_GPU = re.compile(r"cuda(?::(\d{1,4}))?")
-
-
-def check_server_device(option: str, gpus: int) -> None:
-    """Refuse an option that there is not, or that this host cannot fulfil.
-
-    Args:
-        option: The value of `--server-device`.
-        gpus: The number of GPUs that are visible here.
-
-    Raises:
-        UsageError: One line, with what is there.
-    """
-    match = _GPU.fullmatch(option)
-    if option in (AUTO, CPU):
-        return
-    if match is None:
-        raise UsageError(f"expected --server-device auto, cpu, cuda or cuda:I, got {option!r}")
-    if not gpus:
-        raise UsageError(f"--server-device {option}: there is no GPU that CUDA can use on this host; use auto or cpu")
-    if match[1] and int(match[1]) >= gpus:
-        there = "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
-        raise UsageError(f"--server-device {option}: there is {there} (CUDA_VISIBLE_DEVICES counts); use one of them")
-
-
-def gpu_of_shard(option: str, shard: int, gpus: int, wanted: bool) -> int | None:
-    """The visible GPU on which a shard is made; None for the CPU's memory.
-
-    Args:
-        option: The value of `--server-device`, checked.
-        shard: Which shard.
-        gpus: The number of GPUs that are visible.
-        wanted: Are the first worker's parameters on a GPU?
-    """
-    match = _GPU.fullmatch(option)
-    if match is not None and match[1]:
-        return int(match[1])
-    return shard % gpus if gpus and (match is not None or (option == AUTO and wanted)) else None
+from polytempo.server.server_device import AUTO, CPU, gpu_of_shard
 
 
 class ShardPlacement:
@@ -84,7 +39,10 @@ class ShardPlacement:
         wanted = spec.device == "cuda"
         if self._option == AUTO and not wanted:
             return None
-        index = gpu_of_shard(self._option, self._shard, torch.cuda.device_count(), wanted)
+        gpus = torch.cuda.device_count()
+        if not gpus and self._option != AUTO:
+            raise PeerError(f"server {self._shard}: --server-device {self._option}, and torch sees no GPU; use auto or cpu")
+        index = gpu_of_shard(self._option, self._shard, gpus, wanted)
         return None if index is None else self._gpu(index)
 
     def _gpu(self, index: int) -> Device | None:

@@ -25,7 +25,7 @@ from polytempo.collectives.flattening import shape_of
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.shutdown import at_exit
-from polytempo.collectives.tasks import Steps, Task
+from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.launch.job_facts import way_of
@@ -136,7 +136,7 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
             raise self._refusal(f"expected one tensor in a message, got {len(tensors)}")
         if tensors[0].device.type == "cuda":
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        return self._start(tensors, tensors, None, lambda: start(tensors[0]))
+        return self._call(tensors, tensors, None, lambda: start(tensors[0]))
 
     # Collectives among all ranks.
 
@@ -266,15 +266,7 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
     # Starting a call.
 
     def _call(self, results: list[Any], touched: TorchTensors, opts: Any, start: Callable[[], Task | list[Task]]) -> Any:
-        """Start a collective. The progress thread has a CUDA stream of its own: it waits for the caller's kernels first."""
-        for device in {tensor.device for tensor in touched if tensor.device.type == "cuda"}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self.group.before_next("the GPU", _until(event))
-        return self._start(results, touched, opts, start)
-
-    def _start(self, results: list[Any], touched: TorchTensors, opts: Any, start: Callable[[], Task | list[Task]]) -> Any:
-        """Start tasks that read or write the `touched` tensors; returns their `Work`."""
+        """Start tasks that read or write the `touched` tensors, behind the caller's stream; returns their `Work`."""
         try:
             _check_dense(touched)
             started = start()
@@ -324,11 +316,6 @@ def _check_dense(tensors: TorchTensors) -> None:
     for tensor in tensors:
         if tensor.layout != torch.strided:
             raise UsageError(f"expected dense tensors, got layout {tensor.layout}; use .to_dense() (DDP: sparse=False)")
-
-
-def _until(event: Any) -> Steps:
-    event.synchronize()
-    yield from ()
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -1,4 +1,8 @@
-"""The `Work` of a call: wait, result, error and future."""
+"""The `Work` of a call: wait, result, error and future.
+
+Where tensors are on a GPU, `wait()` lets the current stream wait for the call's result, as the `Work` of NCCL does. The host
+waits only until the call was handed to the GPU, on all ranks. Callbacks of the future run on a stream that waits for it.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +45,11 @@ class TaskWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return all(task.is_completed() for task in self._tasks)
+        """Whether the result is there, on the GPU, too."""
+        return all(task.is_completed() and task.on_device_done() for task in self._tasks)
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
+        return all(task.is_completed() for task in self._tasks) and self.exception() is None
 
     def exception(self) -> Exception | None:
         errors = [task.error for task in self._tasks if task.error is not None]
@@ -79,6 +84,8 @@ class TaskWork(Work):
         error = self.exception()
         if error is not None:
             raise error
+        for task in self._tasks:
+            task.order_stream()  # the one that torch has made current for callbacks
         return self._results
 
 

@@ -15,6 +15,7 @@ import torch
 
 from polytempo.collectives import point_to_point
 from polytempo.collectives.cost import Choice
+from polytempo.collectives.device_call import DeviceCall
 from polytempo.collectives.group import RankGroup, Then
 from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
@@ -112,13 +113,15 @@ def reform() -> Group:
     return Group(group.ranks, group)
 
 
-def explain_algorithm(collective: str, size: int, group: AnyGroup = None) -> Choice:
+def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device: str = "cpu") -> Choice:
     """Which algorithm `algorithm="auto"` chooses for a tensor of a given size, and why.
 
     Args:
         collective: The name of the call, such as `"all_reduce"`.
         size: Bytes of the tensor.
         group: The group; all ranks by default.
+        device: Where the tensor is. For `"cuda"` the algorithm is `"nccl"`, `"cuda-ipc"` or `"cpu"`, and there is no
+            prediction; it is known from the group's first call with tensors on GPUs on, and `"auto"` before.
 
     Returns:
         A `Choice`: the `algorithm`, the `reason` in words, and the `predicted` seconds of each candidate.
@@ -126,7 +129,13 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None) -> Cho
     Raises:
         UsageError: This rank is not in the group, or the collective is unknown.
     """
-    return _inner(_resolve(group)).choice(collective, size)
+    inner = _inner(_resolve(group))
+    if torch.device(device).type == "cpu":
+        return inner.choice(collective, size)
+    way = inner.route.way
+    if way is None:
+        return Choice("auto", "chosen in the group's first call with tensors on GPUs, from the facts of all ranks", {})
+    return Choice(way.name, way.reason, {})
 
 
 def _resolve(group: AnyGroup) -> Group:
@@ -506,6 +515,12 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
     """
     inner = _resolve(group).inner
     return None if inner is None else _finish(inner.barrier(async_op), async_op)
+
+
+def device_call(tensors: Sequence[torch.Tensor], group: Group) -> DeviceCall | None:
+    """The place of a call on these tensors in the caller's stream; None where none is on a GPU, or they are on several."""
+    away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    return _inner(group).route.call(away or tensors, "auto") if tensors else None
 
 
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
