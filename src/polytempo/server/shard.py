@@ -362,17 +362,9 @@ class Shard:
             return dict(zip(dtypes, parts[0][1], strict=True))
         result = self._memory.scratch()
         for index, dtype in enumerate(dtypes):
-            self._weighted_mean([tensors[index] for _, tensors in parts], [samples for samples, _ in parts], result[dtype])
+            terms, weights = [tensors[index] for _, tensors in parts], [samples for samples, _ in parts]
+            weighted_mean(terms, weights, result[dtype], self.device)
         return result
-
-    def _weighted_mean(self, terms: list[torch.Tensor], weights: list[float], out: torch.Tensor) -> None:
-        """On a GPU in one pass, which is one launch; on the CPU in blocks that stay in the cache."""
-        if self.device is None or self._place.type == "cpu":
-            weighted_mean(terms, weights, out)
-            return
-        alike, total = all(weight == weights[0] for weight in weights), in_order(weights)
-        shares = [1.0] * len(terms) if alike else [weight / total for weight in weights]
-        self.device.weighted_sum(terms, shares, out, len(terms) if alike else 1.0)
 
     def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:
         square = in_order(float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 for flat in mean.values())
