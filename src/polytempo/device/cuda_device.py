@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from polytempo.device.cuda_stream import CudaStream
+from polytempo.device.cuda_stream import CudaPoint, CudaStream
 from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
 from polytempo.device.driver import CudaDriver, DriverError
-from polytempo.device.stream import DeviceStream
+from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
@@ -138,6 +138,9 @@ class CudaDevice(Device):
     def finish(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def here(self) -> StreamPoint:
+        return CudaPoint(torch.cuda.current_stream(self.place))
 
     def stream(self) -> DeviceStream:
         return CudaStream(self.place)
