@@ -380,14 +380,14 @@ def test_without_a_rate_of_its_own_it_follows_the_optimizers(lr: float | None, m
 
 
 @pytest.mark.parametrize(
-    ("sync", "own"),
+    ("sync", "own", "least"),
     [
-        ("bsp", True),
-        ("asp", True),
-        ("ssp:1", True),
-        ("every:2", True),
-        ("delay:2", False),
-        ("downpour:push=2,fetch=2", False),
+        ("bsp", True, 6),
+        ("asp", True, 6),
+        ("ssp:1", True, 6),
+        ("every:2", True, 6),
+        ("downpour:push=2,fetch=2", False, 0),
+        ("delay:2", False, 0),
     ],
 )
 def test_prefetched_rows_have_this_workers_own_push_unless_the_mode_postpones_it(sync: str, own: bool, least: int) -> None:

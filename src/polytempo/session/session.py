@@ -97,6 +97,7 @@ class Session:
         self.data_axis: tuple[int, int] | None = None
         if job.replica > 1:
             self.data_axis = rank // job.replica, job.size // job.replica
+        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
         self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
