@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from polytempo.device.device import Device
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
@@ -30,6 +31,7 @@ class Stores:
         groups: Sequence[int] | None = None,
         apply: str = "server",
         clip_norm: float | None = None,
+        device: Device | None = None,
     ) -> None:
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.hyper = tuple(hyper)
@@ -40,7 +42,7 @@ class Stores:
         )
         self.optimizer_spec = OptimizerSpec("bsp", apply, optimizer, infos, self.hyper, clip_norm)
         self.layout = lay_out(infos, shards, is_whole(optimizer))
-        self.stores = [Shard(self.optimizer_spec, shard, shards) for shard in range(shards)]
+        self.stores = [Shard(self.optimizer_spec, shard, shards, device=device) for shard in range(shards)]
         for shard, store in enumerate(self.stores):
             store.seed(self.cut(tensors, shard))
 

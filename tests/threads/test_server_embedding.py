@@ -377,3 +377,38 @@ def test_without_a_rate_of_its_own_it_follows_the_optimizers(lr: float | None, m
 
     with ThreadJob(1, 2) as job:
         assert job.run(work)[0] == pytest.approx(moves, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sync", "own", "least"),
+    [
+        ("bsp", True, 6),
+        ("asp", True, 6),
+        ("ssp:1", True, 6),
+        ("every:2", True, 6),
+        ("downpour:push=2,fetch=2", False, 0),
+        ("delay:2", False, 0),
+    ],
+)
+def test_prefetched_rows_have_this_workers_own_push_unless_the_mode_postpones_it(sync: str, own: bool, least: int) -> None:
+    """Each worker has ids of its own, so that no other changes them: each push moves them down. What came with the answer is
+    what a pull brings then; where answers come later, it may be older, and is never newer, or rows are pulled."""
+
+    def work(session: Session) -> int:
+        embedding = ServerEmbedding(40, DIM, rule="sgd", lr=0.5, start="zeros", dtype=torch.float64)
+        optimizer = DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), embedding)
+        ids, came = torch.arange(session.rank, 40, 2), 0
+        for _ in range(6):
+            embedding(ids).sum().backward()
+            embedding.prefetch(ids)
+            optimizer.step()
+            optimizer.zero_grad()
+            ready, pulled = embedding.table._ready, embedding.pull(ids)
+            if ready is not None:
+                assert torch.equal(ready[1], pulled) if own else bool((ready[1] >= pulled).all())
+                came += 1
+        return came
+
+    with ThreadJob(2, 2, sync) as job:
+        found = job.run(work)
+    assert min(found) >= least, found

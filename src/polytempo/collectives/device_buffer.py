@@ -85,6 +85,7 @@ class DeviceSlotBuffers:
         self.rank, self.others = messages.rank, [rank for rank in members if rank != messages.rank]
         self._buffers: dict[int, DeviceSlotBuffer] = {}
         self._reached: bool | None = None
+        self.settled: list[DeviceFacts] = []  #: those of all ranks, once all have agreed on a call
 
     def of(self, nbytes: int) -> DeviceSlotBuffer:
         """The smallest buffer with room for these bytes in a slot, or the largest there is."""
@@ -106,18 +107,22 @@ class DeviceSlotBuffers:
         context = self.queue.context
         if self.declined(call) or any(self.messages.on_device.get((rank, context), -1) < number for rank in self.others):
             return False
+        if not self.settled and not self.refused:
+            self.settled = self._facts()
         return not self.refused
+
+    def _facts(self) -> list[DeviceFacts]:
+        return next((facts for buffer in self._buffers.values() if (facts := buffer.facts())), [])
 
     @property
     def refused(self) -> bool:
         """Whether devices are known not to reach each other."""
-        if self._reached is None:
-            facts = next((facts for buffer in self._buffers.values() if (facts := buffer.facts())), ())
-            if facts:
-                self._reached = all(other.device in fact.reachable for fact in facts for other in facts)
+        if self._reached is None and (facts := self._facts()):
+            self._reached = all(other.device in fact.reachable for fact in facts for other in facts)
         return self._reached is False
 
     def start_over(self) -> None:
         """After a failure all ranks begin with the same slots again; none still reads what was there."""
+        self.settled = []
         for buffer in self._buffers.values():
             buffer.turn = 0

@@ -1,4 +1,8 @@
-"""How the calls of a group on tensors of GPUs go: in device memory of their ranks ("cuda-ipc"), or through the host.
+"""How the calls of a group on tensors of GPUs go: by NCCL, in device memory of its ranks ("cuda-ipc"), or through the host.
+
+Which it is follows from the facts of all ranks (`device_choice.py`). On one host they come with handles of device memory:
+they are known to all ranks from the first barrier of such a call on, and what can go by NCCL (`nccl_calls.py`) does so from
+the next call on. Between hosts, where NCCL may be taken, the first call gathers them.
 
 Device memory is tried where all ranks of a group are on one host. Whether the other ranks have their tensors on GPUs, too,
 and all reach each other's, shows at the first barrier of a call (`executor.py`): a rank notifies the others of what lies in
@@ -10,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.device_buffer import DeviceSlotBuffers
 from polytempo.collectives.device_call import DeviceCall
-from polytempo.collectives.device_choice import Network
-from polytempo.collectives.device_facts import facts_of
+from polytempo.collectives.device_choice import CPU, NCCL, DeviceWay, Network, choose_way
+from polytempo.collectives.device_facts import facts_of, gather_facts
 from polytempo.collectives.executor import ExecutionStage, nbytes
 from polytempo.collectives.plans import CUDA_IPC
 from polytempo.collectives.steps import Place
@@ -43,13 +47,23 @@ class DeviceRoute:
         ranks: Its ranks in the job.
         place: This rank's among them.
         network: That between them.
+        within: Makes the group within one of its calls.
     """
 
     def __init__(
-        self, engine: ProgressEngine, queue: CallQueue, ranks: Sequence[int], place: Place, network: Network
+        self,
+        engine: ProgressEngine,
+        queue: CallQueue,
+        ranks: Sequence[int],
+        place: Place,
+        network: Network,
+        within: Callable[[ExecutionStage], Any],
     ) -> None:
-        self._engine, self._queue, self._ranks, self._place = engine, queue, ranks, place
+        self.within = within
+        self._engine, self._queue, self._ranks, self._place, self._network = engine, queue, ranks, place, network
         self._may = len(place.hosts) == 1 and not network.emulated
+        self.across = len(place.hosts) > 1 and network.insecure and not network.emulated  #: NCCL may go between hosts
+        self._across_way: DeviceWay | None = None
         self.slots: DeviceSlotBuffers | None = None  #: on the device of the first call with tensors on one
         self.floor = DEVICE_FLOOR
 
@@ -64,12 +78,40 @@ class DeviceRoute:
             raise UsageError(f"{CUDA_IPC} needs all ranks on one host, without an emulated network; use algorithm='auto'")
         return on
 
-    def ways(self, steps: StagedSteps, algorithm: str, on: DeviceCall | None) -> StagedSteps:
-        """The steps of a call as they are, or in the order of a device's stream: in its memory where that is possible."""
+    @property
+    def way(self) -> DeviceWay | None:
+        """What was chosen; None before it is known to all ranks."""
+        if self.across:
+            return self._across_way
+        if self.slots is None:
+            return None
+        if self.slots.refused:  # ranks learn that at different calls, so that none can take another way alone
+            return DeviceWay(
+                CPU, "not all ranks reach the others' GPUs; where each has one of its own, algorithm='native' is NCCL"
+            )
+        return choose_way(self.slots.settled, self._network) if self.slots.settled else None
+
+    def name(self, call: str, on: DeviceCall | None, by_nccl: StagedSteps | None) -> str:
+        """A rank whose tensors are elsewhere must not be waited for: calls by NCCL have another name."""
+        if on is not None and self.across:
+            return f"{call}, on a GPU"
+        return f"{call} by NCCL" if on is not None and by_nccl is not None and self._is_nccl() else call
+
+    def _is_nccl(self) -> bool:
+        return self.way is not None and self.way.name == NCCL
+
+    def ways(
+        self, steps: StagedSteps, algorithm: str, on: DeviceCall | None, by_nccl: StagedSteps | None = None
+    ) -> StagedSteps:
+        """The steps of a call as they are, or in the order of a device's stream: by NCCL, where that was chosen and can do
+        it, or in device memory where that is possible."""
         if on is None:
             return steps
 
         def ordered(stage: ExecutionStage) -> Steps:
+            if by_nccl is not None and (yield from self._takes_nccl(stage, on)):
+                told = replace(stage, on=on)
+                return (yield from on.run(lambda: by_nccl(told), lambda: by_nccl(told)))
             slots = self._slots(on) if self._suits(on, algorithm) else None
             on_device = replace(stage, on=on, slots=slots) if slots is not None else None
 
@@ -82,6 +124,12 @@ class DeviceRoute:
             return (yield from on.run((lambda: steps(on_device)) if on_device is not None else None, refused))
 
         return ordered
+
+    def _takes_nccl(self, stage: ExecutionStage, on: DeviceCall) -> Steps:
+        if self.across and self._across_way is None:
+            facts = yield from gather_facts(self.within(stage), facts_of(self._engine.rank, self._place, on.device))
+            self._across_way = choose_way(facts, self._network)
+        return self._is_nccl()
 
     def _suits(self, on: DeviceCall, algorithm: str) -> bool:
         if algorithm == CUDA_IPC:
@@ -96,6 +144,7 @@ class DeviceRoute:
         return self.slots if self.slots.device is on.device and not self.slots.refused else None
 
     def start_over(self) -> None:
-        """After a failure all ranks begin with the same slots again."""
+        """After a failure all ranks begin with the same slots again, and learn of each other's devices again."""
+        self._across_way = None
         if self.slots is not None:
             self.slots.start_over()

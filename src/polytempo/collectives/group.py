@@ -34,6 +34,7 @@ from polytempo.collectives.device_route import DeviceRoute
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.messaging import Messaging
+from polytempo.collectives.nccl_calls import NCCL_CALLS, nccl_takes
 from polytempo.collectives.plans import CUDA_IPC, algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
@@ -80,7 +81,10 @@ class RankGroup:
         self.context = 2 * context  #: of collectives; the next number is that of single messages
         self.queue = engine.queues.open(self.context, self.ranks)
         self.buffers = SlotBuffers(engine.messages, self.queue, [self.ranks[member] for member in self.place.neighbours])
-        self.route = DeviceRoute(engine, self.queue, self.ranks, self.place, network)  #: of tensors on GPUs
+        self._native: Any = None
+        self.route = DeviceRoute(
+            engine, self.queue, self.ranks, self.place, network, _within(weakref.ref(self))
+        )  #: of tensors on GPUs
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
@@ -102,7 +106,9 @@ class RankGroup:
                 self._after(stage, name, fused.arrived())
                 stage.do(fused.scatter)
 
-        return self._start("all_reduce", f"{name}, {shapes_of(tensors)}", algorithm, steps, background, name, tensors)
+        about = f"{name}, {shapes_of(tensors)}"
+        by_nccl = self._by_nccl("all_reduce", tensors, name)
+        return self._start("all_reduce", about, algorithm, steps, background, name, tensors, by_nccl)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -135,7 +141,8 @@ class RankGroup:
                     stage.do(fused.scatter)
 
         about = f"{shapes_of(tensors)}, from {root}"
-        return self._start("broadcast", about, algorithm, steps, background, tensors=tensors)
+        by_nccl = self._by_nccl("broadcast", tensors, root)
+        return self._start("broadcast", about, algorithm, steps, background, tensors=tensors, by_nccl=by_nccl)
 
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "auto", background: bool = False) -> Task:
         """Make `outputs[q]` the tensor of rank q. Sizes may differ, if all ranks know them."""
@@ -282,16 +289,36 @@ class RankGroup:
         background: bool,
         op: str = "sum",
         tensors: Tensors = (),
+        by_nccl: Callable[[ExecutionStage], Steps] | None = None,
     ) -> Task:
         by = f", by {algorithm}" if algorithm != "auto" else ""
+        on, by_nccl = self.route.call(tensors, algorithm), by_nccl if algorithm == "auto" else None
         call = f"{collective}({about}{by})"
-        on = self.route.call(tensors, algorithm)
         with self._lock:
             self._recovery.open_again(self._calls)
             self._calls += 1
             number = self._calls
-            run = self._run(number, call, op, self.route.ways(steps, algorithm, on))
+            run = self._run(
+                number, lambda: self.route.name(call, on, by_nccl), op, self.route.ways(steps, algorithm, on, by_nccl)
+            )
             return self.engine.start(self.queue, call, run, background, self.timeout, number, on)
+
+    @property
+    def native(self) -> Any:
+        """torch's own collectives for these ranks (`native.py`), made on first use."""
+        if self._native is None:
+            from polytempo.collectives.native import Native
+
+            self._native = Native(self)
+            self.engine.natives.append(self._native)
+        return self._native
+
+    def _by_nccl(self, collective: str, tensors: Tensors, *how: object) -> Callable[[ExecutionStage], Steps] | None:
+        """The steps of a call by NCCL, where it can do that."""
+        on_the_host = tensors[0].device.type == "cpu" and not self.engine.streams.has_stand_in
+        if on_the_host or not nccl_takes(tensors, how):
+            return None
+        return lambda stage: NCCL_CALLS[collective](self.native, stage, tensors, *how)
 
     def _before(self, stage: ExecutionStage, op: str, term: torch.Tensor) -> None:
         if stage.on is None:
@@ -310,8 +337,9 @@ class RankGroup:
             self._recovery.open_again(self._calls)
             return self.engine.start(self.queue, name, steps, True)
 
-    def _run(self, number: int, call: str, op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
+    def _run(self, number: int, name: Callable[[], str], op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
         yield from self._recovery.clear(number)
+        call = name()  # as all ranks know it now that the calls before have ended
         self.engine.queues.declare(self.queue, number, call)
         if len(self.place.hosts) > 1 and self.speeds is None:
             self.speeds = yield from _measure(self.engine.messages, self.context, number, self.ranks, self.place.hosts)
@@ -329,6 +357,8 @@ class RankGroup:
         self.speeds = None  # some ranks may have measured them, and others not
         self.buffers.start_over()
         self.route.start_over()
+        if self._native is not None:
+            self._native.close(politely=False)  # some ranks may have opened it, and others not
 
     def _resolve(self, collective: str, size: int, algorithm: str) -> str:
         if algorithm != "auto":
@@ -458,9 +488,19 @@ class Nested(RankGroup):
         background: bool,
         op: str = "sum",
         tensors: Tensors = (),
+        by_nccl: Callable[[ExecutionStage], Steps] | None = None,
     ) -> Any:
         on = self.route.call(tensors, algorithm)
         return self.route.ways(steps, algorithm, on)(replace(self._stage, op=op, buffer=None))
+
+
+def _within(group: weakref.ref[RankGroup]) -> Callable[[ExecutionStage], Any]:
+    def within(stage: ExecutionStage) -> Nested:
+        found = group()
+        assert found is not None  # one of its calls is under way
+        return Nested(found, stage)
+
+    return within
 
 
 def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:

@@ -12,6 +12,7 @@ and the communicator is aborted.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +26,7 @@ from polytempo.collectives.flattening import shape_of, shapes_of
 from polytempo.collectives.group import Nested, RankGroup, call
 from polytempo.collectives.native_rendezvous import PATIENCE, Meeting, in_thread, tell
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
-from polytempo.collectives.tasks import Steps, Task
+from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.peer_link import CALL, LinkMessage
 from polytempo.transport.rendezvous import own_address
@@ -33,6 +34,8 @@ from polytempo.transport.rendezvous import own_address
 NativeTensors = Sequence[torch.Tensor]
 OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 OPERATIONS |= {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+#: Seconds in which the links tell of a rank whose end has made torch's own call fail.
+GRACE = 1.0
 #: Seconds of a call where the group has no time-out.
 LONGEST = 1800.0
 
@@ -170,6 +173,29 @@ class Native:
             else:
                 self._abort(device)
 
+    def within(self, stage: ExecutionStage, like: torch.Tensor, start: Callable[[Any], list[Any]]) -> Steps:
+        """Steps of a call under way whose stream is the current one: NCCL's kernels are behind what it was given before.
+
+        Args:
+            stage: Of the call.
+            like: One of its tensors.
+            start: Starts the calls of torch's process group.
+        """
+        assert stage.on is not None
+        made = yield from self._opened(stage, like.device)
+        self._announce(stage)
+        try:
+            for work in start(made):
+                work.wait()
+            point = stage.on.stream.mark()
+            if not point.reached():
+                yield Wait(point.reached, self._needed, polls=True)
+        except RuntimeError as error:
+            raise (yield from self._cause(like.device.type, error)) from None
+        except BaseException:  # as in `_task`
+            self._abort(like.device.type)
+            raise
+
     # From a call to a task.
 
     def _task(
@@ -195,7 +221,9 @@ class Native:
                     yield from in_thread(self._group.engine, self._needed, lambda: [work.wait() for work in works])
                 else:
                     yield from self._on_stream(device, filled, lambda: start(made))
-            except BaseException:  # a rank is lost, or the time is over: no rank can use it any more
+            except RuntimeError as error:
+                raise (yield from self._cause(device.type, error)) from None
+            except BaseException:  # a rank is lost, or the time is over: none can use it any more
                 self._abort(device.type)
                 raise
             for tensor in divided:
@@ -218,6 +246,19 @@ class Native:
         messages = self._group.engine.messages
         others = (rank for rank in self._group.ranks if rank != messages.rank)
         return [rank for rank in others if rank not in messages.left or rank in messages.crashed]
+
+    def _cause(self, device: str, error: RuntimeError) -> Steps:
+        """The loss of a rank behind an error of torch's, which may come first; or what torch says."""
+        self._abort(device)
+        messages, until = self._group.engine.messages, time.monotonic() + GRACE
+
+        def lost() -> list[int]:
+            return [rank for rank in self._group.ranks if rank in messages.crashed]
+
+        yield Wait(lambda: bool(lost()) or time.monotonic() > until, list, polls=True)
+        if lost():
+            return messages.loss(lost())
+        return PeerError(f"rank {messages.rank} failed in torch's own call: {str(error).partition(chr(10))[0]}")
 
     def _announce(self, stage: ExecutionStage) -> None:
         """What is called here, for the next rank to compare."""
@@ -270,4 +311,5 @@ def _abort(made: Any, _: Meeting | None) -> None:
 
 
 def _reduce_op(name: str) -> Any:
+    """torch's word for an operation."""
     return getattr(dist.ReduceOp, OPERATIONS[name])

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 from polytempo.collectives.call_queues import CallQueue, CallQueues
 from polytempo.collectives.device_call import DeviceCall, Streams
@@ -51,6 +52,7 @@ class ProgressEngine:
         self._closes: Callable[[PeerLink], None] | None = None
         self._closed = threading.Event()
         self.when_closed: Callable[[], None] = lambda: None
+        self.natives: list[Any] = []  #: torch's own process groups beside the engine's groups (`native.py`)
         self.streams = Streams()  #: of its calls on tensors of devices
         self._polls = False  # a task waits for a device
         self._idle = Deadline(rank)  # without a time-out

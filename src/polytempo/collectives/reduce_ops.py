@@ -110,20 +110,26 @@ def total_on_device(device: Device, name: str, terms: Sequence[torch.Tensor], ou
 BLOCK = 1 << 16
 
 
-def weighted_mean(terms: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
+def weighted_mean(
+    terms: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, device: Device | None = None
+) -> None:
     """The mean of the terms, each as heavy as its weight, into `out`, which may be the first of them.
 
     A term of weight 0 is not looked at: it may hold anything. Equal weights of float16 go the long way: their sum may be
-    larger than float16 can be, where their mean is not.
+    larger than float16 can be, where their mean is not. On a device it is one pass over all terms.
     """
     if 0 in weights:
         pairs = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight != 0]
         terms, weights = [term for term, _ in pairs], [weight for _, weight in pairs]
-    if all(weight == weights[0] for weight in weights) and out.dtype != torch.float16:
+    alike, total = all(weight == weights[0] for weight in weights), in_order(weights)
+    shares = [weight / total for weight in weights]
+    if device is not None:
+        count = len(terms)
+        device.weighted_sum(terms, [1.0] * count if alike else shares, out, float(count) if alike else 1.0)
+        return
+    if alike and out.dtype != torch.float16:
         reduce_into(terms, out, 1 / len(terms))
         return
-    total = in_order(weights)
-    shares = [weight / total for weight in weights]
     for start in range(0, out.numel(), BLOCK):
         block = slice(start, start + BLOCK)
         mean = _wide(terms[0][block]) * shares[0]

@@ -41,7 +41,7 @@ STATE = PAGE
 #: cores, few barriers count for more.
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 #: What a rank notifies the others of, in a `SharedMeanBuffer`.
-KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4, "compared": 5}
+KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4, "compared": 5, "device": 6}
 
 
 class SharedBuffer:
@@ -218,6 +218,14 @@ class SharedMeanBuffer:
         self.peers.tell(others, kind, self.number, self.round)
         self.peers.wait(others, kind, self.number, self.round, self.also)
         return [member for member in others if self.peers.heard(member, kind, self.number) < self.round]
+
+
+def all_on_device(peers: LocalPeers, members: Sequence[int], number: int, mine: bool, also: Iterable[Also] = ()) -> bool:
+    """Whether all ranks have their gradients on devices, as each says of itself before the buffer of this number is made."""
+    others = [member for member in members if member != peers.rank]
+    peers.tell(others, KINDS["device"], number, int(mine))
+    peers.wait(others, KINDS["device"], number, 0, also)
+    return mine and all(peers.heard(member, KINDS["device"], number) != 0 for member in others)
 
 
 def own_part(members: Sequence[int], rank: int, length: int) -> slice:

@@ -139,6 +139,9 @@ class World:
 
     def close(self, politely: bool = True) -> None:
         """Leave."""
+        for native in self.engine.natives:
+            native.close(politely)
+        self.engine.natives.clear()
         self.engine.close(politely)
 
 

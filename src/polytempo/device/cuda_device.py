@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from polytempo.device.cuda_stream import CudaStream
+from polytempo.device.cuda_stream import CudaPoint, CudaStream
 from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
 from polytempo.device.driver import CudaDriver, DriverError
-from polytempo.device.stream import DeviceStream
+from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
@@ -36,12 +36,26 @@ class _Range:
         }
 
 
+def _in_place(of: _Range, nbytes: int, place: torch.device) -> torch.Tensor:
+    """A tensor on this memory. Memory of a peer is a tensor on the peer: asked for on another GPU, torch makes a copy of it.
+
+    Raises:
+        PeerError: torch makes copies of it on all GPUs.
+    """
+    peers = (torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != place.index)
+    for device in (place, *peers):
+        tensor = torch.as_tensor(of, device=device)
+        if tensor.data_ptr() == of.address or not nbytes:
+            return tensor
+    raise PeerError(f"memory of another process cannot be used on {place}: torch takes it for that of no GPU here")
+
+
 class CudaMemory(DeviceMemory):
     """A range of a GPU's memory, this process's own or another's."""
 
     def __init__(self, of: _Range, nbytes: int, handle: bytes, place: torch.device) -> None:
         self.nbytes, self.handle = nbytes, handle
-        self._all = torch.as_tensor(of, device=place)
+        self._all = _in_place(of, nbytes, place)
 
     def tensor(self, dtype: torch.dtype, offset: int = 0, length: int | None = None) -> torch.Tensor:
         stop = self.nbytes if length is None else offset + length * dtype.itemsize
@@ -138,6 +152,9 @@ class CudaDevice(Device):
     def finish(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def here(self) -> StreamPoint:
+        return CudaPoint(torch.cuda.current_stream(self.place))
 
     def stream(self) -> DeviceStream:
         return CudaStream(self.place)

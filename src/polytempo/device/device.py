@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 import numpy
 import torch
 
-from polytempo.device.stream import DeviceStream
+from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import sum_by_torch
 from polytempo.transport.channel import Bytes
 
@@ -129,6 +129,10 @@ class Device(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait, on the host, until the stream of this library's own has done what it was given."""
+
+    def here(self) -> StreamPoint:
+        """The end of what the current stream was given so far."""
+        return StreamPoint()
 
     def stream(self) -> DeviceStream:
         """A new stream of this library's own."""

@@ -23,6 +23,8 @@ from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.deadline import Deadline
 
+#: In a server's refusal: it is where `--server-device` says, or the server itself has said why it is not on a device.
+IN_HOST_MEMORY = "in the memory of the CPU"
 #: Seconds between two looks at a fence, where the host waits for one.
 POLL = 50e-6
 

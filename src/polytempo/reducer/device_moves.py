@@ -21,6 +21,18 @@ def shaped_like(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return view.as_strided(param.shape, param.stride()) if same and param.numel() else view
 
 
+def is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in another order than the canonical one (channels_last)."""
+    at = 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
+        if stride != at:
+            return False
+        at *= size
+    return not tensor.is_contiguous()
+
+
 class Copies:
     """Copies to make together: of each pair `(target, source)` the source into the target."""
 

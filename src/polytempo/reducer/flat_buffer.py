@@ -25,7 +25,7 @@ from polytempo.device.pinned_memory import HostPins
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.device_moves import DeviceMoves, copy_together, largest, shaped_like
+from polytempo.reducer.device_moves import DeviceMoves, copy_together, is_permuted, largest, shaped_like
 from polytempo.reducer.host_staging import HostStaging, staging_for
 from polytempo.reducer.parameter_watch import ParameterWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
@@ -72,6 +72,7 @@ class FlatBuffer:
             else:
                 self._bytes[dtype] = memory.allocate(size * ITEM_SIZES[dtype])
         self.on_device = isinstance(memory, Device)
+        self._forms: dict[int, tuple[int, ...]] = {}  # strides of views that are not in the canonical order
         self.tensors = {dtype: self._flat(dtype, 0, size) for dtype, size in layout.sizes.items()}
         self._layout_places = {place.index: place for place in layout.places}
         self.views = {index: self._view(index) for index in self._layout_places}
@@ -94,7 +95,18 @@ class FlatBuffer:
 
     def _view(self, index: int) -> torch.Tensor:
         place = self._layout_places[index]
-        return self._flat(place.info.dtype, place.start, place.stop).view(tuple(place.info.shape))
+        flat, shape = self._flat(place.info.dtype, place.start, place.stop), tuple(place.info.shape)
+        return flat.as_strided(shape, self._forms[index]) if index in self._forms else flat.view(shape)
+
+    def order_as(self, params: Sequence[torch.Tensor]) -> str:
+        """Have elements in the order that they have in the memory of these parameters, from now on; they may move later.
+
+        Returns:
+            The order: where flat buffers have the same, their elements are the same.
+        """
+        self._forms = {i: params[i].stride() for i in self.views if is_permuted(params[i])}
+        self.take_forms(params)
+        return repr(sorted(self._forms.items()))
 
     def take_forms(self, params: Sequence[torch.Tensor]) -> None:
         """Give views the strides of these parameters where that does not change the order of elements: copies are straight
@@ -211,9 +223,10 @@ class Copier:
         if self.staging is not None and self.staging.pins is not None and not pinned:
             for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
                 buffer.pin(self.staging.pins)
-        self._find_places()
+        self.find_places()
 
-    def _find_places(self) -> None:
+    def find_places(self) -> None:
+        """Find where parameters lie now, and in which form."""
         if self.staging is not None:
             self.staging.find_places()
             return
@@ -255,7 +268,7 @@ class Copier:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
         moved = self.watch.look(compare)
         if moved:
-            self._find_places()
+            self.find_places()
         return moved
 
     def next_buffer(self) -> FlatBuffer:

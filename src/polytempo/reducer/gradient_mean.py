@@ -56,7 +56,10 @@ class GradientMean:
         self._copies.clear()
 
     def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Does this optimizer leave the gradients as they are?"""
+        """Does this optimizer leave the gradients as they are? On a device the mean is this worker's own, to be changed."""
+        if self.buffer.on_device:
+            pairs = ((self.buffer.views[index], param) for index, param in enumerate(self._copier.params))
+            return all(view.device == param.device and view.stride() == param.stride() for view, param in pairs)
         plain = not any(group.get("foreach") for group in optimizer.param_groups)
         usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self._copier.params)
         return plain and usual and type(optimizer) in READERS

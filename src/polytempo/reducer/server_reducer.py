@@ -27,7 +27,7 @@ from polytempo.errors import UsageError
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.reducer.device_exchange import DeviceExchange, device_of
+from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gpu_buckets import GpuBuckets
 from polytempo.reducer.gradient_hooks import CompletionHooks, GradientHooks
@@ -186,7 +186,9 @@ class ServerReducer(Reducer):
             self._exchange = exchange
             self.session.flushing.append(self.settle_values)
             return
-        sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
+        if refusal not in self.session.told and IN_HOST_MEMORY not in refusal:
+            self.session.told.add(refusal)
+            sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
         self.copier = self._new_copier(params, None)
         self.taker = ValueTaker(self.copier)
         self._use_copier()

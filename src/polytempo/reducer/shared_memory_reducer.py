@@ -4,19 +4,24 @@ Each worker's flat buffer is its slot of a shared buffer (`collectives/shared_bu
 which the sequencer decides as always which workers are in the round; its answer means that all their gradients are there.
 Then each worker adds up its part of the mean, and runs the wrapped optimizer on the whole. All make the same change, so all
 replicas stay the same.
+
+Where all workers have their parameters on GPUs that reach each other, flat buffers and the mean stay there
+(`collectives/device_mean.py`): a push waits until the GPU has filled the flat buffer, and each worker makes the whole mean.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from polytempo.client.client_state import ClientState
-from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
+from polytempo.collectives.device_mean import DeviceMeanBuffer
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
+from polytempo.device.device import FENCE_BYTES, Device
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
@@ -35,6 +40,8 @@ ALIGNMENT = 64
 
 #: Shared buffers of optimizers in groups are numbered from here on: some for each optimizer.
 OF_GROUPS, PARTS = 1 << 20, 1 << 10
+#: What workers share in host memory where their gradients are on devices has a number of its own.
+OF_DEVICES = 1 << 27
 
 
 class SlotAllocator:
@@ -71,21 +78,47 @@ class SharedMemoryReducer(Reducer):
         self._clock = SequencerClient(session, spec, self.client_state)
         self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
         self.step = self._clock.step
-        self._shared = self._open_shared_buffer()
-        self.copier = Copier(params, self.layout, SlotAllocator(self._shared.slot_bytes(session.rank)))
-        result = FlatBuffer(self.layout, SlotAllocator(self._shared.result_bytes()), pinned=False)
-        self.mean = GradientMean(self.copier, result)
+        self._device = self._device_of(params) if hooked else None
+        self._on_device: DeviceMeanBuffer | None = None  # where gradients and their mean stay on devices
+        self._members = self.client_state.answer.members
+        self._open(params)
         self._start_from(self.client_state.answer.shares[0].worker)
-        self.hooks = GradientHooks(params, self.copier.next_buffer()) if hooked else None
+        own_memory = hooked and self._on_device is None
+        self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
         self._averages, self._took = True, 0.0  # of the round under way
         self._handed = 0
 
-    def _open_shared_buffer(self) -> SharedMeanBuffer:
-        members, peers = self.client_state.answer.members, self.session.local_peers()
-        peers.meet(members)
+    def _device_of(self, params: Sequence[torch.Tensor]) -> Device | None:
+        places = {param.device for param in params}
+        return self.session.devices.of(places.pop()) if len(places) == 1 else None
+
+    def _open(self, params: Sequence[torch.Tensor]) -> None:
+        """Flat buffers in memory that all members have: on their devices, or the host's."""
+        peers, number, also = self.session.local_peers(), self._buffer_number(), self._clock.client.watched()
+        peers.meet(self._members)
+        if all_on_device(peers, self._members, number, self._device is not None, also):
+            self._open_on_device(params, number)
+        if self._on_device is not None:
+            return
         size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items())
-        return SharedMeanBuffer(peers, members, self._buffer_number(), max(size, 1), self._clock.client.watched())
+        self._shared = SharedMeanBuffer(peers, self._members, number, max(size, 1), also)
+        self.copier = Copier(params, self.layout, SlotAllocator(self._shared.slot_bytes(self.session.rank)))
+        result = FlatBuffer(self.layout, SlotAllocator(self._shared.result_bytes()), pinned=False)
+        self.mean = GradientMean(self.copier, result)
+
+    def _open_on_device(self, params: Sequence[torch.Tensor], number: int) -> None:
+        assert self._device is not None
+        peers, also = self.session.local_peers(), self._clock.client.watched()
+        self._shared = SharedMeanBuffer(peers, self._members, number + OF_DEVICES, FENCE_BYTES, also)
+        self.copier = Copier(params, self.layout, self._device)
+        slot, result = self.copier.next_buffer(), self.copier.landing
+        form = slot.order_as(params)
+        result.order_as(params)
+        self.copier.find_places()
+        buffer = DeviceMeanBuffer(self._shared, self._device, slot.ranges, form)
+        if buffer.usable:
+            self._on_device, self.mean = buffer, GradientMean(self.copier, result)
 
     def _buffer_number(self) -> int:
         """Of the shared buffer, the same on all members; a rank may be in groups that others are not in."""
@@ -93,15 +126,27 @@ class SharedMemoryReducer(Reducer):
             return self.session.next_buffer()
         return OF_GROUPS + number_of(self.name) * PARTS + number_of_part(self.name)
 
+    def buffer_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[FlatBuffer, tuple[int, ...]]:
+        if self._on_device is not None:
+            self._on_device.wait_until_read()
+        return super().buffer_of(of)
+
     def _start_from(self, root: int) -> None:
         """All workers take the values of one."""
         rank, members = self.session.rank, self._shared.members
         self._shared.round += 1
         if rank == root:
             self.copier.gather(self.copier.next_buffer(), lambda param: param.detach())
+            if self._on_device is not None:
+                self._on_device.wait_until_filled()
         if root in self._shared.meet("put", members):
             raise PeerError(f"worker {root} ended before the other workers had its initial parameters")
-        if rank != root:
+        if rank != root and self._on_device is not None:
+            for dtype, flat in self.copier.landing.tensors.items():
+                flat.copy_(self._on_device.slot(root)[dtype][: flat.numel()])
+            self.copier.land()
+            self._on_device.wait_until_filled()  # and the other's slot is read
+        elif rank != root:
             self.copier.scatter({0: self._slot_of(root)})
         self._shared.meet("taken", members)
 
@@ -135,6 +180,8 @@ class SharedMemoryReducer(Reducer):
     def _report(self, clock: SequencerClient, hyper: GroupValues, skip: bool, about: dict[str, Any]) -> None:
         """Begin a round of a clock: this worker's slot is filled."""
         began = time.perf_counter()
+        if self._on_device is not None and not skip:
+            self._on_device.wait_until_filled()
         clock.push(hyper, self.traffic(), skip=skip, touched=self.copier.watch.touched, **about)
         self._took = time.perf_counter() - began
 
@@ -155,6 +202,12 @@ class SharedMemoryReducer(Reducer):
         clock.waited = self._took + time.perf_counter() - began
 
     def _average(self, members: list[int], weights: list[float]) -> None:
+        if self._on_device is not None:
+            self._on_device.mean(members, weights, self.mean.buffer.tensors)
+            nbytes = sum(length * ITEM_SIZES[dtype] for dtype, length in self.layout.sizes.items())
+            self._clock.client.connections.count(nbytes)
+            self._handed += nbytes
+            return
         offset, client = 0, self._clock.client
         for dtype, length in self.layout.sizes.items():
             self._shared.round += 1

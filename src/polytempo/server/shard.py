@@ -362,7 +362,8 @@ class Shard:
             return dict(zip(dtypes, parts[0][1], strict=True))
         result = self._memory.scratch()
         for index, dtype in enumerate(dtypes):
-            weighted_mean([tensors[index] for _, tensors in parts], [samples for samples, _ in parts], result[dtype])
+            terms, weights = [tensors[index] for _, tensors in parts], [samples for samples, _ in parts]
+            weighted_mean(terms, weights, result[dtype], self.device)
         return result
 
     def _clipped(self, mean: Flats, limit: float, total: NormOf) -> Flats:

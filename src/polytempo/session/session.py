@@ -82,7 +82,6 @@ class Session:
         self._local_peers: LocalPeers | None = None
         self._buffers = 0
         self._world: World | None = None
-        self._natives: dict[int, Native] = {}
         self.way = Way()
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
@@ -98,6 +97,7 @@ class Session:
         self.data_axis: tuple[int, int] | None = None
         if job.replica > 1:
             self.data_axis = rank // job.replica, job.size // job.replica
+        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
         self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
 
@@ -170,16 +170,15 @@ class Session:
         if self._world is None:
             with self.lock:
                 self._world = self._world or self._open_world()
-                self._world.engine.streams.devices = self.devices
+        self._world.engine.streams.devices = self.devices
         return self._world
 
     def native(self, group: RankGroup) -> Native:
         """torch's own collectives for a group."""
         if self.job.link is not None:
             raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
-        if group.context not in self._natives:
-            self._natives[group.context] = Native(group)
-        return self._natives[group.context]
+        found: Native = group.native
+        return found
 
     def use(self, world: World) -> None:
         """Use a world that was opened elsewhere."""
@@ -235,9 +234,6 @@ class Session:
         self.flushing.clear()
 
     def _close_world(self, politely: bool) -> None:
-        for native in self._natives.values():
-            native.close(politely)
-        self._natives.clear()
         if self._world is not None:
             self._world.close(politely)
 

@@ -113,13 +113,15 @@ def reform() -> Group:
     return Group(group.ranks, group)
 
 
-def explain_algorithm(collective: str, size: int, group: AnyGroup = None) -> Choice:
+def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device: str = "cpu") -> Choice:
     """Which algorithm `algorithm="auto"` chooses for a tensor of a given size, and why.
 
     Args:
         collective: The name of the call, such as `"all_reduce"`.
         size: Bytes of the tensor.
         group: The group; all ranks by default.
+        device: Where the tensor is. For `"cuda"` the algorithm is `"nccl"`, `"cuda-ipc"` or `"cpu"`, and there is no
+            prediction; it is known from the group's first call with tensors on GPUs on, and `"auto"` before.
 
     Returns:
         A `Choice`: the `algorithm`, the `reason` in words, and the `predicted` seconds of each candidate.
@@ -127,7 +129,13 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None) -> Cho
     Raises:
         UsageError: This rank is not in the group, or the collective is unknown.
     """
-    return _inner(_resolve(group)).choice(collective, size)
+    inner = _inner(_resolve(group))
+    if torch.device(device).type == "cpu":
+        return inner.choice(collective, size)
+    way = inner.route.way
+    if way is None:
+        return Choice("auto", "chosen in the group's first call with tensors on GPUs, from the facts of all ranks", {})
+    return Choice(way.name, way.reason, {})
 
 
 def _resolve(group: AnyGroup) -> Group:

@@ -218,8 +218,9 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
         return self.table
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Name the ids of the next batch, before `step()`: their rows come with the answer to the push, as `pull` would have
-        them then, so that they never lack what this step has changed. `forward` with the same tensor does without looking up
+        """Name the ids of the next batch, before `step()`: their rows come with the answer to its push, as a pull would
+        bring them then, so with what that push has changed. Where answers do not wait for pushes, rows may be of an earlier
+        moment (`downpour`), or come too late and are pulled (`delay:N`). `forward` with the same tensor does not look up
         its ids again.
 
         Args:
