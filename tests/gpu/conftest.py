@@ -24,11 +24,16 @@ TRIED = os.environ.get("POLYTEMPO_TEST_DEVICE") == "cpu"
 sys.path.append(str(HERE.parent / "processes"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.path.parents and not (TRIED and "bench" in getattr(item, "fixturenames", ())):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The wait for a place on the GPU is not counted against a test's time."""
+    ours = [item for item in items if HERE in item.path.parents]
+    usual = float(config.getoption("timeout", None) or config.getini("timeout") or 300)
+    for item in ours:
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker and marker.args else usual
+        item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
+    for item in ours if not torch.cuda.is_available() else ():
+        if not (TRIED and "bench" in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 

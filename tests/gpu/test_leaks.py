@@ -42,7 +42,7 @@ def jobs_in_a_row(bench: Bench, count: int) -> None:
 
 
 def test_jobs_in_a_row_leave_nothing(bench: Bench) -> None:
-    jobs_in_a_row(bench, 2 * AT_ONCE)
+    jobs_in_a_row(bench, AT_ONCE)
 
 
 @pytest.mark.proof

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from helpers import until
 
 from polytempo.device.exchange_fences import ANSWERED
 from polytempo.device.host_device import HostDevice
-from polytempo.protocol.messages import Gone, Refused, encode
+from polytempo.protocol.messages import Answer, Gone, Refused, Repeat, encode
+from polytempo.protocol.values import PushId
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
+from polytempo.train.optimizer import DistributedOptimizer
 
 SHAPES = ((5, 3), (4,), (7, 2))
 
@@ -176,6 +180,69 @@ def test_a_push_that_is_sent_twice_is_counted_once() -> None:
         worker.answered()
         assert close(worker.parameters(), sgd(some(0), some(1)))
         worker.close()
+
+
+def test_a_landing_is_written_once_however_often_its_answer_is_asked_for() -> None:
+    """The answer's header was lost, and the other worker goes on: what the stream of the first has read stays."""
+    with ThreadJob(2, 1, "asp", device="stand-in") as job:
+        workers = workers_of(job, HostDevice(), "asp")
+        workers[0].announce()
+        workers[0].write(some(1))
+        _, answer, _ = workers[0].next(Answer)
+        first = workers[0].landing["float64"].tensor(torch.float64).clone()
+        workers[1].announce()
+        workers[1].write(some(2))
+        workers[1].answered()
+        identity = PushId("0", 0, 0, workers[0].step)
+        workers[0].channels[0].send(encode(Repeat(id=identity, place=answer.place)))
+        _, again, _ = workers[0].next(Answer)
+        assert (again.fence, again.exchange) == (1, answer.exchange)
+        assert again.place > answer.place
+        assert torch.equal(workers[0].landing["float64"].tensor(torch.float64), first)
+        for worker in workers:
+            worker.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [("stand-in", None), (None, "stand-in"), ("stand-in", "stand-in")], ids=str)
+def test_checkpoints_travel_between_servers_on_a_device_and_on_the_cpu(
+    tmp_path: Path, first: str | None, second: str | None
+) -> None:
+    ends = []
+    for devices in ((first, second), (None, None)):
+        folder = tmp_path / str(len(ends))
+        for turn, device in enumerate(devices):
+            resume = folder if turn else None
+            with ThreadJob(1, 2, "bsp", checkpoint=folder, checkpoint_every=2, resume=resume, device=device) as job:
+                (end,) = job.run(_three_steps)
+        ends.append(end)
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def _three_steps(session: Session) -> list[torch.Tensor]:
+    params = [torch.nn.Parameter(tensor) for tensor in some(0)]
+    optimizer = DistributedOptimizer(torch.optim.Adam(params, lr=0.05))
+    for step in range(1, 5):
+        for param, gradient in zip(params, some(step), strict=True):
+            param.grad = gradient
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def test_the_summary_says_where_the_values_were() -> None:
+    for device, said in (("stand-in", "cpu"), (None, None)):
+        with ThreadJob(1, 1, "asp", device=device) as job:
+            job.run(_three_steps)
+        assert job.summary.get("values_on") == said
+
+
+def test_a_server_that_is_out_of_memory_says_so_in_one_line() -> None:
+    with ThreadJob(1, 1, "asp", device="stand-in") as job:
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
+        said = job.servers[0].executor._out_of_memory(error)
+    assert said == (
+        "server 0 is out of memory on the GPU: 20.00 GiB was asked for; use --server-device cpu, a smaller model or batch, "
+        "or fewer processes on this GPU"
+    )
 
 
 def test_a_server_that_stops_releases_its_workers() -> None:

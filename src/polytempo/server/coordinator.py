@@ -398,15 +398,16 @@ class Coordinator:
         """Has the launcher ended the job, and is the last checkpoint written?"""
         return self._job.finish is not None and not self._job.checkpoints.pending
 
-    def end(self, now: float, divergence: float) -> list[LoopEffect]:
-        """The job is over: finish the record. `divergence`: of the workers' gradients, over the job."""
+    def end(self, now: float, divergence: float, device: dict[str, Any] | None = None) -> list[LoopEffect]:
+        """The job is over: finish the record. `divergence`: of the workers' gradients, over the job; `device`: what this
+        server has to say of the device that its values are on."""
         finish, unsaved = self._job.finish, self._job.checkpoints.failure
         assert finish is not None
         effects = self._watch_budget(0)
         if unsaved and not self._job.go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
         progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None
-        summary = self._sequencer.figures.summary(now) | {"spread": divergence, "progress": progress}
+        summary = self._sequencer.figures.summary(now) | {"spread": divergence, "progress": progress, **(device or {})}
         if self._job.record:
             self._job.record.close(self._meta(finish, summary))
             effects += self._job.report_record_loss()

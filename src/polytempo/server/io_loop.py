@@ -188,7 +188,9 @@ class IoLoop:
             now = time.monotonic()
             self._perform(self._coordinator.tick(now))
             if self._coordinator.is_done:
-                self._perform(self._coordinator.end(now, self.executor.settled_divergence(MAIN)))
+                self._perform(
+                    self._coordinator.end(now, self.executor.settled_divergence(MAIN), self.executor.device_facts())
+                )
             self._deliver()  # entries that were appended just now may be carried out already
 
     def _poll_timeout(self) -> int | None:

@@ -9,6 +9,7 @@ thread, if the executor is idle. So is an update that delays no worker: when the
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 import traceback
@@ -246,6 +247,14 @@ class ShardExecutor:
             shard.divergence.settle()
         return shard.divergence.mean
 
+    def device_facts(self) -> dict[str, Any]:
+        """Where the values are and how many bytes this server has allocated there; empty where they are with the CPU."""
+        if self._device is None:
+            return {}
+        place = self._device.place
+        own = torch.cuda.memory_allocated(place) if place.type == "cuda" else 0
+        return {"values_on": str(place), "server_device_bytes": own + self._device.allocated}
+
     def _forget(self, entry: ForgetWorker) -> None:
         for shard in self.optimizer_shards.values():
             shard.forget(entry.worker)
@@ -257,7 +266,11 @@ class ShardExecutor:
     def _set_up(self, entry: Setup) -> None:
         alone = (len(entry.optimizer_spec.members) or self._workers) == 1
         device = self._placement.device_for(entry.optimizer_spec)
-        self._device = self._device or device
+        if self._device is None and device is not None:
+            self._device = device
+            if device.place.type == "cuda":
+                sys.stderr.write(f"values on {device.place}\n")
+                sys.stderr.flush()
         with nullcontext() if device is None else device.own_stream():
             self._add_shard(entry, alone, device)
 
