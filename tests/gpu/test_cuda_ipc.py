@@ -59,11 +59,14 @@ def test_the_weighted_sum_of_one_pass(count: int) -> None:
             torch.testing.assert_close(terms[-1].double(), heavy, **tolerance)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("workers", "launcher"), [(2, "polytempo"), (4, "polytempo"), (2, "torchrun")])
 @pytest.mark.timeout(150)
-def test_bsp_without_servers_stays_on_the_gpu(workers: int) -> None:
+def test_bsp_without_servers_stays_on_the_gpu(workers: int, launcher: str) -> None:
     script = str(Path(__file__).parent / "bsp_on_gpu.py")
     command = [sys.executable, "-m", "polytempo", "run", "-n", str(workers), "--via", "allreduce", script]
+    if launcher == "torchrun":
+        options = ["--standalone", f"--nproc-per-node={workers}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, script, launcher]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     print(done.stdout[-2000:])

@@ -16,7 +16,7 @@ from polytempo.device.devices import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
 from polytempo.session.session import Session
-from polytempo.testing.threads import ThreadJob
+from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -162,3 +162,27 @@ def test_at_most_two_flat_copies_of_the_parameters_are_added() -> None:
     with ThreadJob(2, via="allreduce", device="stand-in") as job:
         found = job.run(work)
     assert found == [2 * sum(param.nbytes for param in model.parameters())] * 2
+
+
+def test_workers_without_a_sequencer_reduce_buckets_on_devices() -> None:
+    """As under torchrun: flat buffers are on the device, and so are the group's slots."""
+    model, data = small_model(), small_batches(6, (6, 6))
+    inner = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
+
+    def work(session: Session) -> list[torch.Tensor]:
+        mine = copy.deepcopy(model)
+        optimizer = DistributedOptimizer(inner(list(mine.parameters())), mine)
+        assert optimizer._reducer.copier.on_device
+        for step in data:
+            optimizer.zero_grad()
+            loss_of(mine, step[session.rank]).backward()
+            optimizer.step()
+        assert all(group.route.slots is not None for group in optimizer._reducer.groups())
+        return weights(mine)
+
+    with GroupJob(2) as job:
+        for session in job.sessions:
+            session.devices = Devices(HostDevice())
+        found = job.run(work)
+    for got in found:
+        assert_close(got, trained_alone(model, inner, data), rtol=1e-9)

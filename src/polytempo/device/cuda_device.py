@@ -36,12 +36,26 @@ class _Range:
         }
 
 
+def _in_place(of: _Range, nbytes: int, place: torch.device) -> torch.Tensor:
+    """A tensor on this memory. Memory of a peer is a tensor on the peer: asked for on another GPU, torch makes a copy of it.
+
+    Raises:
+        PeerError: torch makes copies of it on all GPUs.
+    """
+    peers = (torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != place.index)
+    for device in (place, *peers):
+        tensor = torch.as_tensor(of, device=device)
+        if tensor.data_ptr() == of.address or not nbytes:
+            return tensor
+    raise PeerError(f"memory of another process cannot be used on {place}: torch takes it for that of no GPU here")
+
+
 class CudaMemory(DeviceMemory):
     """A range of a GPU's memory, this process's own or another's."""
 
     def __init__(self, of: _Range, nbytes: int, handle: bytes, place: torch.device) -> None:
         self.nbytes, self.handle = nbytes, handle
-        self._all = torch.as_tensor(of, device=place)
+        self._all = _in_place(of, nbytes, place)
 
     def tensor(self, dtype: torch.dtype, offset: int = 0, length: int | None = None) -> torch.Tensor:
         stop = self.nbytes if length is None else offset + length * dtype.itemsize

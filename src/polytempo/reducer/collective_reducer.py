@@ -29,9 +29,10 @@ import torch
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
+from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
-from polytempo.protocol.layout import Layout, lay_out
+from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
@@ -41,7 +42,7 @@ from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.sequencer_client import SequencerClient
-from polytempo.server.optimizer_state import as_bytes, as_tensor
+from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.events import Pushed
@@ -277,11 +278,18 @@ def _slices(
     found = []
     for piece in bucket.pieces[0]:
         dtype = layout.shards[0][piece.buffer].dtype
-        source, target = (
-            as_tensor(buffer.parts[0][piece.buffer][piece.start : piece.stop], dtype) for buffer in (gradients, mean)
-        )
-        found.append((source, target))
+        item, start = ITEM_SIZES[dtype], layout.shards[0][piece.buffer].start
+        part = slice(start + piece.start // item, start + piece.stop // item)
+        found.append((gradients.tensors[dtype][part], mean.tensors[dtype][part]))
     return found
+
+
+def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | None:
+    """The device on which flat buffers lie: that of the parameters, where all ranks are on one host."""
+    places = {param.device for param in params}
+    if len(places) > 1 or len(session.world().hosts) > 1:
+        return None
+    return session.devices.of(places.pop())
 
 
 def gather_bytes(group: RankGroup, data: bytes) -> list[bytes]:
@@ -353,8 +361,10 @@ class CollectiveReducer(Reducer):
     ) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
         self._warned = False  # of equal gradients
-        self.copier = Copier(params, self.layout, Pool())
-        self.mean = GradientMean(self.copier, FlatBuffer(self.layout, Pool(), pinned=False))
+        device = device_for(session, params)
+        self.copier = Copier(params, self.layout, device or Pool())
+        result = FlatBuffer(self.layout, Pool(), pinned=False) if device is None else self.copier.landing
+        self.mean = GradientMean(self.copier, result)
         buffer = self.copier.next_buffer()
         if beside is None:
             self.voters = VotingGroup(session.world(), number_of(name), session.least, spec.members)
@@ -364,7 +374,8 @@ class CollectiveReducer(Reducer):
         self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
         self.step = self._clock.step if self._clock is not None else 0
         self._start(params)
-        self.hooks = GradientHooks(params, buffer, self._complete) if hooked else None
+        own_memory = hooked and device is None
+        self.hooks = GradientHooks(params, buffer, self._complete) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
         self._blocks = parse_spec(spec.sync).averaging is not None
         size = len(spec.members) or session.size

@@ -358,8 +358,11 @@ class Copier:
     def subtract_from_values(self, buffer: FlatBuffer) -> None:
         """Make a flat buffer of earlier values what was added to them since."""
         views = [buffer.views[index] for index in range(len(self.params))]
+        values = dict(enumerate(param.detach() for param in self.params))
+        if not buffer.on_device:
+            values = self.here(lambda param: param.detach())
         torch._foreach_neg_(views)
-        torch._foreach_add_(views, [param.detach().to(buffer.place) for param in self.params])
+        torch._foreach_add_(views, [values[index] for index in range(len(views))])
 
     def _scatter_others(self, others: Sequence[int], parts: dict[int, list[Bytes]]) -> None:
         """Values of parameters that are not on the GPU of the others."""
@@ -384,7 +387,7 @@ class Copier:
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
-        values = self.values_here()
+        values = self.here(lambda param: param.detach())
         for shard, buffers in parts.items():
             for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
                 given = as_tensor(data, segment.dtype)
@@ -396,14 +399,16 @@ class Copier:
                             return False
         return True
 
-    def values_here(self) -> dict[int, torch.Tensor]:
-        """The values of all parameters in host memory: their own, or a copy that stays until the next call."""
+    def here(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """`of(param)` of each parameter that has it, in host memory: itself, or from a GPU a copy that stays until the next
+        call."""
         if self.staging is None and not self.on_device:
-            return {index: self.params[index].detach() for index in self._order}
+            found = {index: of(self.params[index]) for index in self._order}
+            return {index: tensor for index, tensor in found.items() if tensor is not None}
         if self._spare is None:
             self._spare = FlatBuffer(self.layout, Pool(), pinned=any(param.is_cuda for param in self.params))
-        self.gather(self._spare, lambda param: param.detach())
-        return self._spare.views
+        absent = self.gather(self._spare, of)
+        return {index: view for index, view in self._spare.views.items() if index not in absent}
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""

@@ -124,8 +124,7 @@ class NeighbourReducer(Reducer):
         self._kept = self._shown = None
         if kept is None or shown is None:
             return
-        for index, param in enumerate(self.copier.params):
-            now = param.detach().to(kept.views[index].device)
+        for index, now in self.copier.here(lambda param: param.detach()).items():
             if not torch.equal(now, shown.views[index]):
                 kept.views[index].add_(now).sub_(shown.views[index])
         self.copier.scatter({0: kept.parts[0]})

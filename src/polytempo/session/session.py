@@ -170,7 +170,7 @@ class Session:
         if self._world is None:
             with self.lock:
                 self._world = self._world or self._open_world()
-                self._world.engine.streams.devices = self.devices
+        self._world.engine.streams.devices = self.devices
         return self._world
 
     def native(self, group: RankGroup) -> Native:

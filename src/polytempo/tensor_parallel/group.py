@@ -34,7 +34,7 @@ class TensorGroup(Protocol):
 
 
 class RankTensorGroup:
-    """A tensor group on Polytempo's collectives. CUDA tensors go through copies on the CPU, which are made here."""
+    """A tensor group on Polytempo's collectives, which take CUDA tensors as they are."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -48,19 +48,16 @@ class RankTensorGroup:
         """Make the tensor the combination over all ranks, in place."""
         if self.size == 1:
             return
-        host = tensor.detach().to("cpu")
-        self._group.all_reduce([host], op).wait()
-        if tensor.device.type != "cpu":
-            tensor.copy_(host)
+        self._group.all_reduce([tensor.detach()], op).wait()
 
     def all_gather(self, tensor: Tensor, dim: int, backward: bool = False) -> Tensor:
         """The tensors of all ranks behind each other."""
         if self.size == 1:
             return tensor
-        host = tensor.detach().to("cpu").contiguous()
-        parts = [torch.empty_like(host) for _ in range(self.size)]
-        self._group.all_gather(parts, host).wait()
-        return torch.cat(parts, dim).to(tensor.device)
+        mine = tensor.detach().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        self._group.all_gather(parts, mine).wait()
+        return torch.cat(parts, dim)
 
 
 class CollectiveCall(NamedTuple):

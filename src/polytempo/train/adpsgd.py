@@ -41,7 +41,7 @@ class PairUpdate(StepUpdate):
         loss = self._local.make(request)
         if self._exchange is not None:
             self._exchange.finish()
-            self._exchange.add(changes_since(self._seen, self._reducer.copier.params))
+            self._exchange.add(changes_since(self._seen, self._reducer.copier))
         self._reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
         if self._exchange is not None:
             self._begin(self._exchange)

@@ -115,10 +115,9 @@ class DownpourUpdate(StepUpdate):
             buffer = copier.next_buffer()
             self._sum = Accumulated(buffer, frozenset(copier.gather(buffer, lambda param: param.grad)), self._basis)
         else:
-            views = self._sum.buffer.views
-            have = [index for index in views if params[index].grad is not None]
-            for index in have:
-                views[index].add_(_dense(params[index].grad).to(views[index].device))
+            have = copier.here(lambda param: param.grad)
+            for index, gradient in have.items():
+                self._sum.buffer.views[index].add_(_dense(gradient))
             self._sum.absent -= frozenset(have)
         for index, rate in self._rates().items():
             if params[index].grad is not None:

@@ -10,12 +10,11 @@ worker's own and are not mixed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gossip_exchange import GossipExchange
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
@@ -44,11 +43,9 @@ class LocalStep:
         return loss
 
 
-def changes_since(before: FlatBuffer, params: Sequence[torch.Tensor]) -> FlatBuffer:
+def changes_since(before: FlatBuffer, copier: Copier) -> FlatBuffer:
     """What the parameters have changed since they were these values, in the same memory."""
-    for index, param in enumerate(params):
-        view = before.views[index]
-        view.neg_().add_(param.detach().to(view.device))
+    copier.subtract_from_values(before)
     return before
 
 
@@ -72,7 +69,7 @@ class GossipUpdate(StepUpdate):
         reducer, step = self._reducer, self._reducer.step
         reducer.restore()
         loss = self._local.make(request)
-        change = None if self._sent is None else changes_since(self._sent, reducer.copier.params)
+        change = None if self._sent is None else changes_since(self._sent, reducer.copier)
         if self._sent is None:
             self._exchange.send()
         reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
