@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def said(script: str, ranks: int) -> list[str]:
     """The lines of all ranks that begin with ok, in the order of their names."""
     command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", str(ranks), str(HERE / script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return sorted(line[line.index("ok ") :] for line in done.stdout.splitlines() if "ok " in line)
 

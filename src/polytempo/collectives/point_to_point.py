@@ -60,6 +60,8 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
             raise PeerError(f"{receipt.problem}: {shape_of(tensor)} does not fit what was sent with tag {tag}")
         if back is not None:
             back()
+            if tensor.is_cuda:  # the caller may use any stream
+                torch.cuda.current_stream(tensor.device).synchronize()
         return receipt.source
 
     source_name = f"from {source}" if source is not None else "from any"
