@@ -158,7 +158,7 @@ def test_a_rank_that_dies_in_a_call_by_nccl_is_named(monkeypatch: pytest.MonkeyP
 
 def test_the_way_is_explained_from_the_first_call_on() -> None:
     def work(session: Session) -> tuple[str, str, str]:
-        session.world().engine.streams.devices = Devices(HostDevice("one"))
+        session.devices = Devices(HostDevice("one"))
         before = explain_algorithm("all_reduce", 100, device="cuda").algorithm
         all_reduce(torch.ones(3))
         found = explain_algorithm("all_reduce", 100, device="cuda")
