@@ -491,7 +491,8 @@ class Nested(RankGroup):
         by_nccl: Callable[[ExecutionStage], Steps] | None = None,
     ) -> Any:
         on = self.route.call(tensors, algorithm)
-        return self.route.ways(steps, algorithm, on)(replace(self._stage, op=op, buffer=None))
+        # Through the host: whether all ranks are on devices shows by the call, and this is a part of one.
+        return self.route.ways(steps, "host", on)(replace(self._stage, op=op, buffer=None))
 
 
 def _within(group: weakref.ref[RankGroup]) -> Callable[[ExecutionStage], Any]:
