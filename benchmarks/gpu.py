@@ -1,4 +1,4 @@
-"""`make bench-gpu`: training on one GPU, plain and ours and DDP, in one run of under six minutes. Results: out/bench-gpu/.
+"""`make bench-gpu`: training on one GPU, plain and ours and DDP, in one run of five minutes. Results: out/bench-gpu/.
 
 make bench-gpu                                   everything
 make bench-gpu ARGS="--quick"                    a minute and a half: one turn each, without the ways through the host
@@ -45,7 +45,7 @@ from resnet50 import common_rate
 OUT, PAGE = Path("out/bench-gpu"), Path(__file__).parents[1] / "docs" / "gpu.md"
 NAME = "bench-gpu"
 #: Seconds of a turn and its repeats, normally and with --quick.
-SECONDS, REPEATS = (2.5, 1.2), (4, 1)
+SECONDS, REPEATS = (2.5, 1.2), (3, 1)
 #: Steps at the start of a turn that do not count, and steps of the turn before all, which also says how long a step takes.
 WARM_UP, FIRST = {"resnet50": 6, "mlp": 50, "large": 5}, {"resnet50": 12, "mlp": 150, "large": 12}
 

@@ -51,6 +51,7 @@ def _server_config(index: int, paths: list[str], workers: int, sync: str, via: s
         "threads": 1,
         "facts": {},
         "resumed": {},
+        "device": "auto",
         "secret": "",
         "host_timeout": 5.0,
         "go_on_unsaved": False,

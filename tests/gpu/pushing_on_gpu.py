@@ -5,15 +5,15 @@ elements that differ. Values are whole numbers below 2**24, so sums are exact.
 
     pushing_on_gpu.py DEVICE MEGABYTES steps=N [die=RANK:STEP] [pause=STEP] [slow=RANK:MICROSECONDS] [shards]
 
-die: the worker kills itself in the middle of the push of that step: its stream sleeps, so that the copy is not made yet, and
-the push is announced. pause: all workers say so and sleep in the middle of that push, for a test that kills another process.
+die: the worker is killed in the middle of the push of that step: its stream sleeps, so that the copy is not made yet when it
+ends. pause: all workers say so and sleep in the middle of that push, for a test that kills another process.
 slow: the stream of that rank sleeps in each step, so that it reads its answer long after the server wrote it.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,9 +39,11 @@ last = torch.zeros((), device=device)
 
 
 def sleep(seconds: float) -> None:
-    """Of the stream."""
+    """Of the stream, so that what is given to it now is done later; of the process where there is no stream."""
     if device != "cpu":
         torch.cuda._sleep(int(seconds * SECOND))
+    else:
+        time.sleep(seconds)
 
 
 for step in range(steps):
@@ -49,19 +51,16 @@ for step in range(steps):
     sum((param * weight).sum() for param in model).backward()  # type: ignore[union-attr]
     in_the_middle = step in (int(options.get("pause", "-1")), death if rank == dying else -1)
     if in_the_middle:
-        torch.cuda.synchronize() if device != "cpu" else None
+        if device != "cpu":
+            torch.cuda.synchronize()
+        if rank == dying:
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -KILL {os.getpid()}"])
+        else:
+            Path(f"middle-{rank}").touch()
         sleep(3.0)
     elif rank == slow:
         sleep(microseconds * 1e-6)
-    if in_the_middle and rank != dying:
-        Path(f"middle-{rank}").touch()
-    if step == death and rank == dying and device == "cpu":
-        os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
-    if step == death and rank == dying:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if device == "cpu" and in_the_middle:
-        time.sleep(3.0)
     with torch.no_grad():  # on the device, without waiting for it
         low = torch.stack([param.min() for param in model]).min()
         high = torch.stack([param.max() for param in model]).max()

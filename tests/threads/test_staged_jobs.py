@@ -82,6 +82,7 @@ def train(session: Session, options: Mapping[str, Any], touch: str) -> list[torc
         (2, "bsp", {"apply": "delta"}),
         (1, "downpour:push=2,fetch=3", {}),
         (2, "local:2", {}),
+        (2, "diloco:4,fragments=2,overlap=1", {}),
     ],
     ids=str,
 )

@@ -405,10 +405,31 @@ class Copier:
         if self.staging is None and not self.on_device:
             found = {index: of(self.params[index]) for index in self._order}
             return {index: tensor for index, tensor in found.items() if tensor is not None}
+        absent = self.gather(self._spare_buffer(), of)
+        return {index: view for index, view in self._spare_buffer().views.items() if index not in absent}
+
+    def _spare_buffer(self) -> FlatBuffer:
         if self._spare is None:
             self._spare = FlatBuffer(self.layout, Pool(), pinned=any(param.is_cuda for param in self.params))
-        absent = self.gather(self._spare, of)
-        return {index: view for index, view in self._spare.views.items() if index not in absent}
+        return self._spare
+
+    def write(self, values: Sequence[torch.Tensor], adds: bool = False) -> None:
+        """Copy these into the parameters, in their order, or add them; values of the host go to a GPU together."""
+        own = [param.detach() for param in self.params]
+        staging, spare = self.staging, None
+        if staging is not None and not staging.others and not any(value.is_cuda for value in values):
+            spare = self._spare_buffer()
+            torch._foreach_copy_([spare.views[index] for index in range(len(own))], list(values))
+            mark = staging.spread(dict(enumerate(spare.parts)))
+            values = [staging.views[index] for index in range(len(own))]
+        with torch.no_grad():
+            for target, value in zip(own, values, strict=True):
+                if adds:
+                    target.add_(value.to(target.device))
+                else:
+                    target.copy_(value)
+        if spare is not None:
+            mark.wait()
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""

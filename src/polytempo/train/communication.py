@@ -260,7 +260,8 @@ def all_reduce(
         op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, or a `torch.distributed.ReduceOp`.
         group: The ranks that take part; all ranks by default.
         async_op: Return a task at once.
-        algorithm: `"auto"`, `"ring"`, `"halving-doubling"`, `"tree"`, `"hierarchical"`, `"shared-memory"` or `"native"`.
+        algorithm: `"auto"`, `"ring"`, `"halving-doubling"`, `"tree"`, `"hierarchical"`, `"shared-memory"`, `"cuda-ipc"` or
+            `"native"`.
 
     Returns:
         With `async_op` the task; otherwise None.

@@ -162,11 +162,8 @@ class Fragment:
         moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
         if moved:
             self._companions.read()
-        for index, tensor in enumerate(self._tensors):
-            if moved:
-                tensor.detach().add_((new[index] - self._sent[index]).to(tensor.device))
-            else:
-                tensor.detach().copy_(new[index])
+        values = [one - other for one, other in zip(new, self._sent, strict=True)] if moved else new
+        self.reducer.copier.write(values, adds=moved)
         self._sent = []
         self._companions.write()
         self.record()
@@ -179,14 +176,15 @@ class Fragment:
         """
         self._companions.read()
         before = self._sent or self._views
-        changes = [tensor.detach().to(old.device) - old for tensor, old in zip(self._tensors, before, strict=True)]
+        copier = self.reducer.copier
+        now = dict(enumerate(self._tensors)) if copier.on_device else copier.here(lambda tensor: tensor.detach())
+        changes = [now[index].detach() - old for index, old in enumerate(before)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
         if newest is not None:
             self._land(newest)
         if self._sent:
             self._sent = [view.clone() for view in self._views]
-        for tensor, view in zip(self._tensors, self._views, strict=True):
-            tensor.detach().copy_(view)
+        self.reducer.copier.write(self._views)
         self._companions.write()
         self.record()
 
