@@ -475,9 +475,9 @@ class RankGroup:
 class Nested(RankGroup):
     """A group within one of its calls: a collective returns steps, to be taken with `yield from`."""
 
-    def __init__(self, group: RankGroup, stage: ExecutionStage) -> None:
+    def __init__(self, group: RankGroup, stage: ExecutionStage, by_host: bool = False) -> None:
         self.__dict__.update(vars(group))
-        self._stage = stage
+        self._stage, self._by_host = stage, by_host
 
     def _start(
         self,
@@ -491,8 +491,7 @@ class Nested(RankGroup):
         by_nccl: Callable[[ExecutionStage], Steps] | None = None,
     ) -> Any:
         on = self.route.call(tensors, algorithm)
-        # Through the host: whether all ranks are on devices shows by the call, and this is a part of one.
-        return self.route.ways(steps, "host", on)(replace(self._stage, op=op, buffer=None))
+        return self.route.ways(steps, "host" if self._by_host else algorithm, on)(replace(self._stage, op=op, buffer=None))
 
 
 def _within(group: weakref.ref[RankGroup]) -> Callable[[ExecutionStage], Any]:
@@ -508,7 +507,7 @@ def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: boo
     """Gather the records of all ranks, which have one size, and go on with them; the result is that of `then`."""
 
     def steps(stage: ExecutionStage) -> Steps:
-        inside: Any = Nested(group, stage)
+        inside: Any = Nested(group, stage, by_host=True)  # whether ranks are on devices is agreed once for a call
         rows = [torch.empty_like(record) for _ in range(group.size)]
         yield from inside.all_gather(rows, record)
         return (yield from then(rows, inside))
