@@ -57,6 +57,7 @@ def both(
 
 
 def same(pair: list[Stores], tolerance: float = 2e-5) -> None:
+    torch.cuda.synchronize()  # values are read on another stream than they were written on
     for here, there in zip(pair[0].values(), pair[1].values(), strict=True):
         torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance)
 
@@ -145,6 +146,7 @@ def test_values_in_host_memory_are_of_one_state_and_are_copied_once_for_it(gpu: 
         assert any(again is memory for memory in (lent[0][0], after))  # memory that is back is used again
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_an_update_makes_the_host_wait_for_nothing(gpu: Any) -> None:
     """Torch itself raises where a call synchronises; the gradients are on the device, as shared ones are."""
     for optimizer in ("SGD", "Adam", "AdamW", "RMSprop", "NAdam"):

@@ -199,7 +199,7 @@ def test_collectives_by_messages_of_tensors_on_the_gpu(algorithm: str) -> None:
                 group.all_reduce([there, other], "mean", algorithm).wait()
                 assert bool((there == value + 1.5).all() & (other == value).all()), value
             there.fill_(7.0 if group.rank == 1 else 0.0)
-            group.broadcast([there, other], 1).wait()
+            group.broadcast([there, other], 1, "tree").wait()
             assert bool((there == 7).all())
             parts = [torch.zeros(1000, device=GPU) for _ in range(size)]
             group.all_gather(parts, torch.full((1000,), group.rank + 1.0, device=GPU), "ring").wait()

@@ -88,10 +88,10 @@ def unsynchronised() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it may not see every wait
         torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("padding", [None, 0, 7])

@@ -17,6 +17,9 @@ from polytempo.collectives.world import World, open_in_threads
 from polytempo.device.devices import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.errors import PeerError, RankLost
+from polytempo.session.session import Session
+from polytempo.testing.threads import GroupJob
+from polytempo.train.communication import all_reduce, explain_algorithm
 
 ALL = frozenset({"gpu-0", "gpu-1", "gpu-2"})
 
@@ -151,3 +154,17 @@ def test_a_rank_that_dies_in_a_call_by_nccl_is_named(monkeypatch: pytest.MonkeyP
 
     assert "rank 1 is gone" in everywhere(worlds, work)[0]
     close(worlds[:1])
+
+
+def test_the_way_is_explained_from_the_first_call_on() -> None:
+    def work(session: Session) -> tuple[str, str, str]:
+        session.devices = Devices(HostDevice("one"))
+        before = explain_algorithm("all_reduce", 100, device="cuda").algorithm
+        all_reduce(torch.ones(3))
+        found = explain_algorithm("all_reduce", 100, device="cuda")
+        return before, found.algorithm, found.reason
+
+    with GroupJob(2) as job:
+        for before, way, reason in job.run(work):
+            assert (before, way) == ("auto", "cuda-ipc")
+            assert "the torch of ranks 0 and 1 was built without it" in reason

@@ -108,7 +108,7 @@ class DeviceSlotBuffers:
         if self.declined(call) or any(self.messages.on_device.get((rank, context), -1) < number for rank in self.others):
             return False
         if not self.settled and not self.refused:
-            self.settled = self._facts()
+            self.settled = sorted(self._facts(), key=lambda facts: facts.rank)
         return not self.refused
 
     def _facts(self) -> list[DeviceFacts]:
