@@ -94,8 +94,8 @@ class CudaDevice(Device):
         index: Its number in this process.
     """
 
-    #: Memory that this process has allocated, by handle: CUDA refuses to open a handle in the process that made it, and ranks
-    #: of a job in threads are one process.
+    #: Memory that this process has allocated, by handle: CUDA refuses to open a handle in the process that made it, and the
+    #: ranks of a job in threads are one process.
     _of_this_process: ClassVar[weakref.WeakValueDictionary[bytes, _Range]] = weakref.WeakValueDictionary()
 
     def __init__(self, index: int) -> None:
