@@ -51,7 +51,8 @@ def test_the_weighted_sum_of_one_pass(count: int) -> None:
                 wanted = wanted + term.to(wide)
             out = torch.full_like(terms[0], 7.0)
             device.weighted_sum(terms, [1.0] * count, out, 3.0)
-            assert torch.equal(out, (wanted / 3.0).to(dtype)), (dtype, length, start)
+            three = torch.full_like(wanted, 3.0)  # by a number torch multiplies with its inverse
+            assert torch.equal(out, (wanted / three).to(dtype)), (dtype, length, start)
             weights = [0.25 + index for index in range(count)]
             heavy = sum(weight * term.double() for weight, term in zip(weights, terms, strict=True))
             device.weighted_sum(terms, weights, terms[-1])

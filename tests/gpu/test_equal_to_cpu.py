@@ -18,7 +18,7 @@ from polytempo.testing.threads import ThreadJob
 if TYPE_CHECKING:
     from live import Bench
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(150)
 DEVICE = os.environ.get("POLYTEMPO_TEST_DEVICE", "cuda")
 SCRIPT = str(Path(__file__).parent / "train_on_gpu.py")
 LAYOUTS = ("SGD momentum/server/channels_last", "AdamW/delta", "AdamW/delta/channels_last")
@@ -30,7 +30,7 @@ def on_gpu(bench: Bench, cases: Sequence[str], *flags: str, folder: str = "value
     where = bench.folder / folder
     where.mkdir()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
-    done = bench.run("run", *flags, SCRIPT, DEVICE, str(where), *cases, timeout=180)
+    done = bench.run("run", *flags, SCRIPT, DEVICE, str(where), *cases, timeout=70)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(path) for path in sorted(where.iterdir())]
     for other in ranks[1:] if alike else ():
@@ -111,7 +111,7 @@ def test_modes_whose_result_depends_on_the_order_of_two_workers(sync: str, bench
 
 def test_each_collective(bench: Bench) -> None:
     script = str(Path(__file__).parent / "collectives_on_gpu.py")
-    done = bench.run("run", "-n", "3", script, DEVICE, timeout=180)
+    done = bench.run("run", "-n", "3", script, DEVICE, timeout=70)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("100 calls as on the CPU") == 3, done.stdout
 

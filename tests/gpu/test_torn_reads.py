@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from live import Bench
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(150)
 DEVICE = os.environ.get("POLYTEMPO_TEST_DEVICE", "cuda")
 SCRIPT = str(Path(__file__).parent / "pushing_on_gpu.py")
 STEPS = 5000 if DEVICE == "cuda" else 50  #: of each of the two workers
@@ -22,7 +22,7 @@ STEPS = 5000 if DEVICE == "cuda" else 50  #: of each of the two workers
 def test_no_torn_or_stale_read(sync: str, servers: int, part: int, bench: Bench) -> None:
     """Two shards: both parts of an answer are from one version, too."""
     flags = ("-n", "2", "--sync", sync, "--servers", str(servers))
-    done = bench.run("run", *flags, SCRIPT, DEVICE, "4", f"steps={STEPS // part}", "slow=0:100", timeout=260)
+    done = bench.run("run", *flags, SCRIPT, DEVICE, "4", f"steps={STEPS // part}", "slow=0:100", timeout=140)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"worker (\d): (\d+) torn or stale reads in (\d+) steps, values \[(\S+)\]", done.stdout)
     assert len(found) == 2, done.stdout[-2000:]

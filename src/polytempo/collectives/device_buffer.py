@@ -8,6 +8,7 @@ dies: its memory stays mapped in those that have mapped it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy
@@ -24,6 +25,8 @@ from polytempo.transport.peer_link import HANDLE, LinkMessage
 #: Bytes of a slot. A barrier takes as long as a pass over some hundred megabytes, so few are better; but all of it is memory
 #: that the script cannot have.
 SIZES = (1 << 20, 8 << 20, 64 << 20)
+#: Bytes of a process's number in what a rank tells of its memory.
+PROCESS = 8
 
 
 class DeviceSlotBuffer:
@@ -40,7 +43,8 @@ class DeviceSlotBuffer:
         group = self._of
         if group.rank not in self._memory:
             mine = self._memory[group.rank] = group.device.allocate(2 * self.capacity)
-            card = numpy.concatenate([pack(group.facts).numpy(), numpy.frombuffer(mine.handle, dtype=numpy.uint8)])
+            process = os.getpid().to_bytes(PROCESS, "little")
+            card = numpy.concatenate([pack(group.facts).numpy(), numpy.frombuffer(process + mine.handle, dtype=numpy.uint8)])
             for rank in group.others:
                 group.messages.send(rank, LinkMessage(HANDLE, group.queue.context, self.capacity), card)
         yield from ()  # it never waits: the others need this rank's handle only when they have heard of its contents
@@ -63,7 +67,7 @@ class DeviceSlotBuffer:
         group = self._of
         if member not in self._memory:
             card = group.messages.handles[member, group.queue.context, self.capacity]
-            self._memory[member] = group.device.open(card[RECORD:], 2 * self.capacity)
+            self._memory[member] = group.device.open(card[RECORD + PROCESS :], 2 * self.capacity)
         return self._memory[member].tensor(like.dtype, self.turn * self.capacity + offset, like.numel())
 
 
@@ -119,7 +123,14 @@ class DeviceSlotBuffers:
         """Whether devices are known not to reach each other."""
         if self._reached is None and (facts := self._facts()):
             self._reached = all(other.device in fact.reachable for fact in facts for other in facts)
+            self._reached &= self.device.place.type != "cuda" or not self._in_one_process()
         return self._reached is False
+
+    def _in_one_process(self) -> bool:
+        """Whether ranks are threads of one process: a handle of CUDA IPC cannot be opened where it was made."""
+        cards = [card for (_, context, _), card in self.messages.handles.items() if context == self.queue.context]
+        own, told = os.getpid().to_bytes(PROCESS, "little"), [card[RECORD : RECORD + PROCESS] for card in cards]
+        return len({own, *told}) <= len(self.others)
 
     def start_over(self) -> None:
         """After a failure all ranks begin with the same slots again; none still reads what was there."""

@@ -29,6 +29,7 @@ import torch
 from polytempo.collectives.call_queues import Recovery
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
+from polytempo.collectives.device_call import DeviceCall, until
 from polytempo.collectives.device_choice import Network
 from polytempo.collectives.device_route import DeviceRoute
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
@@ -491,7 +492,17 @@ class Nested(RankGroup):
         by_nccl: Callable[[ExecutionStage], Steps] | None = None,
     ) -> Any:
         on = self.route.call(tensors, algorithm)
-        return self.route.ways(steps, "host" if self._by_host else algorithm, on)(replace(self._stage, op=op, buffer=None))
+        way = "host" if self._by_host else algorithm
+        taken = self.route.ways(steps, way, on)(replace(self._stage, op=op, buffer=None))
+        return taken if on is None else _to_the_end(taken, on)
+
+
+def _to_the_end(steps: Steps, on: DeviceCall) -> Steps:
+    """Steps on a device, and until it is done with them: the handle of the call around them knows nothing of its stream."""
+    result = yield from steps
+    if on.ended is not None:
+        yield from until(on.ended)
+    return result
 
 
 def _within(group: weakref.ref[RankGroup]) -> Callable[[ExecutionStage], Any]:

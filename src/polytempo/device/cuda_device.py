@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -94,6 +94,10 @@ class CudaDevice(Device):
         index: Its number in this process.
     """
 
+    #: Memory that this process has allocated, by handle: CUDA refuses to open a handle in the process that made it, and the
+    #: ranks of a job in threads are one process.
+    _of_this_process: ClassVar[weakref.WeakValueDictionary[bytes, _Range]] = weakref.WeakValueDictionary()
+
     def __init__(self, index: int) -> None:
         torch.cuda.init()
         self.place = torch.device("cuda", index)
@@ -117,6 +121,7 @@ class CudaDevice(Device):
         self.allocated += size
         weakref.finalize(of, self._free, address, size).atexit = False
         memory = CudaMemory(of, nbytes, self.driver.handle_of(address), self.place)
+        self._of_this_process[memory.handle] = of
         memory.tensor(torch.uint8).zero_()
         return memory
 
@@ -126,6 +131,9 @@ class CudaDevice(Device):
             self.driver.free(address)
 
     def open(self, handle: bytes, nbytes: int) -> DeviceMemory:
+        mine = self._of_this_process.get(handle)
+        if mine is not None:
+            return CudaMemory(mine, nbytes, handle, self.place)
         address = self.driver.open(handle)
         of = _Range(address, nbytes)
         weakref.finalize(of, self._close, address).atexit = False

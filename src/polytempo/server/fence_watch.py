@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 #: Seconds between looks, at least and at most; and the share of the time that has passed by which a look may be late.
-QUICK, SLOW, LATE = 30e-6, 150e-6, 0.005
+QUICK, SLOW, LATE = 30e-6, 80e-6, 0.005
 
 K = TypeVar("K", bound=Hashable)
 
