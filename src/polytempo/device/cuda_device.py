@@ -12,6 +12,7 @@ import torch
 from polytempo.device.cuda_stream import CudaPoint, CudaStream
 from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
 from polytempo.device.driver import CudaDriver, DriverError
+from polytempo.device.pinned_memory import HostPins
 from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
@@ -106,6 +107,7 @@ class CudaDevice(Device):
         self.allocated = 0
         self._stream: Any = None
         self._sum: WeightedSum | None = None
+        self._pins = HostPins(self.driver)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         size = max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
@@ -153,9 +155,7 @@ class CudaDevice(Device):
         return context
 
     def pin(self, buffer: Bytes) -> None:
-        if buffer.nbytes:
-            with suppress(DriverError):  # not all memory can be: it is staged then
-                self.driver.pin(address_of(buffer), buffer.nbytes)
+        self._pins.pin(buffer)
 
     def finish(self) -> None:
         if self._stream is not None:

@@ -76,5 +76,7 @@ def sum_by_torch(terms: Sequence[torch.Tensor], weights: Sequence[float], diviso
         else:
             total.add_(term, alpha=weight)
     if divisor != 1.0:
-        total.div_(divisor)
+        total.div_(
+            total.new_full((), divisor)
+        )  # by a plain number, CUDA multiplies by its inverse, which rounds differently
     out.copy_(total)

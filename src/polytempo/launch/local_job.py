@@ -295,7 +295,8 @@ class LocalJob:
                 self._coordinator.send(Gone(worker=action.worker, incarnation=0, reason=action.reason, cause=action.cause))
             elif isinstance(action, EndJob):
                 self._end.cause = action
-                if child is not None and child.tail:
+                killed = "SIGKILL" in action.cause  # what the process said before has nothing to do with it
+                if child is not None and child.tail and not killed:
                     self._end.cause = EndJob(f"{action.cause}\n" + "\n".join(child.tail))
             elif isinstance(action, AllDone) and not self._supervisor.finished:
                 self._end.cause = EndJob("no worker finished")
