@@ -1,4 +1,4 @@
-"""Run by `test_deaths.py`, `test_leaks.py` and `test_torn_reads.py` as a job: every element of the model has the same value.
+"""Run by `test_deaths_on_gpu.py`, `test_leaks.py` and `test_torn_reads.py` as a job: all elements have the same value.
 
 Gradients are one number in all elements, added up by SGD with lr 1: a push or an answer of which a part is missing shows as
 elements that differ. Values are whole numbers below 2**24, so sums are exact.
