@@ -19,10 +19,10 @@ import numpy
 import torch
 
 from polytempo.collectives.device_choice import DeviceFacts
+from polytempo.collectives.reduce_ops import weighted_mean
 from polytempo.collectives.shared_buffer import SharedMeanBuffer
 from polytempo.device.device import FENCE_BYTES, SPACING, Device, DeviceMemory, Fences
 from polytempo.device.stream import StreamPoint
-from polytempo.summation import in_order
 from polytempo.transport.deadline import Deadline
 
 #: Seconds between two looks at a device, or at the fence of another rank.
@@ -111,13 +111,8 @@ class DeviceMeanBuffer:
             into: Takes it, by dtype.
         """
         assert self._fences is not None
-        chosen = [(rank, weight) for rank, weight in zip(members, weights, strict=True) if weight]
-        total = in_order([weight for _, weight in chosen])
-        alike = all(weight == chosen[0][1] for _, weight in chosen)
-        shares = [1.0 if alike else weight / total for _, weight in chosen]
         for dtype, out in into.items():
-            terms = [self._slots[rank][dtype][: out.numel()] for rank, _ in chosen]
-            self._device.weighted_sum(terms, shares, out, float(len(chosen)) if alike else 1.0)
+            weighted_mean([self._slots[rank][dtype][: out.numel()] for rank in members], weights, out, self._device)
         self._round += 1
         self._fences.signal(self._members.index(self._rank), self._round)
         self._readers = [rank for rank in members if rank != self._rank]

@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def pause(pending_for: float) -> float:
-    """Seconds until the next look, where the newest push has been pending for so long."""
+    """Seconds until the next look, after the newest push has been pending for `pending_for` seconds."""
     return min(max(QUICK, LATE * pending_for), SLOW)
 
 
