@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from polytempo.device.device import FENCE_BYTES, Device
-from polytempo.device.exchange_fences import ANSWERED, PUSHED, flag
+from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.messages import (
@@ -121,13 +121,12 @@ class DeviceWorker:
             channel.send(encode(push))
         return self.exchange
 
-    def write(self, gradient: Sequence[torch.Tensor], finite: bool = True) -> None:
+    def write(self, gradient: Sequence[torch.Tensor]) -> None:
         """On the current stream: the gradient, and its fences."""
         for place in self.layout.places:
             flat = self.gradients[place.info.dtype].tensor(getattr(torch, place.info.dtype))
             flat[place.start : place.stop].copy_(gradient[place.index].reshape(-1), non_blocking=True)
         for fences in self.fences:
-            flag(fences).fill_(0 if finite else 1)
             fences.signal(PUSHED, self.exchange)
 
     def answered(self) -> list[Answer]:

@@ -140,21 +140,6 @@ def test_a_later_incarnation_shares_memory_of_its_own() -> None:
         workers[0].close()
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_answered() -> None:
-    with ThreadJob(1, 2, "asp", device="stand-in") as job:
-        (worker,) = workers_of(job, HostDevice(), "asp")
-        worker.announce()
-        worker.write([torch.full(shape, torch.nan) for shape in SHAPES], finite=False)
-        answers = worker.answered()
-        assert [answer.skipped for answer in answers] == [True, True]
-        assert close(worker.parameters(), some(0))
-        worker.announce()
-        worker.write(some(1))
-        assert not worker.answered()[0].skipped
-        assert close(worker.parameters(), sgd(some(0), some(1)))
-        worker.close()
-
-
 def test_an_answer_without_values_and_a_skipped_push_set_their_fences_too() -> None:
     with ThreadJob(1, 1, "asp", device="stand-in") as job:
         (worker,) = workers_of(job, HostDevice(), "asp")

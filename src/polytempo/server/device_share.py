@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from polytempo.device.device import FENCE_BYTES, Device, DeviceMemory, Fences
-from polytempo.device.exchange_fences import ANSWERED, PUSHED, flag
+from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, Layout, Stretch
 from polytempo.protocol.messages import ShareDevice
@@ -29,7 +29,6 @@ class DeviceShare:
 
     def __init__(self, fences: Fences, gradients: Sequence[torch.Tensor], landing: Sequence[torch.Tensor]) -> None:
         self.fences = fences
-        self._flag = flag(fences)
         self.gradients, self._landing = list(gradients), list(landing)
         self._fence_of: dict[int, int] = {}  # by step
         self._answered = 0
@@ -48,11 +47,6 @@ class DeviceShare:
     def pushed(self, fence: int) -> bool:
         """Is the push with this fence complete?"""
         return self.fences.reached(PUSHED, fence)
-
-    @property
-    def nonfinite(self) -> bool:
-        """Is the gradient that was pushed last not finite, as its worker's stream says?"""
-        return bool(self._flag.any())
 
     def answer(self, fence: int, values: Flats | None) -> None:
         """On the current stream: the values into the landing, if the answer brings any, then ANSWERED. Once for a fence."""

@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from polytempo.compression.key_cache import KeyReceiver
 from polytempo.errors import PeerError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, Reply, Seed, Update
@@ -239,7 +237,7 @@ class ShardInbox:
     def __init__(self, executor: ShardExecutor) -> None:
         self._executor = executor
         self._arrived: dict[PushId, tuple[Push, list[PushBuffer]]] = {}
-        self._pending: dict[PushId, tuple[Push, list[PushBuffer], DeviceShare]] = {}  # their fences are not reached yet
+        self._pending: dict[PushId, tuple[Push, list[PushBuffer]]] = {}  # their fences are not reached yet
         self._watch: FenceWatch[PushId] = FenceWatch(executor.wake_up.ring)
         self._partial = ReceivedBuckets(executor.pool)
         self._keys = KeyCache(executor.shard)
@@ -296,7 +294,7 @@ class ShardInbox:
     def _await(self, push: Push, whole: list[PushBuffer], share: DeviceShare) -> list[LoopEffect]:
         """A push with a fence: it has arrived once that is reached."""
         share.expect(push.id.step, push.fence)
-        self._pending[push.id] = push, whole, share
+        self._pending[push.id] = push, whole
         if share.pushed(push.fence):
             return self._complete(push.id)
         self._watch.add(push.id, partial(share.pushed, push.fence))
@@ -305,9 +303,7 @@ class ShardInbox:
     def _complete(self, identity: PushId) -> list[LoopEffect]:
         if identity not in self._pending:
             return []
-        push, whole, share = self._pending.pop(identity)
-        if share.nonfinite and not push.skip:
-            push = msgspec.structs.replace(push, skip=True, nonfinite=True)
+        push, whole = self._pending.pop(identity)
         self._arrived[identity] = push, whole
         return [PushArrived(push)]
 
