@@ -73,7 +73,6 @@ def parse(
     known: Mapping[str, Syntax],
     *,
     error: type[UsageError] = UsageError,
-    planned: tuple[str, ...] = (),
 ) -> ParsedText:
     """Read a text by a table of names.
 
@@ -82,7 +81,6 @@ def parse(
         what: the noun for errors, such as "pipeline schedule".
         known: the table.
         error: the class of errors to raise.
-        planned: names that are refused as not available yet, rather than as unknown.
 
     Raises:
         UsageError: (or `error`) the text cannot be read; one line says why and what to write.
@@ -90,7 +88,7 @@ def parse(
     name, colon, argument, items = split(text)
     syntax = known.get(name)
     if syntax is None:
-        raise error(_unknown(text, name, colon + argument, what, known, planned))
+        raise error(_unknown(text, name, colon + argument, what, known))
     if syntax.argument is None and "=" in argument:
         items, colon, argument = [argument, *items], "", ""
     return ParsedText(name, _argument(name, colon, argument, syntax, error), _options(name, items, syntax.options, error))
@@ -131,10 +129,8 @@ def _read(reader: ArgumentReader, text: str, where: str, example: str, error: ty
         raise error(f"expected {reader.expected} {where}, got {text!r}; write for example {example}") from None
 
 
-def _unknown(text: str, name: str, rest: str, what: str, known: Mapping[str, Syntax], planned: tuple[str, ...]) -> str:
+def _unknown(text: str, name: str, rest: str, what: str, known: Mapping[str, Syntax]) -> str:
     examples = ", ".join(syntax.example for syntax in known.values())
-    if name in planned:
-        return f"{what} {name!r} is planned but not available yet; known: {examples}"
     near = nearest(name.lower(), known)
     fix = near + rest if near and rest.isprintable() else near
     return f"unknown {what} {text!r}{fix}; known: {examples}"

@@ -144,8 +144,8 @@ def test_at_a_constant_rate_the_period_is_a_whole_number_and_never_grows(
     rule.start(0.0)
     for loss, took in steps:
         now += took
-        rule.close((Pushed(0, 0, 32, loss=loss, lr=0.1),), now)
-        seen.append(rule.now)
+        rule.close((Pushed(0, 0, 32, loss=loss, lr=0.1),), (0,), now)
+        seen.append(rule.period)
     assert all(type(period) is int and period >= 1 for period in seen)
     assert seen == sorted(seen, reverse=True)
 
@@ -162,9 +162,9 @@ def test_at_any_rate_the_period_is_a_whole_number_within_its_bounds(
     rule = LossPeriod(first, every=1.0, most=most)
     rule.start(0.0)
     for now, (loss, lr) in enumerate(steps, 1):
-        rule.close((Pushed(0, 0, 32, loss=loss, lr=lr),), float(now))
-        assert type(rule.now) is int
-        assert 1 <= rule.now <= most
+        rule.close((Pushed(0, 0, 32, loss=loss, lr=lr),), (0,), float(now))
+        assert type(rule.period) is int
+        assert 1 <= rule.period <= most
 
 
 @given(first=st.integers(1, 300), ratio=st.floats(1e-6, 1.0))
@@ -330,8 +330,8 @@ def test_periods_of_the_specs() -> None:
     ):
         policy = parse_spec(text).policy(2)
         assert isinstance(policy, Barrier)
-        assert type(policy.period) is kind
-        assert policy.period.now == first
+        assert type(policy.rule) is kind
+        assert policy.rule.period == first
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from polytempo.sync.downpour import DownpourPolicy, LocalSteps
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.dssp_paper import PrintedBound
 from polytempo.sync.every import Periodic
-from polytempo.sync.spec import MODES, PLANNED, parse_spec
+from polytempo.sync.spec import MODES, parse_spec
 from polytempo.sync.ssp import Bound
 
 WORKERS = 4
@@ -212,21 +212,12 @@ def test_even_of_several_lines_one_is_made(text: str) -> None:
     refusal(text)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_is_planned_is_said_to_be_planned(name: str) -> None:
-    said = refusal(f"{name}:8")
-    assert repr(name) in said
-    assert "not available yet" in said
-    assert_names_all(said)
-
-
 def test_the_contract_is_covered() -> None:
     named = {
         *("bsp", "bsp+backup", "asp", "ssp", "dssp", "dssp-paper", "every", "delay", "bsp+balance", "anytime", "local"),
         *("adacomm", "diloco", "gossip", "adpsgd", "downpour", "asup"),
     }
-    assert named <= MODES.keys() | set(PLANNED)
-    assert not MODES.keys() & set(PLANNED)
+    assert named <= MODES.keys()
 
 
 def assert_names_all(said: str) -> None:

@@ -213,7 +213,20 @@ def test_commands_and_options() -> None:
 
 
 def test_modes() -> None:
-    named = ["bsp", "bsp+backup", "ssp", "dssp", "dssp-paper", "asp", "every", "delay", "downpour", "asup"]
+    named = [
+        "bsp",
+        "bsp+backup",
+        "bsp+balance",
+        "anytime",
+        "ssp",
+        "dssp",
+        "dssp-paper",
+        "asp",
+        "every",
+        "delay",
+        "downpour",
+        "asup",
+    ]
     named += ["local", "adacomm", "diloco", "gossip", "adpsgd"]
     assert list(MODES) == named
 

@@ -49,11 +49,11 @@ def by_the_rule(first: int, losses: Callable[[int], float], steps: int = STEPS, 
     found, block, now = [], [], 0.0
     for step in range(steps):
         block.append(losses(step))
-        if len(block) == rule.now:
+        if len(block) == rule.period:
             now += 1.0
-            rule.close((Pushed(0, 0, 1, loss=sum(block) / len(block), lr=lr),), now)
+            rule.close((Pushed(0, 0, 1, loss=sum(block) / len(block), lr=lr),), (0,), now)
             block = []
-        found.append(rule.now)
+        found.append(rule.period)
     return found
 
 

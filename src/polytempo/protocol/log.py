@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart, WireMessage
+from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart, WireMessage
 
 
 class Setup(WireMessage):
@@ -28,6 +28,7 @@ class Update(WireMessage):
     rate: float
     barrier: bool
     mean_staleness: float = 0.0  #: of all pushes so far, where the mode corrects momentum by it
+    divisor: float = 0.0  #: of the weighted sum of the gradients, where it is not the sum of the weights
 
 
 class Drop(WireMessage):
@@ -56,6 +57,7 @@ class Reply(WireMessage):
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
     enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
     certain: int = 0  #: the next answers to this worker, this many, will not say `stop`
+    plan: RoundPlan | None = None  #: of the round that starts, in modes with shares by speed or deadlines
 
 
 class ReadHere(WireMessage):

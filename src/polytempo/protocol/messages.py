@@ -33,6 +33,7 @@ from polytempo.protocol.values import (
     Pull,
     PulledRows,
     PushId,
+    RoundPlan,
     RowAnswer,
     RowPart,
     SentBucket,
@@ -102,6 +103,10 @@ class Push(WireMessage):
     gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
     loss: float | None = None  #: the mean loss of the local steps in it, where the mode asks for it
     lr: float | None = None  #: the learning rate of the last of them
+    work: float | None = None  #: what its micro-batches cost: their samples, or in the units of the sampler's `cost`
+    input: float = 0.0  #: of `computed`, the seconds before the first forward pass: waiting for data
+    drawn: tuple[int, int] | None = None  #: the last batch that the worker's sampler has handed out: pass, number
+    busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
     fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
 
 
@@ -237,6 +242,7 @@ class Answer(WireMessage):
     enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
     fence: int = 0  #: not 0: no dense buffers follow; the values lie in the worker's device memory, once its fence is here
     certain: int = 0  #: the next answers, this many, will not say `stop`
+    plan: RoundPlan | None = None  #: of the round that starts, in modes with shares by speed or deadlines
 
 
 class DeviceShared(WireMessage):

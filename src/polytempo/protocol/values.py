@@ -66,6 +66,8 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     sampler: str = ""
     part: int = -1  #: of the data, which it takes, where that is not its rank's
     parts: int = 0  #: and of how many
+    done: tuple[tuple[int, int], ...] = ()  #: places of the epoch's order in this push, where batches are dealt by speed
+    length: int = 0  #: there, the places of the epoch's order
 
 
 class TrainingProgress(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +94,18 @@ class MixingRow(msgspec.Struct, array_like=True, frozen=True):
     keep: float
     send: tuple[tuple[int, float], ...]
     receive: tuple[tuple[int, float], ...]
+
+
+class RoundPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What a release says of a round with shares by speed or a deadline (`sync/actions.py` `Release`)."""
+
+    weights: tuple[tuple[int, float], ...] = ()
+    since: tuple[int, int] | None = None
+    deadline: float = 0.0
+    behind: int = 0
+    catching_up: tuple[int, ...] = ()
+    divisor: float = 0.0  #: of the round that has ended, for workers that make the update themselves
+    hyper: tuple[dict[str, Any], ...] = ()  #: and its hyper-parameters
 
 
 class BufferRange(msgspec.Struct, array_like=True, frozen=True):

@@ -47,7 +47,7 @@ def rules_for(spec: Spec) -> Rules:
         return Rules(lambda c, low: True, lambda c, low: c > low)
     if averaging is not None and averaging.decoupled:  # merges, checked apart
         return Rules(lambda c, low: True, lambda c, low: averaging.waits and c > low)
-    if name == "bsp" or averaging is not None:  # rounds, or blocks that end as rounds do
+    if name in ("bsp", "bsp+balance") or averaging is not None:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -62,7 +62,7 @@ def rules_for(spec: Spec) -> Rules:
         soft = "wait" in spec.options
         inside: RecordRule = lambda c, low: c // argument <= low // argument  # noqa: E731
         return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
-    if name == "bsp+backup":  # rounds, checked apart
+    if name in ("bsp+backup", "anytime"):  # rounds, checked apart
         return Rules(lambda c, low: True, lambda c, low: True)
     return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
 

@@ -30,7 +30,8 @@ def event_line(event: Event, now: float) -> RecordLine | None:
     """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with."""
     if isinstance(event, Pushed):
         line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
-        more = {"count": event.count if event.count != 1 else None, "loss": event.loss, "lr": event.lr}
+        more: RecordLine = {"count": event.count if event.count != 1 else None, "loss": event.loss, "lr": event.lr}
+        more |= {"work": event.work, "computed": event.computed, "drawn": event.drawn and list(event.drawn)}
         line |= {name: value for name, value in more.items() if value is not None}
         return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
     if isinstance(event, Left):
@@ -64,8 +65,18 @@ def action_line(action: Action, now: float) -> RecordLine | None:
 
 
 def _release_details(release: Release) -> RecordLine:
-    """What a release says in modes with blocks or neighbours."""
+    """What a release says in modes with blocks, neighbours, shares or deadlines."""
     details: RecordLine = {"period": release.period} if release.period else {}
+    if release.weights:
+        details["weights"] = [list(pair) for pair in release.weights]
+    if release.since is not None:
+        details["since"] = list(release.since)
+    if release.deadline:
+        details["deadline"] = release.deadline
+    if release.behind:
+        details["behind"] = release.behind
+    if release.catching_up:
+        details["catching_up"] = list(release.catching_up)
     if release.mixing is not None:
         mixing = release.mixing
         pairs = {"send": [list(pair) for pair in mixing.send], "receive": [list(pair) for pair in mixing.receive]}
@@ -78,7 +89,7 @@ def _release_details(release: Release) -> RecordLine:
 def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:
     """The line of an update on one server: the version it made, and how stale each part of it was."""
     workers = [push.worker for push in action.pushes]
-    return {
+    line = {
         "t": now,
         "kind": "apply",
         "server": server,
@@ -86,6 +97,7 @@ def apply_line(action: Apply, now: float, server: int, version: int, staleness: 
         "workers": workers,
         "staleness": staleness,
     }
+    return line | {"divisor": action.divisor} if action.divisor else line
 
 
 def event_of(line: RecordLine) -> Event | None:
@@ -94,8 +106,9 @@ def event_of(line: RecordLine) -> Event | None:
         kind = line["kind"]
         if kind == "push":
             hyper = tuple(line.get("hyper", {}).items())
-            more = {name: line[name] for name in ("count", "loss", "lr") if name in line}
-            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, **more)
+            more = {name: line[name] for name in ("count", "loss", "lr", "work", "computed") if name in line}
+            drawn = tuple(line["drawn"]) if "drawn" in line else None
+            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, **more, drawn=drawn)
         if kind == "join":
             return Joined(line["worker"])
         if kind == "leave":

@@ -324,13 +324,13 @@ class PeriodByBallot:
     def __init__(self, sync: str, size: int) -> None:
         policy = parse_spec(sync).policy(size)
         assert isinstance(policy, Barrier)
-        self._rule, self._began, self._step = policy.period, time.monotonic(), 0
+        self._rule, self._began, self._step = policy.rule, time.monotonic(), 0
         self._rule.start(0.0)
 
     @property
     def now(self) -> int:
         """Local steps in the next block."""
-        return self._rule.now
+        return self._rule.period
 
     def seconds(self) -> float:
         """Since this rank's start; those of the first rank that votes are the rule's clock."""
@@ -341,7 +341,7 @@ class PeriodByBallot:
         active = [(worker, ballot) for worker, ballot in enumerate(ballots) if not ballot.ran_out]
         pushes = tuple(Pushed(worker, self._step, one.weight, loss=one.loss, lr=one.lr) for worker, one in active)
         self._step += 1
-        self._rule.close(pushes, active[0][1].seconds)
+        self._rule.close(pushes, [worker for worker, _ in active], active[0][1].seconds)
 
 
 class CollectiveReducer(Reducer):

@@ -16,7 +16,7 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, UpdatePart
+from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.server.job_plan import JobBudget
 from polytempo.sync.actions import Apply, Release
@@ -74,6 +74,7 @@ class OptimizerClock:
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
+    _last_round: tuple[float, tuple[dict[str, Any], ...]] = (0.0, ())  # divisor and hyper-parameters of the last update
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
     def __post_init__(self) -> None:
@@ -127,21 +128,26 @@ class OptimizerClock:
 
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
-        parts, staleness = [], []
+        parts, staleness, hypers = [], [], []
         for index, push in enumerate(action.pushes):
             head = self._counted.pop(id(push))[1]
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else head.samples))
+            hypers.append(head.hyper if head.samples else ())
             own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
             staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
         self.version += 1
+        if self.spec.anytime is not None:
+            given = [hyper for hyper in hypers if hyper]
+            self._last_round = action.divisor, tuple(given[0]) if given else ()
         update = Update(
             optimizer_id=self.name,
             version=self.version,
             parts=tuple(parts),
             rate=action.rate * factor,
             barrier=self.spec.mode.barrier,
+            divisor=action.divisor,
         )
         if self.corrections.adapts_momentum:
             update.mean_staleness = self._mean.add(staleness[0])
@@ -194,6 +200,13 @@ class OptimizerClock:
             lost=release.lost,
             enters=release.enters,
             certain=slot.certain,
+            plan=self._plan_of(release) if self.spec.measured else None,
+        )
+
+    def _plan_of(self, release: Release) -> RoundPlan:
+        divisor, hyper = self._last_round
+        return RoundPlan(
+            release.weights, release.since, release.deadline, release.behind, release.catching_up, divisor, hyper
         )
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:

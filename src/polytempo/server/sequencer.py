@@ -328,8 +328,10 @@ class Sequencer:
         worker = push.id.worker
         hyper = clock.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
         event = Pushed(worker, push.id.step, push.samples, hyper, loss=push.loss, lr=push.lr)
-        if clock.spec.mode.averaging is not None:
+        if clock.spec.mode.averaging is not None or clock.spec.measured:
             event.count = push.count
+        if clock.spec.measured:
+            event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced = push.fence > 0

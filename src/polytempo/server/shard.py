@@ -312,8 +312,10 @@ class Shard:
         barrier: bool,
         total: NormOf,
         mean_staleness: float = 0.0,
+        divisor: float = 0.0,
     ) -> None:
-        """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`."""
+        """Make one update of these pushes, each with its weight: their weighted mean at the learning rate times `rate`; with
+        a `divisor`, their weighted sum over that."""
         self.version += 1
         weight = in_order(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
@@ -331,6 +333,8 @@ class Shard:
         ]
         self.divergence.see(self.version, zip((p.id.worker for p, _, _ in parts), (t for _, t in given), strict=True))
         mean = self._mean(given)
+        if divisor:
+            mean = self._scaled(mean, weight / divisor)
         if self.rows:
             self.rows.update(
                 [(push, samples, in_host(buffers[dense:])) for push, samples, buffers in parts], rate, self.version
@@ -371,6 +375,9 @@ class Shard:
         factor = limit / (total(square) ** 0.5 + 1e-6)
         if factor >= 1:
             return mean
+        return self._scaled(mean, factor)
+
+    def _scaled(self, mean: Flats, factor: float) -> Flats:
         result = self._memory.scratch()
         for dtype, flat in mean.items():
             torch.mul(flat, factor, out=result[dtype])

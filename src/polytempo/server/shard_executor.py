@@ -313,7 +313,7 @@ class ShardExecutor:
         reason = shard.in_place_changes.judge([part.id.worker for part in entry.parts])
         for part in entry.parts if reason else ():
             self._report(WorkerReply(part.id.worker, Refused(reason=reason)))
-        shard.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness)
+        shard.update(parts, entry.rate, entry.barrier, self._total_norm(entry), entry.mean_staleness, entry.divisor)
         self._took[entry.optimizer_id] = time.perf_counter() - began
         for push, buffers in pushes.values():
             for buffer in in_host(buffers):
@@ -368,6 +368,7 @@ class ShardExecutor:
             enters=entry.enters,
             fence=fence,
             certain=entry.certain,
+            plan=entry.plan,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)

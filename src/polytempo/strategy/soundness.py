@@ -35,6 +35,8 @@ _LEFT_OUT = "stages could leave out different replicas"
 #: Modes that do not go with several stages.
 _REFUSED = {
     "bsp+backup": Refusal(f"{_LEFT_OUT} from a round", "bsp, or ssp:1, which does not wait for the slowest either"),
+    "bsp+balance": Refusal("each stage would measure a speed of its own, and cut the joint batch differently", "bsp"),
+    "anytime": Refusal("stages would end a round after different micro-batches", "bsp"),
     "adacomm": Refusal("each stage would choose a period of its own from what it measures", "local:8"),
     "asup": Refusal("each stage would choose momentum and rate by the staleness that it sees itself", "asp"),
     "downpour": Refusal(

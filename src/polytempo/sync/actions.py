@@ -52,6 +52,11 @@ class Release:
     mixing: Mixing | None = None  #: with which workers `step` is to be mixed, in modes with neighbours
     lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
     enters: bool = False  #: in modes with neighbours: it joined and has no model yet, its push-sum weight is 0
+    weights: tuple[tuple[int, float], ...] = ()  #: shares by speed: (rank, relative share), where they change or it starts
+    since: tuple[int, int] | None = None  #: the first batch (pass, number) that is cut by them; None: the next
+    deadline: float = 0.0  #: seconds until the round ends, in modes with deadlines; 0: after `micro` micro-batches
+    behind: int = 0  #: rounds that closed without this worker, which it has to catch up with
+    catching_up: tuple[int, ...] = ()  #: the workers of which that is so, in this round
 
 
 @dataclass(slots=True)
@@ -61,6 +66,7 @@ class Apply:
     pushes: tuple[Pushed, ...]
     rate: float
     weights: tuple[float, ...] = ()  #: of the pushes, where they are not the samples
+    divisor: float = 0.0  #: of the weighted sum, where it is not the sum of the weights
 
 
 @dataclass(slots=True)

@@ -24,9 +24,10 @@ the root and no intervals.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from polytempo.options import fraction, positive_number, switch, whole_number
-from polytempo.sync.barrier import Barrier, Period
+from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import MEAN_OPTIONS, Averaging, mean_of_models
 from polytempo.sync.mode import Mode
@@ -37,11 +38,11 @@ INTERVAL = 60.0
 EPSILON = 1e-9
 
 
-class LossPeriod(Period):
+class LossPeriod(RoundRule):
     """The period of AdaComm."""
 
     def __init__(self, first: int, every: float = INTERVAL, gamma: float = 0.5, most: int | None = None) -> None:
-        self.now = first if most is None else min(first, most)
+        self.period = first if most is None else min(first, most)
         self._first, self._every, self._gamma, self._most = first, every, gamma, most
         self._began: float | None = None  # the interval
         self._loss: float | None = None  # F_0
@@ -51,7 +52,7 @@ class LossPeriod(Period):
     def start(self, now: float) -> None:
         self._began = now if self._began is None else self._began
 
-    def close(self, pushes: tuple[Pushed, ...], now: float) -> None:
+    def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         loss, rate = mean_loss(pushes), pushes[0].lr
         if loss is None or rate is None or not rate > 0:
             return
@@ -61,15 +62,15 @@ class LossPeriod(Period):
         if now - self._began < self._every:
             return
         self._began = now
-        self.now = self._next(loss, rate)
+        self.period = self._next(loss, rate)
         self._last_rate = rate
 
     def _next(self, loss: float, rate: float) -> int:
         assert self._loss is not None
         assert self._rate is not None
         period = next_period(self._first, loss / self._loss, self._rate / rate)
-        if rate == self._last_rate and period >= self.now:
-            period = max(1, math.ceil(self._gamma * self.now - EPSILON))
+        if rate == self._last_rate and period >= self.period:
+            period = max(1, math.ceil(self._gamma * self.period - EPSILON))
         return period if self._most is None else min(period, self._most)
 
 
@@ -98,7 +99,7 @@ def _policy(
     momentum: float = 0.0,
     state: str | None = None,
 ) -> Barrier:
-    return Barrier(workers, period=LossPeriod(first, every, gamma, most))  # the rest happens on the worker
+    return Barrier(workers, rule=LossPeriod(first, every, gamma, most))  # the rest happens on the worker
 
 
 def _averaging(

@@ -85,7 +85,7 @@ DILOCO = Mode(
     "diloco",
     "diloco:100",
     "K local steps, then an outer Nesterov step of the common model; fragments=P, overlap=S: streaming; quorum=K: decoupled",
-    lambda workers, period, **options: Barrier(workers, period=FixedPeriod(period)),
+    lambda workers, period, **options: Barrier(workers, rule=FixedPeriod(period)),
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
     barrier=True,

@@ -25,6 +25,9 @@ class Pushed:
 
     `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs. Of a block of local steps
     `count` is their number, `loss` their mean loss and `lr` the learning rate of the last, where the mode asks for them.
+    Where shares or deadlines follow the workers' speed, `count` is the number of micro-batches, `work` what they cost (in
+    samples, or in the units of the sampler's `cost`), `computed` the worker's own seconds for them, and `drawn` the last
+    batch (pass, number in the pass) that the worker's sampler has handed out, its loader's prefetching included.
     """
 
     worker: int
@@ -34,6 +37,9 @@ class Pushed:
     count: int = 1
     loss: float | None = None
     lr: float | None = None
+    work: float | None = None
+    computed: float | None = None
+    drawn: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

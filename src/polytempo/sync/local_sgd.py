@@ -20,10 +20,11 @@ less. Block momentum is stated by its authors for a constant rate inside a block
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
-from polytempo.sync.barrier import Barrier, Period
+from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 
@@ -52,11 +53,11 @@ class Averaging:
         return self.outer_lr == 1.0 and self.outer_momentum == 0.0
 
 
-class FixedPeriod(Period):
+class FixedPeriod(RoundRule):
     """The same number of local steps in every block, after a start with one."""
 
     def __init__(self, period: int, after: int | str = 0) -> None:
-        self.now = 1 if after else period
+        self.period = 1 if after else period
         self._period, self._after = period, after
         self._round = 0
         self._rate: float | None = None  # the learning rate at the start
@@ -65,17 +66,17 @@ class FixedPeriod(Period):
         self._round = step
         self._look()
 
-    def close(self, pushes: tuple[Pushed, ...], now: float) -> None:
+    def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         self._round += 1
         rate = pushes[0].lr
         self._rate = rate if self._rate is None else self._rate
         if self._after == "decay" and rate is not None and self._rate is not None and rate < self._rate:
-            self.now = self._period
+            self.period = self._period
         self._look()
 
     def _look(self) -> None:
         if isinstance(self._after, int) and self._round >= self._after:
-            self.now = self._period
+            self.period = self._period
 
 
 def _read_after(text: str) -> int | str:
@@ -98,7 +99,7 @@ LOCAL = Mode(
     "local",
     "local:8",
     "K local steps, then the mean of all models; after=N|decay: each step at first; momentum=B: block momentum",
-    lambda workers, period, after=0, momentum=0.0, state=None: Barrier(workers, period=FixedPeriod(period, after)),
+    lambda workers, period, after=0, momentum=0.0, state=None: Barrier(workers, rule=FixedPeriod(period, after)),
     argument=whole_number("K", at_least=1),
     options={"after": ArgumentReader("a whole number of at least 1, or decay,", _read_after, "1000"), **MEAN_OPTIONS},
     barrier=True,

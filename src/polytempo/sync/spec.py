@@ -13,8 +13,10 @@ from polytempo.errors import SpecError
 from polytempo.options import Syntax, parse
 from polytempo.sync.adacomm import ADACOMM
 from polytempo.sync.adpsgd import ADPSGD
+from polytempo.sync.anytime import ANYTIME, AnytimeSpec
 from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.asynchronous import ASP
+from polytempo.sync.balance import BALANCE
 from polytempo.sync.barrier import BACKUP, BSP
 from polytempo.sync.corrections import NOTHING, OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
@@ -34,6 +36,8 @@ MODES: dict[str, Mode] = {
     for mode in (
         BSP,
         BACKUP,
+        BALANCE,
+        ANYTIME,
         SSP,
         DSSP,
         DSSP_PAPER,
@@ -58,9 +62,6 @@ _SYNTAX = {
     )
     for name, mode in MODES.items()
 }
-
-#: Modes that are planned; they are refused as not available yet.
-PLANNED = ("bsp+balance", "anytime")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,23 @@ class Spec:
     def in_rounds(self) -> bool:
         """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
         averaging = self.averaging
-        return self.mode is BSP or (averaging is not None and not averaging.decoupled)
+        return self.mode in (BSP, BALANCE) or (averaging is not None and not averaging.decoupled)
+
+    @property
+    def measured(self) -> bool:
+        """Does the mode follow the workers' speed, so that pushes must say what they were made of and in what time?"""
+        return self.mode in (BALANCE, ANYTIME)
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches that each worker takes before it pushes, on average, in modes with whole micro-batches; else 0."""
+        return int(self.options.get("micro", 0)) if self.mode is BALANCE else self.anytime.micro if self.anytime else 0
+
+    @property
+    def anytime(self) -> AnytimeSpec | None:
+        """What a worker must know of rounds with deadlines, in the mode that has them."""
+        given = {name: value for name, value in self.options.items() if name in ("micro", "late")}
+        return AnytimeSpec(**given) if self.mode is ANYTIME else None
 
     @property
     def ahead(self) -> int:
@@ -149,9 +166,9 @@ def parse_spec(text: str) -> Spec:
     Raises:
         SpecError: the spec is unknown or malformed, or its options exclude each other; one line says what to write.
     """
-    choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError, planned=PLANNED)
-    arguments = () if choice.argument is None else (choice.argument,)
+    choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError)
     mode = MODES[choice.name]
+    arguments = () if choice.argument is None or mode.argument is None else (choice.argument,)
     mode = next((variant for option, variant in mode.variants.items() if option in choice.options), mode)
     spec = Spec(text.strip(), mode, arguments, choice.options)
     _ = spec.corrections, spec.averaging, spec.gossip  # these refuse options that exclude each other

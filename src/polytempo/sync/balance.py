@@ -1,0 +1,72 @@
+"""`bsp+balance`: rounds with a barrier, in which each worker's share of the joint batch is in proportion to its speed.
+
+    round       each worker takes its share of the joint batch and pushes; the mean is weighted by samples (`barrier.py`)
+    measure     speed = work / computed of each push, the median over the last rounds (`shares.py`)
+    shares      in proportion to speed, between LEAST and `most` even shares; new ones only where a round would become
+                shorter by more than HYSTERESIS
+
+The joint batch stays what it is, and so does the update: it equals that of one process on the joint batch. Shares make up
+for lasting differences of speed, not for passing stalls.
+
+Loaders read ahead: batches that are drawn keep their cut. Every push says which batch its worker has drawn last, so new
+weights hold from the first batch on that no worker has drawn. With `micro=M` a worker pushes after a number of whole
+micro-batches, M on average; then new weights hold from the next round on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from polytempo.options import positive_number, whole_number
+from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.events import Pushed
+from polytempo.sync.mode import Mode
+from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
+
+#: The smallest share, in even shares, and the largest by default: a larger batch needs more memory.
+LEAST, MOST = 0.1, 2.0
+#: Shares are changed where rounds would become shorter by this factor.
+HYSTERESIS = 1.05
+
+
+class SharesBySpeed(RoundRule):
+    """The shares of `bsp+balance`."""
+
+    def __init__(self, workers: int, most: float = MOST) -> None:
+        self.weights = tuple((worker, 1.0) for worker in range(workers))
+        self._most = most
+        self._speeds = WorkerSpeeds()
+        self._drawn: tuple[int, int] | None = None  # the last batch that any worker has drawn
+
+    def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
+        for push in pushes:
+            self._speeds.add(push.worker, push.work, push.computed)
+        self._speeds.forget(members)
+        drawn = [push.drawn for push in pushes if push.drawn is not None]
+        self._drawn = max([*drawn, *([self._drawn] if self._drawn else [])], default=None)
+        proposed = self._proposed(sorted(members))
+        self.changed = proposed != self.weights
+        if self.changed:
+            self.weights = proposed
+            self.since = None if self._drawn is None else (self._drawn[0], self._drawn[1] + 1)
+
+    def _proposed(self, members: list[int]) -> ShareWeights:
+        speeds = self._speeds.of(members)
+        if not speeds:  # one is unknown, or none is left
+            same = [worker for worker, _ in self.weights] == members
+            return self.weights if same else tuple((worker, 1.0) for worker in members)
+        proposed = weights_by_speed(speeds, LEAST, self._most)
+        if [worker for worker, _ in self.weights] != members:
+            return proposed
+        gain = round_time(self.weights, speeds) / round_time(proposed, speeds)
+        return proposed if gain > HYSTERESIS else self.weights
+
+
+BALANCE = Mode(
+    "bsp+balance",
+    "bsp+balance",
+    "barrier each step, shares of the joint batch by measured speed; micro=M: of whole micro-batches, M each on average",
+    lambda workers, micro=0, most=MOST: Barrier(workers, rule=SharesBySpeed(workers, most)),
+    options={"micro": whole_number("micro", at_least=1, example="8"), "most": positive_number("most")},
+    barrier=True,
+)
