@@ -36,6 +36,9 @@ MODES = (
     "adpsgd:ring",
 )
 
+#: Modes for uneven machines, whose virtual time is another than that of single steps.
+UNEVEN = ("bsp+balance", "bsp+balance,micro=4", "anytime:auto", "anytime:8,late=keep")
+
 #: Modes that need more than one worker.
 NOT_ALONE = ("bsp+backup:1", "diloco:3,quorum=2")
 
