@@ -74,8 +74,8 @@ class PushArrivals:
 class PolicyRunner:
     """Feeds the policies: what a policy decides becomes entries of the log, messages and lines of the record."""
 
-    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget) -> None:
-        self._plan, self._statistics, self._budget = plan, statistics, budget
+    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget, paces: FigureLog) -> None:
+        self._plan, self._statistics, self._budget, self._paces = plan, statistics, budget, paces
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -131,6 +131,7 @@ class PolicyRunner:
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
         if clock.is_main:
             self._budget.begin(now)
+            self._paces.released(action.worker, now)
         if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
         return [ToShards(clock.reply(action, self._budget, now))]
@@ -282,9 +283,9 @@ class Sequencer:
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
-        self._runner = PolicyRunner(plan, self.statistics, self.budget)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.paces)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
         self._saved_at = plan.first_step
 
     # Members.
@@ -344,10 +345,10 @@ class Sequencer:
         slot.fenced = push.fence > 0
         self._runner.tally(clock, push)
         try:
-            effects = self._runner.feed(clock, event, now, figures)
-            self.statistics[worker].accepted = True
             if clock.is_main:
                 self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
+            effects = self._runner.feed(clock, event, now, figures)
+            self.statistics[worker].accepted = True
             return effects + self._checkpoint(clock, now, effects)
         except OrderError as error:
             slot.exchange = before
