@@ -50,7 +50,7 @@ class PacedStep:
     network: float
     own: float  #: seconds that the step took of its worker, as they were
     raw: float  #: of these, computing
-    samples: float
+    steps: int  #: that the push was made of
 
     @property
     def total(self) -> float:
@@ -202,4 +202,4 @@ def _paced(row: StepFigures, usual: float, effect: float, window: int) -> PacedS
     raw = row.computed - row.input
     computing, waiting = raw * scale, row.input * scale
     own = row.computed + row.exchanged
-    return PacedStep(row.t, window, computing, waiting, row.exchanged, own, raw, row.samples)
+    return PacedStep(row.t, window, computing, waiting, row.exchanged, own, raw, max(row.steps, 1))

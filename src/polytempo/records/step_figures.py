@@ -54,6 +54,11 @@ def figures_of(lines: Iterable[RecordLine]) -> list[StepFigures]:
     return [one._replace(computed=one.elapsed) for one in found if one.elapsed]
 
 
+def figures_from(rows: Iterable[tuple[float, ...]]) -> list[StepFigures]:
+    """The figures that a log gave for a message."""
+    return [StepFigures(int(row[0]), int(row[1]), row[2], row[3], int(row[4]), *row[5:]) for row in rows]
+
+
 class FigureLog:
     """The figures of a running job, a bounded number: where there are too many, every second step is dropped."""
 

@@ -18,7 +18,7 @@ window has few steps, and every worker has many windows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, median_low
 from typing import Any
@@ -49,8 +49,8 @@ class Straggler:
     Args:
         cause: "computing", "input", "network", "stalls" or "uneven".
         worker: Whose; None: of all workers.
-        factor: The worker's own time for a step, over that of the worker in the middle; of uneven steps a long step (the
-            95th of 100) over a typical one; of stalls a stalled step over a typical one.
+        factor: The worker's own time for a step, over that of the worker in the middle; of computing that part alone; of
+            uneven steps a long one (the 95th of 100) over a typical one; of stalls a stalled step over a typical one.
         excess: Seconds a step that this adds to a typical step, on average over the stretch.
         share: Of uneven work what work explains; of stalls the share of steps; else the part of the worker's own time.
         since: Seconds from the start of what is judged.
@@ -110,9 +110,11 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
         return None
     if sum(e > level / 2 for e in inside) < MOSTLY * len(inside):
         return None
-    usual = median_low(fmean(step.total for step in _unstalled(one)) for one in paces.workers)
+    compared = "computing" if part == "computing" else "total"
+    usual = median_low(fmean(getattr(step, compared) for step in _unstalled(one)) for one in paces.workers)
     own = fmean(getattr(step, part) for step in _unstalled(pace))
-    until = None if end >= count - 1 else paces.moment(end)
+    last = max(index for index, e in enumerate(mine) if e is not None)
+    until = None if end >= last else paces.moment(end)
     share = own / (fmean(step.total for step in _unstalled(pace)) or 1.0)
     return Straggler(
         part, pace.worker, (usual + level) / usual, level, share, paces.moment(begin) if begin > 1 else 0.0, until
@@ -120,12 +122,21 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
 
 
 def _behind(worker: int, table: dict[int, list[float | None]]) -> list[float | None]:
-    """By how much a worker's figure of each window is above that of the other in the middle; None where one is missing."""
-    found: list[float | None] = []
-    for index, own in enumerate(table[worker]):
-        others = [row[index] for other, row in table.items() if other != worker]
-        known = [value for value in others if value is not None]
-        found.append(own - median_low(known) if own is not None and known else None)
+    """By how much a worker's figure of each window is above that of the other in the middle; None where it has none. One
+    that took no step in a window, or has left, is compared by its figure of the window before."""
+    others = [_filled(row) for other, row in table.items() if other != worker]
+    return [
+        None if own is None else own - median_low(row[index] for row in others) for index, own in enumerate(table[worker])
+    ]
+
+
+def _filled(row: Sequence[float | None]) -> list[float]:
+    """Windows without a figure have that of the one before; the first ones that of the first that has one."""
+    last = next((value for value in row if value is not None), 0.0)
+    found = []
+    for value in row:
+        last = last if value is None else value
+        found.append(last)
     return found
 
 
@@ -231,8 +242,3 @@ def _unevenness(pace: WorkerPace, windows: int, seconds: Any) -> float:
         found[step.window].append(seconds(step))
     differ = [abs(value / middle - 1) for values in found if values and (middle := median(values)) > 0 for value in values]
     return fmean(differ) if differ else 0.0
-
-
-def judged(paces: JobPaces | None) -> Iterable[Straggler]:
-    """The findings of a job, none where nothing can be judged."""
-    return stragglers_in(paces) if paces is not None else ()
