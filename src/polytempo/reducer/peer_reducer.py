@@ -95,7 +95,7 @@ class PeerReducer(Reducer):
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         raise UsageError(
-            f"synchronize() is not possible under {self.spec.sync}: the mean is known at the end of the round; use clip_norm="
+            f"synchronize() is not possible under {self.spec.sync}, whose mean is known when the round ends; use clip_norm="
         )
 
     def add_up(self, result: FlatBuffer, fill: Callable[[], None], ranks: Sequence[int], which: int) -> None:

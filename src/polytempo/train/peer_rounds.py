@@ -233,7 +233,8 @@ class PeerRounds(RoundExchange):
 
 def _newest(contents: Sequence[RoundMean | HandedState]) -> tuple[HandedState | None, list[RoundMean]]:
     """The last state that was handed over, and the means after it."""
-    handed, means = None, []
+    handed: HandedState | None = None
+    means: list[RoundMean] = []
     for content in contents:
         if isinstance(content, HandedState):
             handed, means = content, []
