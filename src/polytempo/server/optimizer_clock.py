@@ -236,6 +236,10 @@ class OptimizerClock:
         key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
         return self._counted.pop(key)[1]
 
+    def heads(self, action: Apply) -> list[Push]:
+        """The pushes of an update that is about to be made."""
+        return [self._counted[id(push)][1] for push in action.pushes]
+
     def pending(self) -> list[Push]:
         """Pushes that are counted and still to be applied: of a round that is not complete."""
         return [push for _, push in self._counted.values()]
