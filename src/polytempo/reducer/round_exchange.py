@@ -83,5 +83,12 @@ class RoundExchange(ABC):
             results: Of the rounds since the last call, in order; at least one.
         """
 
+    def look(self) -> None:
+        """Before a step, in the script's thread: `UsageError` where the script has written to parameters and may not."""
+
+    def reload(self) -> None:
+        """Put the newest values that were installed into the parameters again: the script has written to them. Called in the
+        script's thread."""
+
     def close(self) -> None:
         """No further round comes."""

@@ -144,7 +144,9 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
-        elif not hooked and self._sync.anytime is None:  # else gradients live there, or values pass through while another answer comes
+        elif (
+            not hooked and self._sync.anytime is None
+        ):  # else gradients live there, or values pass through while another answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)

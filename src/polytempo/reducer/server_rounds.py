@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polytempo.client.background_wait import BackgroundWait
-from polytempo.errors import JobEnded
+from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.values import RoundPlan
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import GroupValues
@@ -74,6 +74,18 @@ class ServerRounds(RoundExchange):
     def install(self, outcomes: Sequence[RoundOutcome]) -> None:
         with self._access:
             self._server_reducer.copier.scatter(dict(enumerate(self._newest.parts)))
+
+    def look(self) -> None:
+        watch = self._server_reducer.copier.watch
+        if watch.touched:
+            raise UsageError(
+                f"{watch.touched} was changed in place since the last step(), and in {self.reducer.spec.sync} the values of "
+                "each round are the servers'; change values before DistributedOptimizer(), or call consolidate() to "
+                "take the servers' again"
+            )
+
+    def reload(self) -> None:
+        self._server_reducer.read_values()
 
     def close(self) -> None:
         self._closed = True

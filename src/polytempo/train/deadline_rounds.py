@@ -34,8 +34,9 @@ from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
 from polytempo.session.leased_places import LeasedPlaces
 from polytempo.session.session import Session
-from polytempo.sync.anytime import AnytimeSpec, Pace, fits, latest
+from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.sample_queue import merged
+from polytempo.sync.spec import Spec
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
@@ -88,14 +89,14 @@ class DeadlineUpdate(StepUpdate):
         session: The job.
         wrapped: The script's optimizer.
         rounds: How this worker takes part in rounds.
-        spec: What it must know of the mode.
+        spec: The mode.
         deals: Do samplers hand out batches for this optimizer's steps? It is the first of its worker then.
     """
 
-    def __init__(
-        self, session: Session, wrapped: Wrapped, rounds: RoundExchange, spec: AnytimeSpec, deals: bool = True
-    ) -> None:
-        self._session, self._wrapped, self._rounds, self._spec, self._deals = session, wrapped, rounds, spec, deals
+    def __init__(self, session: Session, wrapped: Wrapped, rounds: RoundExchange, spec: Spec, deals: bool = True) -> None:
+        assert spec.anytime is not None
+        self._session, self._wrapped, self._rounds, self._deals = session, wrapped, rounds, deals
+        self._spec = spec.anytime
         self._copier = rounds.reducer.copier
         self._clock = session.round_clock
         self._pace = Pace()
@@ -116,6 +117,7 @@ class DeadlineUpdate(StepUpdate):
         if deals and session.client is not None:
             self._leases = LeasedPlaces(session.client, session.lock)
             session.dealing.take = self._leases.take
+            session.dealing.use(spec)
         context = contextvars.copy_context()
         name = f"polytempo rounds {rounds.reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
@@ -211,24 +213,20 @@ class DeadlineUpdate(StepUpdate):
     def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
         reducer.check_same(params)
         reducer.renew()
-        watch = reducer.copier.watch
-        if watch.touched:
-            name, watch.touched = watch.touched, ""
-            raise UsageError(
-                f"{name} was changed in place since the last step(), and in anytime the values of each round are the job's; "
-                "change values before DistributedOptimizer(), or call optimizer.consolidate() to take the job's again"
-            )
+        self._rounds.look()
 
     def push_values(self, reducer: Reducer) -> None:
         raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
 
     def consolidate(self, reducer: Reducer) -> None:
         self.flush()
-        reducer.renew(compare=False)
-        reducer.copier.watch.touched = ""
         with self._turn:
-            if self._made:
-                self._rounds.install([self._round])
+            self._wait(lambda: not self._exchanging)
+            self._install()
+            reducer.renew()
+            if reducer.copier.watch.touched:
+                self._rounds.reload()
+                reducer.copier.watch.touched = ""
 
     def flush(self) -> None:
         """End this worker's part of the round now, if it has finished a micro-batch, and take the newest values."""
@@ -253,8 +251,8 @@ class DeadlineUpdate(StepUpdate):
     def _take_turn(self) -> bool:
         """Wait for the end of this worker's part of a round, and hand it over; False when there are no more."""
         with self._turn:
-            while not self._waiting and not self._closed and not self._is_over():
-                self._clock.wait(self._turn, self._ends_at())
+            while not self._waiting and not self._closed and not (self._is_over() and self._rounds.has_room):
+                self._clock.wait(self._turn, self._ends_at() if self._rounds.has_room else None)
             if self._closed:
                 return False
             total, busy = self._sum, not self._waiting
@@ -286,7 +284,7 @@ class DeadlineUpdate(StepUpdate):
             total.buffer if total.count else None,
             total.samples,
             total.count,
-            total.hyper or self._wrapped.hyper(),
+            total.hyper,
             absent=tuple(sorted(total.absent)) if total.count else (),
             nonfinite=total.nonfinite,
             positions=together(total.positions),
@@ -311,8 +309,7 @@ def together(positions: Sequence[Position]) -> tuple[Position, ...]:
         key = one.sampler, one.epoch, one.length
         before = found.get(key)
         if one.done and before is not None:
-            one = Position(
-                one.epoch, before.taken + one.taken, one.sampler, done=tuple(merged([*before.done, *one.done])), length=one.length
-            )
+            done = tuple(merged([*before.done, *one.done]))
+            one = Position(one.epoch, before.taken + one.taken, one.sampler, done=done, length=one.length)
         found[key] = one
     return tuple(found.values())
