@@ -40,6 +40,7 @@ class RoundExchange(ABC):
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
+        self.given_up = False  #: this worker leaves the job: no answer is waited for any more
 
     @property
     def has_room(self) -> bool:

@@ -35,7 +35,6 @@ class ServerRounds(RoundExchange):
         self._buffers = FlatBuffer(reducer.layout, reducer.client.pool), FlatBuffer(reducer.layout, reducer.client.pool)
         self._newest = FlatBuffer(reducer.layout, Pool())  # values that were not installed yet
         self._access = threading.Lock()  # one thread writes them, another reads
-        self._closed = False
         reducer.taker.install = self._keep
 
     def first(self) -> RoundOutcome:
@@ -53,7 +52,7 @@ class ServerRounds(RoundExchange):
             torch._foreach_div_(views, samples)  # servers weigh means by samples
         with torch.no_grad():
             reducer.begin(total, hyper, samples=samples, count=count, **about)
-            if not self._wait.for_release(reducer.client_state, reducer.step + 1, lambda: self._closed):
+            if not self._wait.for_release(reducer.client_state, reducer.step + 1, lambda: self.given_up):
                 raise JobEnded("this worker has left its job")
             reducer.answered()
         return self._outcome()
@@ -86,6 +85,3 @@ class ServerRounds(RoundExchange):
 
     def reload(self) -> None:
         self._server_reducer.read_values()
-
-    def close(self) -> None:
-        self._closed = True

@@ -296,10 +296,10 @@ class DeadlineUpdate(StepUpdate):
     def _close(self) -> None:
         """End the communication thread: this worker leaves the job."""
         with self._turn:
-            self._closed = True
+            self._closed = self._rounds.given_up = True
             self._turn.notify_all()
-        self._rounds.close()
         self._thread.join(10 * LOOK)
+        self._rounds.close()
 
 
 def together(positions: Sequence[Position]) -> tuple[Position, ...]:
