@@ -7,13 +7,14 @@ the divisor; then the sum is made (`round_sums.py`), and each worker runs the wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from polytempo.client.background_wait import BackgroundWait
 from polytempo.collectives.group import RankGroup
-from polytempo.errors import UsageError
+from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
 from polytempo.protocol.optimizer_names import number_of
@@ -50,7 +51,7 @@ class PeerReducer(Reducer):
         self.round_groups = RoundGroups(self.messages)
         self.sums: RoundSums = self._shared() if session.job.meeting else GroupSums(self.messages, self.round_groups)
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
-        self.closed = False  #: no further round comes
+        self.given_up: Callable[[], bool] = lambda: False  #: does this worker leave the job, and wait for no answer?
         self._start_from(self.answer.shares[0].worker)
 
     def _shared(self) -> SharedSums:
@@ -93,7 +94,9 @@ class PeerReducer(Reducer):
 
     def finish(self) -> None:
         """Wait until the round has ended; `answer` says how. In the communication thread: the script may use the client."""
-        self._clock.wait_for(self._clock.step + 1)
+        wait = BackgroundWait(self._clock.client, self.session.lock)
+        if not wait.for_release(self.client_state, self._clock.step + 1, self.given_up):
+            raise JobEnded("this worker has left its job")
         self._clock.step = self.step = self.client_state.released
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

@@ -77,6 +77,8 @@ class PeerRounds(RoundExchange):
         self._installing = threading.Lock()  # values and optimizer state are changed, or copied
         self._pending: list[RoundMean | HandedState] = []  # what `install` has yet to apply
         self._free: list[GradientMean] = []
+        self._touched = ""  # a parameter that the script has written to, which the next round compares
+        reducer.given_up = lambda: self.given_up
 
     @property
     def has_room(self) -> bool:
@@ -96,7 +98,7 @@ class PeerRounds(RoundExchange):
         reducer, watch = self.reducer, self.reducer.copier.watch
         began, busy = time.perf_counter(), bool(about.get("busy"))
         if not busy:
-            about["touched"], watch.touched = watch.touched, ""
+            about["touched"], watch.touched, self._touched = watch.touched or self._touched, "", ""
         reducer.push(total, hyper, samples=samples, count=count, **about)
         answer, closed = reducer.answer, reducer.last_round
         plan = answer.plan or RoundPlan()
@@ -218,6 +220,9 @@ class PeerRounds(RoundExchange):
         with _hyper_parameters(wrapped.optimizer, mean.hyper), mean.gradient.as_gradients(in_place):
             wrapped.clip()
             step_unwrapped(wrapped.optimizer)
+
+    def reload(self) -> None:
+        self._touched = self._touched or self.reducer.copier.watch.touched  # values are here alone: they are compared
 
     def close(self) -> None:
         self.reducer.settle()
