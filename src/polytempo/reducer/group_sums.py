@@ -84,17 +84,15 @@ class GroupSums(RoundSums):
         messages, failed, tag = self._messages, 2 * closed.step, AGAIN - closed.step
         messages.note(closed.ranks, failed)
 
-        def others() -> list[int]:
-            return [
-                rank for rank in closed.ranks if rank not in (messages.rank, *error.ranks) and not messages.is_lost(rank)
-            ]
+        peers = [rank for rank in closed.ranks if rank not in (messages.rank, *error.ranks)]
 
-        messages.wait_for(
-            lambda: [rank for rank in others() if messages.noted(rank) < failed], "hearing which ranks have a round's sum"
-        )
-        if done := [rank for rank in others() if messages.noted(rank) > failed]:
+        def unheard() -> list[int]:
+            return [rank for rank in peers if messages.noted(rank) < failed and not messages.is_lost(rank)]
+
+        messages.wait_for(unheard, "hearing which ranks have a round's sum")
+        if done := [rank for rank in peers if messages.noted(rank) > failed]:
             raise RankLost(f"{error}; rank {done[0]} has that round's sum, and rank {messages.rank} has not", error.ranks)
-        rest = others()
+        rest = [rank for rank in peers if not messages.is_lost(rank)]
         if rest and rest[0] < messages.rank:
             messages.send(flats, rest[0], tag)
             messages.receive(flats, rest[0], tag)  # it sends once it has received
