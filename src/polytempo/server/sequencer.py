@@ -6,6 +6,7 @@ and returns effects: entries of the log that every shard carries out, messages t
     PushArrivals        which shards have which push
     PolicyRunner        the only one to feed the policies; their actions become effects
     WorkerMembership    workers that join, leave, are lost and come back
+    SampleLeases        which places of the data each worker has leased (`server/sample_leases.py`)
     JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
     CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary (`server/job_figures.py`)
 
@@ -18,21 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
-from polytempo.protocol.messages import Departed, Held, MetricReport, Push, ReadRequest, Refused, SendSeed
+from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
+from polytempo.records.step_figures import FigureLog, StepFigures
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
+from polytempo.server.sample_leases import SampleLeases
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+
+#: Digits of figures in records.
+MICROSECONDS = 6
 
 
 @dataclass
@@ -69,8 +76,8 @@ class PushArrivals:
 class PolicyRunner:
     """Feeds the policies: what a policy decides becomes entries of the log, messages and lines of the record."""
 
-    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget) -> None:
-        self._plan, self._statistics, self._budget = plan, statistics, budget
+    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget, leases: SampleLeases) -> None:
+        self._plan, self._statistics, self._budget, self._leases = plan, statistics, budget, leases
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -81,11 +88,11 @@ class PolicyRunner:
             Admit: self._admit,
         }
 
-    def feed(self, clock: OptimizerClock, event: Event, now: float) -> list[Effect]:
-        """Give the policy an event; what its actions and the record ask for."""
+    def feed(self, clock: OptimizerClock, event: Event, now: float, figures: RecordLine | None = None) -> list[Effect]:
+        """Give the policy an event; what its actions and the record ask for. `figures`: more for the event's line."""
         actions = clock.policy.handle(event, now)
         self._budget.check(now)
-        effects = self._written(clock, event_line, event, now)
+        effects = self._written(clock, partial(event_line, figures=figures) if figures else event_line, event, now)
         last = {action.worker: action.step for action in actions if isinstance(action, Release)}
         for action in actions:
             effects += self._written(clock, action_line, action, now)
@@ -116,6 +123,9 @@ class PolicyRunner:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
             return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
+        if clock.spec.anytime is not None:
+            for head in clock.heads(action):
+                self._leases.applied(head)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -139,6 +149,7 @@ class PolicyRunner:
 
     def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
         push = clock.drop(action.worker, action.step)
+        self._leases.discarded(push)
         if clock.is_main:
             self._statistics[action.worker].discard(push)
             self._budget.discard(push)
@@ -168,10 +179,11 @@ class WorkerMembership:
         statistics: list[WorkerStatistics],
         arrivals: PushArrivals,
         runner: PolicyRunner,
+        leases: SampleLeases,
     ) -> None:
         self.incarnations: dict[int, int] = {}  #: the present one of each worker
         self._plan, self._clocks, self._statistics = plan, clocks, statistics
-        self._arrivals, self._runner = arrivals, runner
+        self._arrivals, self._runner, self._leases = arrivals, runner, leases
 
     def register(self, worker: int, incarnation: int, name: str, optimizer_spec: OptimizerSpec, now: float) -> list[Effect]:
         """A worker has made an optimizer: it takes part in it from now on."""
@@ -251,6 +263,7 @@ class WorkerMembership:
         counted = tuple(i for clock in self._clocks.values() for i in clock.counted_of(worker))
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
+        self._leases.left(worker, [push for clock in self._clocks.values() for push in clock.pending()])
         for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
             lost = clock.optimizer_spec.members and reason != "finished"
             if lost:  # before answers to rounds that close without it
@@ -277,8 +290,10 @@ class Sequencer:
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
-        self._runner = PolicyRunner(plan, self.statistics, self.budget)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
+        self.leases = SampleLeases(plan.size, plan.resumed.get("positions", ()))
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
+        self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._saved_at = plan.first_step
 
     # Members.
@@ -332,13 +347,16 @@ class Sequencer:
             event.count = push.count
         if clock.spec.measured:
             event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
+        figures = push_figures(push, slot.waited)
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced = push.fence > 0
         self._runner.tally(clock, push)
         try:
-            effects = self._runner.feed(clock, event, now)
+            effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
+            if clock.is_main:
+                self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
             return effects + self._checkpoint(clock, now, effects)
         except OrderError as error:
             slot.exchange = before
@@ -409,6 +427,12 @@ class Sequencer:
         entry.exchange = slot.exchange if slot is not None else -1
         return [ToShards(entry)]
 
+    def lease(self, worker: int, incarnation: int, asked: LeaseSamples) -> list[Effect]:
+        """A worker wants places of an epoch's order."""
+        if incarnation != self._members.incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
+            return []  # it has left, or was given up
+        return [ToWorker(worker, self.leases.lease(worker, asked))]
+
     def metric(self, metric: MetricReport, now: float) -> list[Effect]:
         """A worker's figure for the record."""
         line = {"t": now, "kind": "metric", "worker": metric.worker}
@@ -423,6 +447,18 @@ class Sequencer:
                 clock.wakes = later
                 effects += self._runner.feed(clock, Ticked(), now)
         return effects
+
+
+def push_figures(push: Push, waited: float) -> dict[str, float]:
+    """A worker's own figures of a step, as its push tells them. Of its last exchange the seconds beside those for which the
+    mode made it wait are the network's and the servers'."""
+    figures = {
+        "work": push.work or 0.0,
+        "computed": push.computed,
+        "input": push.input,
+        "exchanged": max(push.exchanged - waited, 0.0),
+    }
+    return {name: round(value, MICROSECONDS) for name, value in figures.items() if value}
 
 
 def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorker:

@@ -44,6 +44,7 @@ from polytempo.launch.job_facts import (
 )
 from polytempo.launch.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
+from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread
 from polytempo.session.metrics import plain_figures
 from polytempo.session.positions import Positions
@@ -77,6 +78,7 @@ class Session:
         self.optimizers = 0
         self.measured = MEASURED  #: the next number of an optimizer that is only measured
         self.positions = Positions()  #: in the data, of its samplers; sent with the pushes
+        self.dealing = Dealing(rank, job.size)  #: the batches of its samplers, in modes that deal them by speed
         self.life = 0  #: the number of jobs that this process has left before this one
         self._returned = self._excluded = 0.0
         self._local_peers: LocalPeers | None = None
@@ -396,7 +398,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     if placement is None or placement.size == 1:
         return Session(None, JobFacts(1, (), sync), 0)
     if not parse_spec(sync).in_rounds:
-        missing = "servers" if parse_spec(sync).gossip is None else "a sequencer"
+        missing = "servers" if parse_spec(sync).gossip is None and parse_spec(sync).anytime is None else "a sequencer"
         raise UsageError(f"sync={sync!r} needs {missing}, which {placement.launcher} does not start; use polytempo run")
     here = placement.local_size == placement.size
     way = way if way.address or here else replace(way, address=placement.address)
