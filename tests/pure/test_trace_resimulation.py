@@ -12,13 +12,13 @@ from made_traces import OPS, even, job, noisy, write_operations
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.traces.job import JobTrace, MicroBatch, SyncSeconds
+from polytempo.traces.job import JobTrace, BatchSeconds, SyncSeconds
 from polytempo.traces.operations import read_operations
 from polytempo.traces.read import read_trace
 from polytempo.traces.resimulate import ideal_seconds, job_seconds, replica_ends
 
 
-def by_fixed_point(spec: str, batches: list[MicroBatch], transfer: tuple[float, ...]) -> list[float]:
+def by_fixed_point(spec: str, batches: list[BatchSeconds], transfer: tuple[float, ...]) -> list[float]:
     """When each stage ends, by going over all actions until no time changes."""
     stages = len(batches[0])
     lines = [line[0][:-1] for line in make(spec, stages, len(batches)).actions]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from polytempo.traces.job import JobTrace, MicroBatch, RecordedStep
+from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep
 from polytempo.traces.resimulate import job_seconds
 
 #: Differences of slowness below this are noise.
@@ -44,7 +44,7 @@ class Factors:
         slow = sum(factor * usual for factor, usual in zip(self.slowness[replica][stage], seconds, strict=True))
         return slow / (sum(seconds) or 1.0)
 
-    def moved(self, batch: MicroBatch, origin: int, to: int) -> MicroBatch:
+    def moved(self, batch: BatchSeconds, origin: int, to: int) -> BatchSeconds:
         """What a micro-batch recorded at one replica would cost another."""
         if origin == to:
             return batch
@@ -117,7 +117,7 @@ def _factor(seconds: float, usual: float) -> float:
     return factor if abs(factor - 1.0) > SAME else 1.0
 
 
-def _cost(batch: MicroBatch, usual: Sequence[tuple[float, float]], slowness: Sequence[tuple[float, float]]) -> float:
+def _cost(batch: BatchSeconds, usual: Sequence[tuple[float, float]], slowness: Sequence[tuple[float, float]]) -> float:
     """Of a micro-batch: the median over its computations."""
     return median(
         batch[stage][way] / (usual[stage][way] * slowness[stage][way])
@@ -151,7 +151,7 @@ def what_if(job: JobTrace, factors: Factors) -> dict[str, float]:
 def _changed(job: JobTrace, change: Callable[[int, int, int, int, int, float], float]) -> JobTrace:
     """The job with the seconds of each computation changed: step, replica, micro-batch, stage, way, seconds."""
 
-    def batches(step: int, replica: int, recorded: Iterable[MicroBatch]) -> tuple[MicroBatch, ...]:
+    def batches(step: int, replica: int, recorded: Iterable[BatchSeconds]) -> tuple[BatchSeconds, ...]:
         return tuple(
             tuple(
                 (change(step, replica, number, stage, 0, forward), change(step, replica, number, stage, 1, backward))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Seconds of one micro-batch: (forward, backward) at each stage.
-MicroBatch = tuple[tuple[float, float], ...]
+BatchSeconds = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RecordedStep:
     """One step of the job."""
 
     number: int
-    replicas: tuple[tuple[MicroBatch, ...], ...]  #: the micro-batches of each replica, in order
+    replicas: tuple[tuple[BatchSeconds, ...], ...]  #: the micro-batches of each replica, in order
     sync: SyncSeconds = SyncSeconds()
     #: What each micro-batch cost, in any unit, where the trace says; else it is derived from the seconds (`causes.py`).
     costs: tuple[tuple[float, ...], ...] = ()

@@ -27,7 +27,7 @@ from polytempo.sync.events import Joined, Pushed
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
-from polytempo.traces.job import JobTrace, MicroBatch, RecordedStep
+from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep
 from polytempo.traces.resimulate import joint_seconds, replica_ends, replica_seconds, step_seconds
 
 #: Modes in virtual time run through the trace this often: what is under way at the end counts less.
@@ -156,7 +156,7 @@ class _Rounds:
             self._round(index, times, counts, counts, max(times) + joint_seconds(step.sync))
         return self._prediction(self.spec.text, tuple(map(float, counts)))
 
-    def _moved(self, index: int, place: BatchPlace, worker: int) -> MicroBatch:
+    def _moved(self, index: int, place: BatchPlace, worker: int) -> BatchSeconds:
         replica, number = place
         return self.factors.moved(self.job.steps[index].replicas[replica][number], replica, worker)
 

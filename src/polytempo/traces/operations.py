@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.traces.job import JobTrace, MicroBatch, RecordedStep, SyncSeconds
+from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep, SyncSeconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,7 +123,7 @@ class _Operations:
             )
         return [[int(count) for count in row] for row in counts]
 
-    def batches(self, times: list[Column], counts: list[int], step: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    def batches(self, times: list[Column], counts: list[int], step: int) -> tuple[tuple[BatchSeconds, ...], ...]:
         """The micro-batches of a step."""
         pairs = self.np.stack([table[step] for table in times], axis=-1).swapaxes(1, 2)  # replica, micro-batch, stage, way
         return tuple(

@@ -18,7 +18,7 @@ from functools import cache
 
 from polytempo.pipeline.schedules import make
 from polytempo.pipeline.timeline import Computation, computations, stage_ends
-from polytempo.traces.job import JobTrace, MicroBatch, SyncSeconds
+from polytempo.traces.job import JobTrace, BatchSeconds, SyncSeconds
 
 
 @cache
@@ -26,7 +26,7 @@ def _order(spec: str, stages: int, microbatches: int) -> tuple[Computation, ...]
     return computations(make(spec, stages, microbatches))
 
 
-def replica_ends(job: JobTrace, batches: Sequence[MicroBatch], sync: SyncSeconds) -> list[float]:
+def replica_ends(job: JobTrace, batches: Sequence[BatchSeconds], sync: SyncSeconds) -> list[float]:
     """When each stage of a replica is ready to reduce its gradients, if it is given these micro-batches."""
     ends = [sync.before + end for end in _pipeline_ends(job, batches)]
     if sync.own:
@@ -36,7 +36,7 @@ def replica_ends(job: JobTrace, batches: Sequence[MicroBatch], sync: SyncSeconds
     return ends
 
 
-def _pipeline_ends(job: JobTrace, batches: Sequence[MicroBatch]) -> list[float]:
+def _pipeline_ends(job: JobTrace, batches: Sequence[BatchSeconds]) -> list[float]:
     if not batches:
         return [0.0] * job.stages
     if job.stages == 1:
@@ -45,7 +45,7 @@ def _pipeline_ends(job: JobTrace, batches: Sequence[MicroBatch]) -> list[float]:
     return stage_ends(_order(job.schedule, job.stages, len(batches)), batches, transfer)
 
 
-def replica_seconds(job: JobTrace, batches: Sequence[MicroBatch], sync: SyncSeconds) -> float:
+def replica_seconds(job: JobTrace, batches: Sequence[BatchSeconds], sync: SyncSeconds) -> float:
     """What a replica needs by itself until all its gradients are ready."""
     return max(replica_ends(job, batches, sync))
 
