@@ -12,7 +12,7 @@ from made_traces import OPS, even, job, noisy, write_operations
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.traces.job import JobTrace, BatchSeconds, SyncSeconds
+from polytempo.traces.job import BatchSeconds, JobTrace, SyncSeconds
 from polytempo.traces.operations import read_operations
 from polytempo.traces.read import read_trace
 from polytempo.traces.resimulate import ideal_seconds, job_seconds, replica_ends

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep
+from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
 from polytempo.traces.resimulate import job_seconds
 
 #: Differences of slowness below this are noise.

@@ -27,7 +27,7 @@ from polytempo.sync.events import Joined, Pushed
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
-from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep
+from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
 from polytempo.traces.resimulate import joint_seconds, replica_ends, replica_seconds, step_seconds
 
 #: Modes in virtual time run through the trace this often: what is under way at the end counts less.

@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.traces.job import JobTrace, BatchSeconds, RecordedStep, SyncSeconds
+from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep, SyncSeconds
 
 if TYPE_CHECKING:
     import numpy as np

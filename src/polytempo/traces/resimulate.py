@@ -18,7 +18,7 @@ from functools import cache
 
 from polytempo.pipeline.schedules import make
 from polytempo.pipeline.timeline import Computation, computations, stage_ends
-from polytempo.traces.job import JobTrace, BatchSeconds, SyncSeconds
+from polytempo.traces.job import BatchSeconds, JobTrace, SyncSeconds
 
 
 @cache
