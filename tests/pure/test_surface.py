@@ -206,6 +206,7 @@ def test_commands_and_options() -> None:
         "--steps-each",
         "--sync",
         "--target",
+        "--trace",
         "--train",
         "--via",
         "--workers",
