@@ -206,6 +206,7 @@ VIRTUAL = (
     "simulate/local_trainer.py",
     "simulate/block_trainer.py",
     "simulate/gossip_trainer.py",
+    "simulate/dealt_trainer.py",
 )
 IMPURE = {
     "time",

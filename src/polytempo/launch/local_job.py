@@ -136,6 +136,7 @@ class LocalJob:
         self.checked, self.request, self.plan = checked, checked.request, checked.plan
         self.display = display
         self.summary: dict[str, Any] = {}
+        self.paces: tuple[tuple[float, ...], ...] = ()  #: what steps took of their workers (`records/step_figures.py`)
         self.progress: TrainingProgress | None = None  #: of a script that trains without pushes
         self.record_lost = ""  #: why the record is cut short
         self.seconds = 0.0  #: from the start of the first process to the end of the last
@@ -332,7 +333,7 @@ class LocalJob:
             self.display.say(message.text)
 
     def _on_finished(self, message: Finished) -> None:
-        self.summary = message.summary
+        self.summary, self.paces = message.summary, message.paces
         last = message.summary.get("progress")
         self._note_progress(TrainingProgress(**last) if last else None)
         self._end.unsaved = message.cause

@@ -389,6 +389,7 @@ class Finished(WireMessage):
     summary: dict[str, Any]
     checkpoint: str = ""
     cause: str = ""  #: why the last checkpoint could not be written
+    paces: tuple[tuple[float, ...], ...] = ()  #: what steps took (`records/step_figures.py`)
 
 
 class Expecting(WireMessage):

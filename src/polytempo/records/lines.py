@@ -26,13 +26,15 @@ def of_optimizer(lines: Iterable[RecordLine], optimizer_id: str) -> Iterator[Rec
             yield {key: value for key, value in line.items() if key != "optimizer"}
 
 
-def event_line(event: Event, now: float) -> RecordLine | None:
-    """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with."""
+def event_line(event: Event, now: float, figures: RecordLine | None = None) -> RecordLine | None:
+    """The line of an event; None for `Joined`, whose line is that of the `Admit` it is answered with. `figures` are what a
+    push says of its worker beside what the policy is given (`step_figures.py`)."""
     if isinstance(event, Pushed):
         line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
         more: RecordLine = {"count": event.count if event.count != 1 else None, "loss": event.loss, "lr": event.lr}
         more |= {"work": event.work, "computed": event.computed, "drawn": event.drawn and list(event.drawn)}
         line |= {name: value for name, value in more.items() if value is not None}
+        line |= {name: value for name, value in (figures or {}).items() if name not in line}
         return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
     if isinstance(event, Left):
         return {"t": now, "kind": "leave", "worker": event.worker, "reason": event.reason}

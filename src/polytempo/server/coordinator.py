@@ -413,7 +413,8 @@ class Coordinator:
             effects += self._job.report_record_loss()
         effects.append(ToServers(Stopped(cause="the job has ended")))
         if self._job.has_launcher:
-            effects.append(ToLauncher(Finished(summary=summary, checkpoint=self._job.checkpoints.latest, cause=unsaved)))
+            latest, paces = self._job.checkpoints.latest, self._sequencer.paces.as_rows()
+            effects.append(ToLauncher(Finished(summary=summary, checkpoint=latest, cause=unsaved, paces=paces)))
         return [*effects, EndLoop()]
 
     def _meta(self, finish: Finish, summary: dict[str, Any]) -> dict[str, Any]:

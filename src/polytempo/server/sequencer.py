@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from polytempo.errors import OrderError, UsageError
@@ -26,6 +27,7 @@ from polytempo.protocol.messages import Departed, Held, MetricReport, Push, Read
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
+from polytempo.records.step_figures import FigureLog, StepFigures
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
@@ -33,6 +35,9 @@ from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagre
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+
+#: Digits of figures in records.
+MICROSECONDS = 6
 
 
 @dataclass
@@ -81,11 +86,11 @@ class PolicyRunner:
             Admit: self._admit,
         }
 
-    def feed(self, clock: OptimizerClock, event: Event, now: float) -> list[Effect]:
-        """Give the policy an event; what its actions and the record ask for."""
+    def feed(self, clock: OptimizerClock, event: Event, now: float, figures: RecordLine | None = None) -> list[Effect]:
+        """Give the policy an event; what its actions and the record ask for. `figures`: more for the event's line."""
         actions = clock.policy.handle(event, now)
         self._budget.check(now)
-        effects = self._written(clock, event_line, event, now)
+        effects = self._written(clock, partial(event_line, figures=figures) if figures else event_line, event, now)
         last = {action.worker: action.step for action in actions if isinstance(action, Release)}
         for action in actions:
             effects += self._written(clock, action_line, action, now)
@@ -279,6 +284,7 @@ class Sequencer:
         self._arrivals = PushArrivals(plan.shards)
         self._runner = PolicyRunner(plan, self.statistics, self.budget)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
+        self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._saved_at = plan.first_step
 
     # Members.
@@ -332,13 +338,16 @@ class Sequencer:
             event.count = push.count
         if clock.spec.measured:
             event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
+        figures = push_figures(push, slot.waited)
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced = push.fence > 0
         self._runner.tally(clock, push)
         try:
-            effects = self._runner.feed(clock, event, now)
+            effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
+            if clock.is_main:
+                self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
             return effects + self._checkpoint(clock, now, effects)
         except OrderError as error:
             slot.exchange = before
@@ -423,6 +432,18 @@ class Sequencer:
                 clock.wakes = later
                 effects += self._runner.feed(clock, Ticked(), now)
         return effects
+
+
+def push_figures(push: Push, waited: float) -> dict[str, float]:
+    """A worker's own figures of a step, as its push tells them. Of its last exchange the seconds beside those for which the
+    mode made it wait are the network's and the servers'."""
+    figures = {
+        "work": push.work or 0.0,
+        "computed": push.computed,
+        "input": push.input,
+        "exchanged": max(push.exchanged - waited, 0.0),
+    }
+    return {name: round(value, MICROSECONDS) for name, value in figures.items() if value}
 
 
 def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorker:

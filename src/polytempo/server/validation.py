@@ -55,8 +55,12 @@ def check_push(push: Push) -> None:
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
     if not 0 <= push.fence < 1 << 31:
         raise PeerError(f"a push was refused: its fence is {push.fence}, expected a number from 0 on")
-    if push.count < least or push.own < 0 or not (math.isfinite(push.computed) and math.isfinite(push.exchanged)):
-        raise PeerError(f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s")
+    figures = push.computed, push.exchanged, push.input, push.work or 0.0
+    if push.count < least or push.own < 0 or not all(map(math.isfinite, figures)):
+        raise PeerError(
+            f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s, "
+            f"{push.input:g} s of input and work of {push.work or 0.0:g}"
+        )
 
 
 def check_fit(push: Push, spec: OptimizerSpec) -> None:

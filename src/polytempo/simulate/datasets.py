@@ -155,10 +155,11 @@ class Shards:
         batch = self._batches[worker]
         steps = (self._size // self._ranks) // batch
         epoch, place = divmod(step, steps)
-        mine = self._shuffle(epoch)[worker :: self._ranks]
+        mine = self.order(epoch)[worker :: self._ranks]
         return mine[place * batch : (place + 1) * batch]
 
-    def _shuffle(self, epoch: int) -> torch.Tensor:
+    def order(self, epoch: int) -> torch.Tensor:
+        """The indices of all samples in the order of an epoch."""
         if epoch not in self._shuffles:
             if len(self._shuffles) > 64:  # workers are rarely further apart; a shuffle is made again if one is
                 self._shuffles.clear()

@@ -10,7 +10,8 @@ which weights to take.
 
 Weights are read at the moment the release is decided: an answer carries all updates decided before it and none after.
 `Corrections` may slow or drop an update before it is applied. Modes with local steps have engines of their own: downpour
-(`local_engine.py`), and those whose workers average their models (`block_engine.py`).
+(`local_engine.py`), and those whose workers average their models (`block_engine.py`); so have those in which workers take
+shares of a joint batch (`balance_engine.py`), or what they manage until a deadline (`anytime_engine.py`).
 """
 
 from __future__ import annotations
@@ -382,13 +383,17 @@ class SimulationEngine:
             if stale > worker.staleness_max:
                 worker.staleness_max = stale
         if self._trainer:
-            used = [workers[push.worker].used for push in apply.pushes]
-            self._trainer.apply(apply.pushes, used, apply.rate)
+            self._learn(apply, [workers[push.worker].used for push in apply.pushes])
         self.updates = version + 1
         if self._route is not None:
             self._route.applied(now)
         if self._counts:
             self._stopped = self._used.charge(apply)
+
+    def _learn(self, apply: Apply, used: list[int]) -> None:
+        """Make the next version from gradients that were taken on these."""
+        assert self._trainer is not None
+        self._trainer.apply(apply.pushes, used, apply.rate)
 
     def _drop(self, action: Discard | Refuse, now: float) -> None:
         worker = self.workers[action.worker]

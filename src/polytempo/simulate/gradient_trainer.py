@@ -161,18 +161,17 @@ class VirtualTrainer:
         for push, version in zip(pushes, versions, strict=True):
             weight = push.samples / total
             self._load(version)
-            for index, grad in enumerate(self._gradient(push.worker, push.step)):
-                if grad is not None:
-                    part = grad if weight == 1 else grad.mul_(weight)
-                    so_far = mean[index]
-                    mean[index] = part if so_far is None else so_far.add_(part)
+            add_weighted(mean, self._gradient(push.worker, push.step), weight)
         return mean
 
     def _gradient(self, worker: int, step: int) -> Gradient:
         """The gradient of a worker's step, on the loaded weights."""
+        return self._gradient_of(worker, self._shards.batch(worker, step))
+
+    def _gradient_of(self, worker: int, index: torch.Tensor) -> Gradient:
+        """The gradient of these samples, on the loaded weights."""
         self._load_buffers(worker)
         inputs, targets = self._train
-        index = self._shards.batch(worker, step)
         for parameter in self._loadable:
             parameter.grad = None
         loss: torch.Tensor = self._loss(self._worker(inputs[index]), targets[index])
@@ -219,6 +218,15 @@ class VirtualTrainer:
     def evaluable(self) -> nn.Module:
         """The master's weights with the merged buffers of the workers, in evaluation mode."""
         return with_merged_buffers(self.master, self._buffers.values()) if self._buffers else self.master.eval()
+
+
+def add_weighted(mean: Gradient, gradient: Gradient, weight: float) -> None:
+    """Add a gradient, times a weight, to what a mean has so far; the gradient is used up."""
+    for index, grad in enumerate(gradient):
+        if grad is not None:
+            part = grad if weight == 1 else grad.mul_(weight)
+            so_far = mean[index]
+            mean[index] = part if so_far is None else so_far.add_(part)
 
 
 def with_merged_buffers(master: nn.Module, buffers_of: Iterable[list[torch.Tensor]]) -> nn.Module:

@@ -147,7 +147,7 @@ def _part(worker: Worker, model_bytes: float) -> WorkerOutcome:
     return WorkerOutcome(
         worker=worker.rank,
         steps=worker.steps,
-        samples=worker.steps * worker.batch,
+        samples=worker.steps * worker.batch if worker.samples is None else worker.samples,
         discarded=worker.discarded,
         computing_s=worker.computing,
         waiting_s=worker.waiting,

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from polytempo.errors import SpecError, UsageError, nearest
 from polytempo.records.lines import RecordLine
+from polytempo.simulate.anytime_engine import AnytimeEngine
+from polytempo.simulate.balance_engine import BalanceEngine
 from polytempo.simulate.block_engine import BlockEngine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
@@ -21,7 +23,7 @@ from polytempo.simulate.links import PeerRoute, make_route, make_server_route
 from polytempo.simulate.local_engine import LocalEngine
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
 from polytempo.simulate.pair_engine import PairEngine
-from polytempo.simulate.worker import BlockTrainer, GossipTrainer, LocalTrainer, Trainer
+from polytempo.simulate.worker import BlockTrainer, DealtTrainer, GossipTrainer, LocalTrainer, Trainer
 from polytempo.sync.corrections import NOTHING
 from polytempo.sync.spec import Spec, parse_spec
 
@@ -103,6 +105,11 @@ def _engine(
         if spec.gossip.asynchronous:
             return PairEngine(cluster, policy, peers, budget, mixer, **options)
         return GossipEngine(cluster, policy, peers, budget, spec.gossip, mixer, **options)
+    if spec.measured:
+        dealt, route = cast(DealtTrainer | None, trainer), make_route(cluster, way)
+        if spec.anytime is not None:
+            return AnytimeEngine(cluster, policy, route, budget, spec.anytime, dealt, **options)
+        return BalanceEngine(cluster, policy, route, budget, spec.micro, dealt, **options)
     if local is None:
         gradients = cast(Trainer | None, trainer)
         return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=gradients, **options)

@@ -1,9 +1,10 @@
 """Training in virtual time: a model, data and a loss, a mode and a cluster in; accuracy against simulated seconds out.
 
 The engine computes which worker does what when; a trainer computes beside it what happens to the models. Workers that push
-gradients have a `VirtualTrainer` (`gradient_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`),
-those that average their models a `VirtualBlockTrainer` (`block_trainer.py`), and
-those that mix them with neighbours a `VirtualGossipTrainer` (`gossip_trainer.py`).
+gradients have a `VirtualTrainer` (`gradient_trainer.py`), those to which samples are dealt out by speed a
+`VirtualDealtTrainer` (`dealt_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`), those that
+average their models a `VirtualBlockTrainer` (`block_trainer.py`), and those that mix them with neighbours a
+`VirtualGossipTrainer` (`gossip_trainer.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from polytempo.records.lines import RecordLine
 from polytempo.simulate.block_trainer import VirtualBlockTrainer
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import Shards, TensorPair, as_tensors
+from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
 from polytempo.simulate.gossip_trainer import VirtualGossipTrainer
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, VirtualTrainer
 from polytempo.simulate.local_trainer import VirtualLocalTrainer
@@ -135,6 +137,8 @@ def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer] |
         return VirtualGossipTrainer
     if spec.averaging is not None:
         return VirtualBlockTrainer
+    if spec.measured:
+        return VirtualDealtTrainer
     return VirtualTrainer if spec.local is None else VirtualLocalTrainer
 
 

@@ -12,6 +12,7 @@ from random import Random
 from typing import Protocol
 
 from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.dealing import MicroBatch
 from polytempo.sync.actions import Mixing
 from polytempo.sync.events import Pushed
 
@@ -37,6 +38,7 @@ class Worker:
         "flying",
         "held_for",
         "held_since",
+        "hiccups",
         "joined_at",
         "leaving",
         "life",
@@ -45,6 +47,7 @@ class Worker:
         "present",
         "rank",
         "resuming",
+        "samples",
         "seed",
         "since",
         "spent",
@@ -65,6 +68,7 @@ class Worker:
         self.cluster = cluster
         self.seed = seed
         self.step_times = array("d")  # of the steps to come, the next one last
+        self.hiccups: array[float] | None = None  # their random stalls, where an engine wants these apart
         self.drawn = 0
         self.stalls = sorted((s.at, s.at + s.seconds) for s in cluster.stalls if s.worker == rank)
         # State.
@@ -85,6 +89,7 @@ class Worker:
         self.joined_at = 0.0
         # Totals.
         self.steps = 0
+        self.samples: int | None = None  # where they are not the steps times the batch
         self.discarded = 0
         self.messages = 0
         self.present = 0.0
@@ -102,7 +107,11 @@ class Worker:
         times = [factor * seconds for seconds in cluster.duration(rank).draw(random, self.drawn, BLOCK)]
         if cluster.hiccup is not None:
             hiccup = cluster.hiccup
-            times = [t + (hiccup.seconds if random.random() < hiccup.probability else 0.0) for t in times]
+            stalls = [hiccup.seconds if random.random() < hiccup.probability else 0.0 for _ in times]
+            if self.hiccups is None:
+                times = [seconds + stall for seconds, stall in zip(times, stalls, strict=True)]
+            else:
+                self.hiccups.extend(reversed(stalls))
         self.drawn += BLOCK
         self.step_times.extend(reversed(times))
 
@@ -158,6 +167,19 @@ class Trainer(Protocol):
 
     def observe(self, now: float) -> None:
         """Evaluate."""
+
+
+class DealtTrainer(Trainer, Protocol):
+    """The same where workers are dealt samples: a push names the places of the data that it was made of."""
+
+    @property
+    def length(self) -> int:
+        """The number of training samples."""
+
+    def apply_dealt(
+        self, pushes: tuple[Pushed, ...], made_of: list[list[MicroBatch]], versions: list[int], rate: float, divisor: float
+    ) -> None:
+        """Make the next version; as `apply`, from these micro-batches of each push. A divisor of 0: their samples."""
 
 
 class LocalTrainer(Trainer, Protocol):

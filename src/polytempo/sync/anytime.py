@@ -40,6 +40,9 @@ SLACK = 0.1
 #: A micro-batch that takes this much longer than usual still fits before the deadline.
 MARGIN = 0.02
 
+#: Micro-batches over which a worker's own pace is taken.
+LAST = 5
+
 
 @dataclass(frozen=True)
 class AnytimeSpec:
@@ -82,6 +85,34 @@ class DeadlineRule(RoundRule):
         expected = expected_count(self.deadline, speeds)
         if abs(expected - self._expected) > HYSTERESIS * self._expected:
             self._expected = expected
+
+
+class Pace:
+    """The seconds that a worker's own micro-batches take: the median of the last ones; one stall does not move it."""
+
+    __slots__ = ("_last", "seconds")
+
+    def __init__(self) -> None:
+        self._last: list[float] = []
+        self.seconds = 0.0  #: of the next one; 0 while unknown
+
+    def add(self, seconds: float) -> None:
+        """A micro-batch took this long."""
+        last = self._last
+        last.append(seconds)
+        if len(last) > LAST:
+            del last[0]
+        self.seconds = sorted(last)[len(last) // 2]
+
+
+def fits(elapsed: float, pace: float, deadline: float) -> bool:
+    """Would a worker's next micro-batch end in time? `elapsed` since the round began; `pace`: seconds that one takes."""
+    return elapsed + pace <= latest(deadline)
+
+
+def latest(deadline: float) -> float:
+    """When a worker in the middle of a micro-batch contributes what it has finished, from the start of the round."""
+    return deadline * (1 + MARGIN)
 
 
 def expected_count(deadline: float, speeds: Mapping[int, float]) -> float:

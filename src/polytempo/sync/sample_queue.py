@@ -52,6 +52,16 @@ class SampleQueue:
         self._free = merged(self._free)
 
     @property
+    def left(self) -> int:
+        """The number of places that can be leased, for now."""
+        return sum(stop - start for start, stop in self._free)
+
+    @property
+    def is_done(self) -> bool:
+        """Are all places done?"""
+        return self.done == [(0, self.length)]
+
+    @property
     def is_empty(self) -> bool:
         """Is there nothing to lease, for now?"""
         return not self._free

@@ -23,6 +23,7 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.downpour import LocalSteps
+from polytempo.train.input_watch import add_figures
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: A sum of gradients, by parameter.
@@ -83,6 +84,7 @@ class DownpourUpdate(StepUpdate):
         self._steps = 0
         self._sum: Accumulated | None = None
         self._made = Made()
+        self._summed: dict[str, Any] = {}  # of these steps
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
@@ -102,6 +104,7 @@ class DownpourUpdate(StepUpdate):
             self._accumulate()
             self._wrapped.tables.collect()
         self._made.add(request.samples, request.about.pop("computed"))
+        add_figures(self._summed, request.about)
         if self._steps % self._local.push == 0:
             self.flush(**request.about)
         if self._steps % self._local.fetch == 0:
@@ -136,6 +139,7 @@ class DownpourUpdate(StepUpdate):
         if total is None:
             return
         reducer, made, self._made = self._reducer, self._made, Made()
+        summed, self._summed = self._summed, {}
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
         reducer.client_state.version = total.basis.version
@@ -151,6 +155,7 @@ class DownpourUpdate(StepUpdate):
             count=made.count,
             own=reducer.step - 1 - total.basis.contained,
             values=False,
+            **summed,
             **about,
         )
 

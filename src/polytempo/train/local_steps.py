@@ -36,6 +36,7 @@ from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.decoupled_turns import DecoupledTurns
 from polytempo.train.fragment import Fragment
+from polytempo.train.input_watch import add_figures
 from polytempo.train.loss_watch import BlockLoss, LossWatch
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
 
@@ -54,6 +55,7 @@ class LocalStepUpdate(StepUpdate):
         self._computed = self._exchanged = 0.0  # seconds since the main fragment was sent
         self._hyper: GroupValues = ()  # of the last local step
         self._about: dict[str, Any] = {}  # more fields of the next push
+        self._summed: dict[str, Any] = {}  # and those that are sums over its steps
         self._start_turns()
         waits = self._averaging.waits
         self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
@@ -80,6 +82,7 @@ class LocalStepUpdate(StepUpdate):
         result = self._make(request)
         computed = request.about.pop("computed", 0.0) + time.perf_counter() - began
         digest = self._about.get("gradient_digest") or request.about.get("gradient_digest", 0)
+        add_figures(self._summed, request.about)
         self._about = {**request.about, "gradient_digest": digest}
         self._computed += computed
         self._steps += 1
@@ -163,8 +166,8 @@ class LocalStepUpdate(StepUpdate):
         rates = [float(group["lr"]) for group in hyper]
         about: dict[str, Any] = {}
         if fragment is self.fragments[0]:
-            about = {**self._about, "computed": self._computed, "exchanged": self._exchanged}
-            self._about, self._computed, self._exchanged = {}, 0.0, 0.0
+            about = {**self._about, **self._summed, "computed": self._computed, "exchanged": self._exchanged}
+            self._about, self._summed, self._computed, self._exchanged = {}, {}, 0.0, 0.0
             about |= {"lr": rates[0]} if self._averaging.lr else {}
             about |= {"loss": self._loss.take(self._spec.text)} if self._loss is not None and fragment.made.count else {}
         fragment.send(self._steps, hyper, rates, self._wrapped.finite, **about)

@@ -53,6 +53,7 @@ from polytempo.train.companions import Companions
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
+from polytempo.train.input_watch import InputWatch
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
@@ -171,6 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
+        self._input = InputWatch(model) if model is not None and self._reducer is not None else None
         session.computing_from(time.perf_counter())
 
     def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
@@ -307,7 +309,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
-            request.about = {"computed": computed, **self._data_position(samples)}
+            request.about = {"computed": computed, **self._figures(computed), **self._data_position(samples)}
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
@@ -325,6 +327,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._tables.check_unchanged()
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         return self._session.computed(time.perf_counter())
+
+    def _figures(self, computed: float) -> dict[str, Any]:
+        """How long this worker has waited for data, and the work of the step as the model saw it."""
+        if self._input is None:
+            return {}
+        figures = self._input.take(self._session.computed, computed)
+        if self._spec.measured:  # there the sampler says what the work is
+            figures.pop("work", None)
+        return figures
 
     def _data_position(self, samples: float | None) -> dict[str, Any]:
         """Where this worker is in its data and, in the first steps, a digest of its gradient."""

@@ -1,0 +1,48 @@
+"""Gradients beside a simulated run in which samples are dealt out: `bsp+balance` and `anytime`.
+
+A push is a number of micro-batches, each of places in the order of an epoch. The update is the sum over all micro-batches of
+samples times mean gradient, in order of rank and of computing, divided by the divisor of the round, or by the samples. One
+that was finished late is computed on the older weights it was begun on. A round without samples changes nothing.
+
+The orders are those of `Shards`. There, each of n workers takes every n-th place: the joint batch of a round of `bsp` has
+the same samples as that of `bsp+balance`, as long as shares are even and no epoch has ended (`bsp` leaves the rest of an
+epoch that fills no joint batch; here it is a short one).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from polytempo.simulate.dealing import MicroBatch
+from polytempo.simulate.gradient_trainer import Gradient, VirtualTrainer, add_weighted
+from polytempo.sync.events import Pushed
+
+
+class VirtualDealtTrainer(VirtualTrainer):
+    """Real training beside a simulated run of a mode that deals out samples."""
+
+    @property
+    def length(self) -> int:
+        """The number of training samples."""
+        return len(self._train[0])
+
+    def apply_dealt(
+        self, pushes: tuple[Pushed, ...], made_of: list[list[MicroBatch]], versions: list[int], rate: float, divisor: float
+    ) -> None:
+        """Make one update of these micro-batches."""
+        total = divisor or sum(batch.samples for batches in made_of for batch in batches)
+        mean: Gradient = [None] * len(self._parameters)
+        for push, batches, version in zip(pushes, made_of, versions, strict=True):
+            for batch in batches:
+                self._load(batch.version if batch.late else version)
+                add_weighted(mean, self._gradient_of(push.worker, self._index(batch)), batch.samples / total)
+        for version in versions:
+            self.versions.drop(version)
+        if any(made_of):
+            self._update(mean, [self.versions.newest - version for version in versions], rate)
+        else:
+            self.versions.advance()
+
+    def _index(self, batch: MicroBatch) -> torch.Tensor:
+        parts = [self._shards.order(epoch)[start:stop] for epoch, start, stop in batch.places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,77 @@
+"""What a worker tells of its own time with each push: computing, input, the exchange, and the work."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+
+import pytest
+import torch
+
+import polytempo as pt
+from polytempo.records.files import read_events
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.input_watch import InputWatch, add_figures
+
+INPUT, COMPUTE, STEPS = 0.02, 0.01, 4
+
+
+def train(worker: int, given: bool) -> None:
+    """Steps of which INPUT seconds are waiting for data, and longer sequences with each step."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model if given else None)
+    for step in range(STEPS):
+        time.sleep(INPUT)
+        loss = model(torch.ones(2 + step, 4)).mean()
+        time.sleep(COMPUTE)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "local:2", "downpour:push=2,fetch=2"])
+def test_a_push_says_what_it_took(tmp_path, sync):
+    with ThreadJob(workers=2, sync=sync, record=tmp_path / "job") as job:
+        job.run(lambda worker: train(worker, given=True))
+    pushes = [line for line in read_events(tmp_path / "job") if line["kind"] == "push"]
+    block = 2 if sync.startswith(("local", "downpour")) else 1
+    assert len(pushes) == 2 * STEPS // block
+    for line in pushes:
+        assert line["input"] >= block * INPUT
+        assert line["computed"] >= line["input"] + block * COMPUTE
+        first = line["step"] * block
+        assert line["work"] == sum(4 * (2 + step) for step in range(first, first + block))
+    assert all("exchanged" in line for line in pushes if line["step"] > 0)
+
+
+def test_without_the_model_input_counts_as_computing(tmp_path):
+    with ThreadJob(workers=1, sync="asp", record=tmp_path / "job") as job:
+        job.run(lambda worker: train(worker, given=False))
+    pushes = [line for line in read_events(tmp_path / "job") if line["kind"] == "push"]
+    assert all("input" not in line and line["computed"] >= INPUT + COMPUTE for line in pushes)
+
+
+def test_a_copy_or_a_saved_model_does_not_measure():
+    model = torch.nn.Linear(4, 1)
+    watch = InputWatch(model)
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"polytempo" not in file.getvalue()
+    file.seek(0)
+    for other in (twin, torch.load(file, weights_only=False)):
+        assert torch.equal(other(torch.ones(2, 4)), model.forward(torch.ones(2, 4)))
+    assert watch.take(lambda now: 1.0, 2.0) == {}
+    model(torch.ones(2, 4))
+    model.eval()(torch.ones(2, 4))
+    assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}
+
+
+def test_figures_of_several_steps_are_added_up():
+    sums: dict[str, float] = {}
+    for about in ({"input": 1.0, "other": 5}, {"input": 2.0, "work": 3.0}, {}):
+        add_figures(sums, about)
+        assert "input" not in about
+        assert "work" not in about
+    assert sums == {"input": 3.0, "work": 3.0}
