@@ -16,7 +16,7 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
+from polytempo.protocol.values import MixingRow, OptimizerSpec, Position, PushId, RoundPlan, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.server.job_plan import JobBudget
 from polytempo.sync.actions import Apply, Release
@@ -125,6 +125,10 @@ class OptimizerClock:
             return Verdict(1.0)
         head = self._counted[id(action.pushes[0])][1]
         return self.corrections.verdict(max(self.version - head.version - head.own, 0))
+
+    def positions(self, action: Apply) -> list[Position]:
+        """What the pushes of an update were made of."""
+        return [position for push in action.pushes for position in self._counted[id(push)][1].positions]
 
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""

@@ -28,6 +28,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog, StepFigures
+from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
@@ -74,8 +75,8 @@ class PushArrivals:
 class PolicyRunner:
     """Feeds the policies: what a policy decides becomes entries of the log, messages and lines of the record."""
 
-    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget) -> None:
-        self._plan, self._statistics, self._budget = plan, statistics, budget
+    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget, done: DonePlaces) -> None:
+        self._plan, self._statistics, self._budget, self._done = plan, statistics, budget, done
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -121,6 +122,8 @@ class PolicyRunner:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
             return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
+        if clock.is_main and clock.spec.measured:
+            self._done.apply(clock.positions(action))
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -282,7 +285,7 @@ class Sequencer:
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
-        self._runner = PolicyRunner(plan, self.statistics, self.budget)
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.checkpoints.done)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._saved_at = plan.first_step

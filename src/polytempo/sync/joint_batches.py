@@ -1,8 +1,8 @@
 """The joint batches of an epoch: which places of its order each has, whatever the shares of the workers are.
 
-Joint batch k has places k * B to (k + 1) * B. In each of them every worker gets at least one place, so that no loader meets an
-empty batch: a rest that is smaller than the number of workers goes with the joint batch before it. Where an epoch, or what is
-left of one, has fewer places than workers, places are used twice: `place % count`.
+Joint batch k has places k * B to (k + 1) * B. In each of them every worker gets at least one place, so that no loader meets
+an empty batch: a rest that is smaller than the number of workers goes with the joint batch before it. Where an epoch, or
+what is left of one, has fewer places than workers, places are used twice: `place % count`.
 """
 
 from __future__ import annotations

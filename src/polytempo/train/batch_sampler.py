@@ -2,8 +2,8 @@
 
 Under `bsp+balance` joint batch k of an epoch is places k * B to (k + 1) * B of its order, B = batch_size x workers, and each
 worker's batch is its share of it by the weights in force (`session/dealing.py`). Every sample is used once in an epoch, and
-every worker gets at least one in each joint batch. With `cost` shares are cut by predicted cost: long sequences are dealt out
-so that all workers take equally long, though the numbers of their samples differ.
+every worker gets at least one in each joint batch. With `cost` shares are cut by predicted cost: long sequences are dealt
+out so that all workers take equally long, though the numbers of their samples differ.
 
 In modes without shares by speed every worker's batches are those of a `DistributedSampler` and this `batch_size`.
 """

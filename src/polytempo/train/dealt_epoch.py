@@ -1,9 +1,9 @@
 """One pass of a sampler whose batches are dealt: cut from the joint batch by weights, or leased (`session/dealing.py`).
 
-    batches         joint batch k of the epoch is cut in shares, one for each worker, by samples or by predicted cost
-    micro-batches   the epoch is cut in micro-batches of equal size, and a joint batch is a number of these; a share is one
-                    micro-batch after the other. In an epoch only the last may be short, and it is the last of its worker
-    leases          micro-batches of places that the sequencer leases, until none are left
+batches         joint batch k of the epoch is cut in shares, one for each worker, by samples or by predicted cost
+micro-batches   the epoch is cut in micro-batches of equal size, and a joint batch is a number of these; a share is one
+                micro-batch after the other. In an epoch only the last may be short, and it is the last of its worker
+leases          micro-batches of places that the sequencer leases, until none are left
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The order of a sampler's epochs: one seeded order of all samples, without what earlier jobs have trained on.
 
 A part of an epoch that an earlier job has done is said in one of two ways: how many samples each of its workers took, which
-took every n-th place (`size`, `taken`), or which places its updates were made of (`done`), where batches were dealt by speed.
+took every n-th place (`size`, `taken`), or which places its updates were made of (`done`), where batches were dealt out.
 Places count what the parts before it have left.
 """
 

@@ -122,8 +122,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     def _size_of_micro_batch(self, spec: Spec) -> int:
         if self._batch_size is None:
             raise UsageError(
-                f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the loader's "
-                "batch_size, got none"
+                f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the "
+                "loader's batch_size, got none"
             )
         check_unsplit(self._share, self._session.rank, self._session.size, spec)
         return self._batch_size
@@ -140,8 +140,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
 def check_unsplit(share: tuple[int, int] | None, rank: int, size: int, spec: Spec) -> None:
     """Refuse shards that are not one for each rank, in modes with shares by speed."""
-    if share not in (None, (rank, size)):
+    if share is not None and share != (rank, size):
         raise UsageError(
             f"worker {rank}: {spec.text} shares a data set by the speed of the {size} ranks, and this sampler gives shard "
-            f"{share[0]} of {share[1]}; leave num_replicas= and rank= out, or use sync='bsp'"  # type: ignore[index]
+            f"{share[0]} of {share[1]}; leave num_replicas= and rank= out, or use sync='bsp'"
         )
