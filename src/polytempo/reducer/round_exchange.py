@@ -41,6 +41,12 @@ class RoundExchange(ABC):
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
 
+    @property
+    def has_room(self) -> bool:
+        """May this worker take part in another round before `install` is called? If not, it lets rounds pass without it,
+        and catches up."""
+        return True
+
     @abstractmethod
     def first(self) -> RoundOutcome:
         """The round with which this worker starts, as it heard when it registered; there is nothing to install."""

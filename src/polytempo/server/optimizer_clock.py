@@ -16,7 +16,7 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.values import MixingRow, OptimizerSpec, Position, PushId, RoundPlan, UpdatePart
+from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.server.job_plan import JobBudget
 from polytempo.sync.actions import Apply, Release
@@ -74,7 +74,8 @@ class OptimizerClock:
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
-    _last_round: tuple[float, tuple[dict[str, Any], ...]] = (0.0, ())  # divisor and hyper-parameters of the last update
+    _last_round: tuple[float, tuple[dict[str, Any], ...], int] = (0.0, (), 0)  # divisor, hyper-parameters, set of workers
+    _groups: dict[tuple[int, ...], int] = field(default_factory=dict)  # numbers of the sets of workers that made rounds
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
     def __post_init__(self) -> None:
@@ -126,10 +127,6 @@ class OptimizerClock:
         head = self._counted[id(action.pushes[0])][1]
         return self.corrections.verdict(max(self.version - head.version - head.own, 0))
 
-    def positions(self, action: Apply) -> list[Position]:
-        """What the pushes of an update were made of."""
-        return [position for push in action.pushes for position in self._counted[id(push)][1].positions]
-
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness, hypers = [], [], []
@@ -144,7 +141,9 @@ class OptimizerClock:
         self.version += 1
         if self.spec.anytime is not None:
             given = [hyper for hyper in hypers if hyper]
-            self._last_round = action.divisor, tuple(given[0]) if given else ()
+            workers = tuple(push.worker for push in action.pushes)
+            group = self._groups.setdefault(workers, len(self._groups))
+            self._last_round = action.divisor, tuple(given[0]) if given else (), group
         update = Update(
             optimizer_id=self.name,
             version=self.version,
@@ -208,10 +207,8 @@ class OptimizerClock:
         )
 
     def _plan_of(self, release: Release) -> RoundPlan:
-        divisor, hyper = self._last_round
-        return RoundPlan(
-            release.weights, release.since, release.deadline, release.behind, release.catching_up, divisor, hyper
-        )
+        of_release = release.weights, release.since, release.deadline, release.behind, release.catching_up
+        return RoundPlan(*of_release, *self._last_round)
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
         """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
@@ -238,6 +235,10 @@ class OptimizerClock:
         wanted = PushId(self.name, worker, incarnation, step)
         key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
         return self._counted.pop(key)[1]
+
+    def heads(self, action: Apply) -> list[Push]:
+        """The pushes of an update that is about to be made."""
+        return [self._counted[id(push)][1] for push in action.pushes]
 
     def pending(self) -> list[Push]:
         """Pushes that are counted and still to be applied: of a round that is not complete."""

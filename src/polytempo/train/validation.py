@@ -112,7 +112,9 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
         return _reduces_with_neighbours(spec, wanted, session, server_tables)
     if server_tables and spec.averaging is not None:
         raise UsageError(f"rows of a ServerEmbedding are pushed in each step, and {spec.text} makes local steps; use bsp")
-    possible, servers = spec.in_rounds and not server_tables, session.client is not None
+    possible, servers = spec.among_workers and not server_tables, session.client is not None
+    if spec.anytime is not None and not servers:
+        raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
     if server_tables and (wanted == "allreduce" or not servers):
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
     if wanted == "allreduce" and not possible:
