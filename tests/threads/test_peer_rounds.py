@@ -30,6 +30,8 @@ class Driver:
     def __init__(self, model: nn.Module, make: Any, **options: Any) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = DistributedOptimizer(make(list(self.model.parameters())), self.model, **options)
+        for end in self.optimizer._session.closing:  # its communication thread: here the test says when rounds end
+            end()
         reducer = self.optimizer._reducer
         assert isinstance(reducer, PeerReducer)
         self.rounds = PeerRounds(reducer, self.optimizer._wrapped)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from polytempo.client.background_wait import BackgroundWait
 from polytempo.collectives import point_to_point
 from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.group import RankGroup
@@ -90,7 +91,8 @@ class PeerReducer(Reducer):
 
     def finish(self) -> None:
         """Wait until the round has ended; `answer` says how."""
-        self._clock.wait_for(self._clock.step + 1)
+        wait = BackgroundWait(self._clock.client, self.session.lock)  # the script's thread may use the client meanwhile
+        wait.for_release(self.client_state, self._clock.step + 1, lambda: False)
         self._clock.step = self.step = self.client_state.released
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

@@ -150,9 +150,11 @@ class PolicyRunner:
         return [ToShards(clock.reply(action, self._budget, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
+        slot = clock.slots[action.worker]
+        if slot.busy:
+            return [held_message(clock, slot, action)]
         if clock.is_first:
             self._statistics[action.worker].held(now, action.waiting_for)
-        slot = clock.slots[action.worker]
         slot.held_at = now if slot.held_at is None else slot.held_at
         return [held_message(clock, slot, action)]
 
@@ -359,7 +361,7 @@ class Sequencer:
         figures = push_figures(push, slot.waited)
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
-        slot.fenced = push.fence > 0
+        slot.fenced, slot.busy = push.fence > 0, push.busy
         self._runner.tally(clock, push)
         try:
             effects = self._runner.feed(clock, event, now, figures)

@@ -43,7 +43,10 @@ from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
+from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.balance import BALANCE
@@ -51,6 +54,7 @@ from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.communication import Group
 from polytempo.train.companions import Companions
+from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
@@ -58,6 +62,7 @@ from polytempo.train.input_watch import InputWatch
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
+from polytempo.train.peer_rounds import PeerRounds
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
@@ -74,6 +79,7 @@ from polytempo.train.update import (
 from polytempo.train.validation import (
     check_choices,
     check_combination,
+    check_deadlines,
     check_order,
     check_unique,
     chosen_way,
@@ -150,6 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         mirrors = together and not here and spec.local is None
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
         check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
+        if together:
+            check_deadlines(spec, apply, buffers, among_workers, bool(tables.all))
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
         self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)
@@ -415,6 +423,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._spec.averaging is not None:
             raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
+        if self._spec.anytime is not None:
+            raise UsageError("synchronize() averages one batch of each worker, and anytime takes several; use clip_norm=")
         if not self._spec.mode.barrier:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
         dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
@@ -560,6 +570,9 @@ def _make_update(
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
         return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
+    if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
+        rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
+        return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
