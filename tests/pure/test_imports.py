@@ -150,6 +150,7 @@ PURE = (
     "protocol",
     "server/sequencer.py",
     "server/optimizer_clock.py",
+    "server/done_places.py",
     "server/effects.py",
     "server/worker_statistics.py",
     "server/job_figures.py",

@@ -19,6 +19,7 @@ def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
         "Callback",
+        "DistributedBatchSampler",
         "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
