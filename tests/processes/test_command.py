@@ -74,7 +74,7 @@ def test_scaling(tmp_path: Path) -> None:
         (["simulate", "--sync", "spp:3"], "nearest: ssp:3"),
         (["simulate", "--sync", "dssp:5..3"], "write 3..5"),
         (["simulate", "--sync", "bsp+backup:4"], "use at most bsp+backup:3"),
-        (["simulate", "--sync", "anytime:8"], "not available yet"),
+        (["simulate", "--sync", "anytime:0"], "write for example anytime:auto"),
         (["simulate", "--workers", "0"], "at least 1 worker"),
         (["simulate", "--slow", "9:2"], "the ranks are 0 to 3"),
         (["simulate", "--bandwidth", "fast"], "such as 1Gb/s"),

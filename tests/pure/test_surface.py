@@ -19,6 +19,7 @@ def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
         "Callback",
+        "DistributedBatchSampler",
         "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
@@ -208,6 +209,7 @@ def test_commands_and_options() -> None:
         "--steps-each",
         "--sync",
         "--target",
+        "--trace",
         "--train",
         "--via",
         "--workers",

@@ -82,10 +82,17 @@ def around(size: int) -> list[int]:
     return sorted({0, 1, size - 1, size, size + 1})
 
 
+def marked(kind: str, size: int) -> list[pytest.MarkDecorator]:
+    """Every size by memory and by one kind of link; the others of the larger sizes are for `make proof`."""
+    if size in (1, 2, 3, 5):
+        return []
+    return [pytest.mark.long] if kind == "memory" or size == 8 else [pytest.mark.long, pytest.mark.proof]
+
+
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=[] if size in (1, 2, 3, 5) else pytest.mark.long) for size in range(1, 10)]
+    ("kind", "size"),
+    [pytest.param(kind, size, marks=marked(kind, size)) for kind in KINDS for size in range(1, 10)],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_collective_by_every_algorithm_is_what_a_loop_makes_of_it(worlds_of: Cache, kind: str, size: int) -> None:
     groups = fresh_groups(worlds_of(kind, size))
     calls = [

@@ -68,6 +68,7 @@ add(
     "simulate",
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
+    "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
     modes=True,
 )
 add(

@@ -34,6 +34,7 @@ from polytempo.protocol.messages import (
     Held,
     Hello,
     Keep,
+    LeaseSamples,
     Leave,
     MetricReport,
     PartialPush,
@@ -41,6 +42,7 @@ from polytempo.protocol.messages import (
     Refused,
     Register,
     Resend,
+    SamplesLeased,
     SendSeed,
     ShareDevice,
     StatusReply,
@@ -85,6 +87,7 @@ class Client:
         self.retry = retry
         self.pool = pool
         self._stored: dict[str, str] = {}
+        self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
         self._mapped: dict[str, dict[int, str]] = {}  # by optimizer: what shards have said to `ShareDevice`
@@ -107,6 +110,7 @@ class Client:
             Welcome: self._welcome,
             Refused: self._refused,
             StoreSet: self._value_stored,
+            SamplesLeased: self._places_leased,
             Departed: self._departed,
             Stopped: self._stopped,
         }
@@ -225,6 +229,14 @@ class Client:
         self._wait(over, f"another worker to set the key {key!r}", lambda: self.connections.send(0, StoreGet(key=key)))
         return self._stored.get(key)
 
+    def lease(self, asked: LeaseSamples) -> SamplesLeased:
+        """Ask for places of the data."""
+        self.connections.send(0, asked)
+        came = lambda: self._leased is not None and self._leased.request == asked.request  # noqa: E731
+        self._wait(came, "samples", lambda: self.connections.send(0, asked))
+        assert self._leased is not None
+        return self._leased
+
     # Waiting.
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
@@ -258,6 +270,10 @@ class Client:
                 if state.name in self._losses:
                     raise self._losses[state.name]
         return True
+
+    def check_group(self, state: ClientState) -> None:
+        """Raise `RankLost` where a rank is lost without which this optimizer does not go on."""
+        self._goes_on((state,))
 
     def poll(self) -> None:
         """Handle what has come, without waiting."""
@@ -310,6 +326,9 @@ class Client:
 
     def _value_stored(self, shard: int, message: StoreSet, buffers: list[Bytes]) -> None:
         self._stored[message.key] = message.value
+
+    def _places_leased(self, shard: int, message: SamplesLeased, buffers: list[Bytes]) -> None:
+        self._leased = message
 
     def _stopped(self, shard: int, message: Stopped, buffers: list[Bytes]) -> None:
         raise JobEnded(message.cause)

@@ -36,6 +36,8 @@ OF_OPTIMIZERS, PARTS = 1 << 19, 4
 OF_FAILURES = PARTS - 1
 #: Contexts from here on belong to groups that were formed again.
 AGAIN = 1 << 20
+#: Contexts from here on belong to sets of ranks that make rounds with deadlines, this many for each optimizer.
+OF_ROUNDS, SETS = 3 << 19, 1 << 14
 GENERATIONS = 1 << 12
 #: Contexts from here on belong to subgroups, this many for each group.
 WITHIN = 1 << 30
@@ -80,6 +82,16 @@ class World:
         hears of another's.
         """
         return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part)
+
+    def group_of_round(self, ranks: Sequence[int], number: int, which: int) -> RankGroup:
+        """A group of the ranks in a round of the optimizer of this number, this one among them; `which`: the number of the
+        set of these ranks. Only its ranks ask for it."""
+        if which >= SETS or number >= (AGAIN - OF_OPTIMIZERS) // SETS:
+            raise UsageError(
+                f"rounds of optimizer {number} were made by more than {SETS} different sets of ranks, or it is one of too "
+                "many; use via='ps'"
+            )
+        return self._group(sorted(ranks), OF_ROUNDS + number * SETS + which)
 
     def subgroup(self, group: RankGroup, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks of a group; None on its other ranks. All ranks of the group must ask for the same subgroups

@@ -84,7 +84,7 @@ class RunRequest:
 
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if not parse_spec(self.sync).in_rounds and not self._has_neighbours():
+        if not parse_spec(self.sync).among_workers and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,

@@ -3,13 +3,14 @@
 A message is one header and any number of raw buffers. Nothing that is received is evaluated: a header that is not exactly
 one of these is refused. Buffers are checked against the layout where they are used.
 
-    worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, MetricReport, StoreSet, StoreGet
+    worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, LeaseSamples, MetricReport, StoreSet,
+                               StoreGet
     worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull, Keep and ShareDevice (with buffers)
     server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
     coordinator -> servers     Entries (of the log), NormTotal, Stopped
     server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
                                Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
-                               DeviceShared
+                               DeviceShared, SamplesLeased
     launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
 
@@ -181,6 +182,19 @@ class StoreSet(WireMessage):
     value: str
 
 
+class LeaseSamples(WireMessage):
+    """Give me places of an epoch's order, in modes in which workers take as many samples as they manage."""
+
+    request: int  #: asked again with the same number, the answer is the same
+    sampler: str
+    epoch: int
+    length: int  #: of the epoch's order
+    turn: int = 0  #: how often this worker has come to the end of the epoch before
+    count: int = 0  #: places that are needed now; 0: none
+    ahead: int = 0  #: more, while there is much left
+    back: tuple[tuple[int, int], ...] = ()  #: places that this worker was given and will not use
+
+
 class Keep(WireMessage):
     """What this worker's filters hold back, for a checkpoint; `state` describes the buffers."""
 
@@ -295,6 +309,14 @@ class Resend(WireMessage):
     """Your push is not here in full, and will not be: send this shard's part again."""
 
     id: PushId
+
+
+class SamplesLeased(WireMessage):
+    """The answer to `LeaseSamples`: ranges of places, none where nothing is left for now."""
+
+    request: int
+    ranges: tuple[tuple[int, int], ...] = ()
+    earlier: tuple[int, ...] = ()  #: epochs before that one of which places have returned
 
 
 class Refused(WireMessage):
@@ -476,6 +498,8 @@ AnyMessage = (
     | StoreSet
     | StoreGet
     | Keep
+    | LeaseSamples
+    | SamplesLeased
     | ShareDevice
     | DeviceShared
     | Pull

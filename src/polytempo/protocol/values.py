@@ -106,6 +106,7 @@ class RoundPlan(msgspec.Struct, array_like=True, frozen=True):
     catching_up: tuple[int, ...] = ()
     divisor: float = 0.0  #: of the round that has ended, for workers that make the update themselves
     hyper: tuple[dict[str, Any], ...] = ()  #: and its hyper-parameters
+    group: int = 0  #: the number of the set of workers in it, in modes with deadlines: a set has the same one on all
 
 
 class BufferRange(msgspec.Struct, array_like=True, frozen=True):

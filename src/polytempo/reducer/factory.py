@@ -10,6 +10,7 @@ from polytempo.client.row_traffic import WorkerTable
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.collective_reducer import CollectiveReducer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
@@ -39,22 +40,26 @@ def make_reducer(
         initial_state: The state of the wrapped optimizer, which the servers start from.
         tables: Tables whose rows travel with the pushes.
         on_servers: Do servers hold the values? Otherwise workers reduce among themselves: with neighbours where the mode has
-            them, through shared memory on one host under `polytempo run`, else by collectives.
+            them, in groups of the ranks of each round where it has deadlines, through shared memory on one host under
+            `polytempo run`, else by collectives.
     """
     if on_servers:
         spec = spec_of("")
+        summed = parse_spec(spec.sync).anytime is not None  # gradients of several micro-batches are
         return ServerReducer(
             session,
             name,
             spec,
             [params[index] for index in dense],
             initial_state(spec),
-            hooked=spec.apply == "server" and not spec.push_filter,
+            hooked=spec.apply == "server" and not spec.push_filter and not summed,
             tables=tables,
             mean=(spec_of("mean"), params),
         )
     if parse_spec(spec_of("peers").sync).gossip is not None:
         return NeighbourReducer(session, name, spec_of("peers"), params)
+    if parse_spec(spec_of("peers").sync).anytime is not None:
+        return PeerReducer(session, name, spec_of("peers"), params)
     if session.client is not None and session.job.meeting:
         return SharedMemoryReducer(session, name, spec_of("peers"), params)
     return CollectiveReducer(session, name, spec_of("peers"), params)

@@ -1,13 +1,14 @@
 """`Reducer`: the interface through which an optimizer's gradients are reduced over the workers of a job.
 
-One reducer belongs to one `DistributedOptimizer`. There are three ways for the gradients to travel, and one for models:
+One reducer belongs to one `DistributedOptimizer`. There are four ways for the gradients to travel, and one for models:
 
     ServerReducer         to parameter servers, which hold the values and apply the update
     SharedMemoryReducer   through the shared memory of one host; a sequencer decides which workers are in a round
     CollectiveReducer     by all-reduce between hosts; a ballot at the end of the step decides the same
+    PeerReducer           by all-reduce among the workers of each round, in modes with deadlines; a sequencer names them
     NeighbourReducer      models, from worker to worker; a sequencer decides which workers are neighbours in a step
 
-With all but the first the values stay with the workers. `mean` is the agreed gradient of the middle two, on which each
+With all but the first the values stay with the workers. `mean` is the agreed gradient of the second and third, on which each
 worker runs the wrapped optimizer itself. The defaults below are for these; `ServerReducer` overrides them.
 
 In modes with blocks of local steps what travels is values, or their change since the anchor, and there are no gradient
@@ -25,7 +26,7 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, RoundPlan
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean
@@ -93,6 +94,11 @@ class Reducer(ABC):
     def period(self) -> int:
         """Local steps in the block that starts, as the policy has said; 0 in modes without blocks."""
         return self.client_state.answer.period
+
+    @property
+    def plan(self) -> RoundPlan | None:
+        """What the last answer has said of the round that starts, in modes with shares by speed or deadlines."""
+        return self.client_state.answer.plan
 
     @abstractmethod
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

@@ -33,6 +33,7 @@ from polytempo.protocol.messages import (
     Gone,
     Heartbeat,
     Hello,
+    LeaseSamples,
     Leave,
     MetricReport,
     Norm,
@@ -66,7 +67,7 @@ from polytempo.server.effects import (
 )
 from polytempo.server.membership import JobKeyValues, RemoteHosts
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.validation import check_end, check_expecting, check_optimizer_spec, check_read
+from polytempo.server.validation import check_end, check_expecting, check_lease, check_optimizer_spec, check_read
 from polytempo.summation import in_order
 from polytempo.transport.keys import Credentials
 
@@ -90,6 +91,7 @@ class WorkerMessages:
             ("worker", Repeat): self._repeat,
             ("worker", ReadRequest): self._read,
             ("worker", Leave): self._leave,
+            ("worker", LeaseSamples): self._lease,
             ("worker", MetricReport): self._metric,
             ("worker", StoreSet): self._store_set,
             ("worker", StoreGet): self._store_get,
@@ -119,6 +121,10 @@ class WorkerMessages:
     def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
         return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
+
+    def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
+        check_lease(message)
+        return self._job.absorb(self._sequencer.lease(sender.rank, sender.incarnation, message))
 
     def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[LoopEffect]:
         _check_rank(sender, message)

@@ -44,6 +44,7 @@ class WorkerSlot:
     staleness: int = 0  # of its last push
     stop: bool = False  # what its last answer said of the budget
     certain: int = 0  # and for how many further ones it has promised that they do not say `stop`
+    busy: bool = False  # was its last push sent beside the script, which computes? Then it waits for no other
     fenced: bool = False  # does its last push lie in device memory? Then it need not wait for the answer
     loads: int = 0  # what it has given beside its steps is numbered downwards: the last
     given: dict[str, int] = field(default_factory=dict)  # and by kind, how often
@@ -74,7 +75,8 @@ class OptimizerClock:
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
-    _last_round: tuple[float, tuple[dict[str, Any], ...]] = (0.0, ())  # divisor and hyper-parameters of the last update
+    _last_round: tuple[float, tuple[dict[str, Any], ...], int] = (0.0, (), 0)  # divisor, hyper-parameters, set of workers
+    _groups: dict[tuple[int, ...], int] = field(default_factory=dict)  # numbers of the sets of workers that made rounds
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
     def __post_init__(self) -> None:
@@ -140,7 +142,9 @@ class OptimizerClock:
         self.version += 1
         if self.spec.anytime is not None:
             given = [hyper for hyper in hypers if hyper]
-            self._last_round = action.divisor, tuple(given[0]) if given else ()
+            workers = tuple(push.worker for push in action.pushes)
+            group = self._groups.setdefault(workers, len(self._groups))
+            self._last_round = action.divisor, tuple(given[0]) if given else (), group
         update = Update(
             optimizer_id=self.name,
             version=self.version,
@@ -204,10 +208,8 @@ class OptimizerClock:
         )
 
     def _plan_of(self, release: Release) -> RoundPlan:
-        divisor, hyper = self._last_round
-        return RoundPlan(
-            release.weights, release.since, release.deadline, release.behind, release.catching_up, divisor, hyper
-        )
+        of_release = release.weights, release.since, release.deadline, release.behind, release.catching_up
+        return RoundPlan(*of_release, *self._last_round)
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
         """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
@@ -234,6 +236,10 @@ class OptimizerClock:
         wanted = PushId(self.name, worker, incarnation, step)
         key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
         return self._counted.pop(key)[1]
+
+    def heads(self, action: Apply) -> list[Push]:
+        """The pushes of an update that is about to be made."""
+        return [self._counted[id(push)][1] for push in action.pushes]
 
     def pending(self) -> list[Push]:
         """Pushes that are counted and still to be applied: of a round that is not complete."""

@@ -6,6 +6,7 @@ and returns effects: entries of the log that every shard carries out, messages t
     PushArrivals        which shards have which push
     PolicyRunner        the only one to feed the policies; their actions become effects
     WorkerMembership    workers that join, leave, are lost and come back
+    SampleLeases        which places of the data each worker has leased (`server/sample_leases.py`)
     JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
     CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary (`server/job_figures.py`)
 
@@ -23,15 +24,17 @@ from typing import Any
 
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
-from polytempo.protocol.messages import Departed, Held, MetricReport, Push, ReadRequest, Refused, SendSeed
+from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog, StepFigures
+from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
+from polytempo.server.sample_leases import SampleLeases
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
@@ -74,8 +77,17 @@ class PushArrivals:
 class PolicyRunner:
     """Feeds the policies: what a policy decides becomes entries of the log, messages and lines of the record."""
 
-    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget, paces: FigureLog) -> None:
-        self._plan, self._statistics, self._budget, self._paces = plan, statistics, budget, paces
+    def __init__(
+        self,
+        plan: JobPlan,
+        statistics: list[WorkerStatistics],
+        budget: JobBudget,
+        leases: SampleLeases,
+        done: DonePlaces,
+        paces: FigureLog,
+    ) -> None:
+        self._plan, self._statistics, self._budget, self._leases, self._done = plan, statistics, budget, leases, done
+        self._paces = paces
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -121,6 +133,10 @@ class PolicyRunner:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
             return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
+        for head in clock.heads(action) if clock.spec.anytime is not None else ():
+            self._leases.applied(head)
+        if clock.is_main and clock.spec.measured:
+            self._done.apply(position for head in clock.heads(action) for position in head.positions)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -137,14 +153,17 @@ class PolicyRunner:
         return [ToShards(clock.reply(action, self._budget, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
+        slot = clock.slots[action.worker]
+        if slot.busy:
+            return [held_message(clock, slot, action)]
         if clock.is_first:
             self._statistics[action.worker].held(now, action.waiting_for)
-        slot = clock.slots[action.worker]
         slot.held_at = now if slot.held_at is None else slot.held_at
         return [held_message(clock, slot, action)]
 
     def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
         push = clock.drop(action.worker, action.step)
+        self._leases.discarded(push)
         if clock.is_main:
             self._statistics[action.worker].discard(push)
             self._budget.discard(push)
@@ -174,10 +193,11 @@ class WorkerMembership:
         statistics: list[WorkerStatistics],
         arrivals: PushArrivals,
         runner: PolicyRunner,
+        leases: SampleLeases,
     ) -> None:
         self.incarnations: dict[int, int] = {}  #: the present one of each worker
         self._plan, self._clocks, self._statistics = plan, clocks, statistics
-        self._arrivals, self._runner = arrivals, runner
+        self._arrivals, self._runner, self._leases = arrivals, runner, leases
 
     def register(self, worker: int, incarnation: int, name: str, optimizer_spec: OptimizerSpec, now: float) -> list[Effect]:
         """A worker has made an optimizer: it takes part in it from now on."""
@@ -257,6 +277,7 @@ class WorkerMembership:
         counted = tuple(i for clock in self._clocks.values() for i in clock.counted_of(worker))
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
+        self._leases.left(worker, [push for clock in self._clocks.values() for push in clock.pending()])
         for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
             lost = clock.optimizer_spec.members and reason != "finished"
             if lost:  # before answers to rounds that close without it
@@ -283,9 +304,10 @@ class Sequencer:
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
+        self.leases = SampleLeases(plan.size)  # samplers leave out what earlier jobs have done: places are of the rest
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
-        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.paces)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner)
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self._saved_at = plan.first_step
 
     # Members.
@@ -342,7 +364,7 @@ class Sequencer:
         figures = push_figures(push, slot.waited)
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
-        slot.fenced = push.fence > 0
+        slot.fenced, slot.busy = push.fence > 0, push.busy
         self._runner.tally(clock, push)
         try:
             if clock.is_main:
@@ -418,6 +440,12 @@ class Sequencer:
         )
         entry.exchange = slot.exchange if slot is not None else -1
         return [ToShards(entry)]
+
+    def lease(self, worker: int, incarnation: int, asked: LeaseSamples) -> list[Effect]:
+        """A worker wants places of an epoch's order."""
+        if incarnation != self._members.incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
+            return []  # it has left, or was given up
+        return [ToWorker(worker, self.leases.lease(worker, asked))]
 
     def metric(self, metric: MetricReport, now: float) -> list[Effect]:
         """A worker's figure for the record."""

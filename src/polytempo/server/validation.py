@@ -16,7 +16,7 @@ import torch
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.protocol.layout import ITEM_SIZES
-from polytempo.protocol.messages import Expecting, Gone, Hello, Keep, Leave, Push, ReadRequest
+from polytempo.protocol.messages import Expecting, Gone, Hello, Keep, LeaseSamples, Leave, Push, ReadRequest
 from polytempo.protocol.values import OptimizerSpec, TableInfo
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState
 from polytempo.server.optimizers import build
@@ -53,6 +53,9 @@ def check_push(push: Push) -> None:
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
     if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
+    ranges = [(place.length, *part) for place in push.positions for part in place.done]
+    if not all(0 <= start < stop <= length for length, start, stop in ranges):
+        raise PeerError("a push was refused: it says that it is made of places which the epoch's order does not have")
     if not 0 <= push.fence < 1 << 31:
         raise PeerError(f"a push was refused: its fence is {push.fence}, expected a number from 0 on")
     figures = push.computed, push.exchanged, push.input, push.work or 0.0
@@ -78,6 +81,14 @@ def check_hyper(push: Push, spec: OptimizerSpec) -> None:
         wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
         if wrong or "lr" not in own:
             raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is not a number in it")
+
+
+def check_lease(lease: LeaseSamples) -> None:
+    """Refuse places that cannot be."""
+    numbers = (lease.epoch, lease.turn, lease.count, lease.ahead)
+    ranges = all(0 <= start <= stop <= lease.length for start, stop in lease.back)
+    if not (0 <= lease.length < ELEMENTS and all(0 <= number < ELEMENTS for number in numbers) and ranges):
+        raise PeerError(f"a lease of {lease.count} places of {lease.length} was refused: there are no such places")
 
 
 def check_state(segments: Sequence[SegmentState], spec: OptimizerSpec) -> None:

@@ -43,9 +43,14 @@ class SampleQueue:
         self._leased[worker] = without(self._leased.get(worker, []), ranges)
         self.done = merged([*self.done, *ranges])
 
+    def held(self, worker: int, among: Iterable[Range] | None = None) -> list[Range]:
+        """The places that a worker has leased; `among`: of these only."""
+        leased = self._leased.get(worker, [])
+        return leased if among is None else without(leased, without(leased, among))
+
     def give_back(self, worker: int, ranges: Iterable[Range] | None = None) -> None:
         """A worker will not train on these places of its lease, or on any of it: they are leased again."""
-        back = list(self._leased.get(worker, [])) if ranges is None else list(ranges)
+        back = self.held(worker, ranges)
         self._leased[worker] = without(self._leased.get(worker, []), back)
         for each in back:
             insort(self._free, each)

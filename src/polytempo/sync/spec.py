@@ -133,6 +133,11 @@ class Spec:
         return self.mode in (BSP, BALANCE) or (averaging is not None and not averaging.decoupled)
 
     @property
+    def among_workers(self) -> bool:
+        """May values stay with the workers, which reduce among themselves?"""
+        return self.in_rounds or self.mode is ANYTIME
+
+    @property
     def measured(self) -> bool:
         """Does the mode follow the workers' speed, so that pushes must say what they were made of and in what time?"""
         return self.mode in (BALANCE, ANYTIME)

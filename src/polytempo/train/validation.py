@@ -87,6 +87,20 @@ def check_combination(
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
+def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, has_tables: bool) -> None:
+    """Refuse what does not go with rounds that have deadlines."""
+    if spec.anytime is None:
+        return
+    if apply == "delta" and not among_workers:
+        raise UsageError(
+            f"{spec.text} over servers has the servers run the optimizer; use apply='server', or via='allreduce'"
+        )
+    if has_tables:
+        raise UsageError(f"rows of tables are pushed in each step, and {spec.text} pushes at deadlines; use sync='bsp'")
+    if buffers == "mean":
+        raise UsageError(f"buffers='mean' waits for all workers, and {spec.text} waits for none; leave it out")
+
+
 def weight_of(samples: Any, zero: bool = True) -> float:
     """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
 
@@ -112,7 +126,9 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
         return _reduces_with_neighbours(spec, wanted, session, server_tables)
     if server_tables and spec.averaging is not None:
         raise UsageError(f"rows of a ServerEmbedding are pushed in each step, and {spec.text} makes local steps; use bsp")
-    possible, servers = spec.in_rounds and not server_tables, session.client is not None
+    possible, servers = spec.among_workers and not server_tables, session.client is not None
+    if spec.anytime is not None and not servers:
+        raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
     if server_tables and (wanted == "allreduce" or not servers):
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
     if wanted == "allreduce" and not possible:

@@ -1,0 +1,99 @@
+"""The places of the data that a worker has leased and not handed out yet (`server/sample_leases.py`).
+
+A few micro-batches are leased at a time, so that not every draw is a message. The sequencer gives less ahead near the end of
+an epoch. What was leased and not handed out goes back when the worker turns to another epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from polytempo.client.client import Client
+from polytempo.protocol.messages import LeaseSamples, SamplesLeased
+from polytempo.protocol.values import Position
+from polytempo.sync.sample_queue import Range
+
+#: Micro-batches that are leased ahead of the one that is needed.
+AHEAD = 3
+
+
+class LeasedPlaces:
+    """What one worker has leased, of all its samplers.
+
+    Args:
+        client: Its connection to the sequencer.
+        lock: Taken while the client is used.
+    """
+
+    def __init__(self, client: Client, lock: threading.RLock) -> None:
+        self._client, self._lock = client, lock
+        self._requests = 0
+        self._stock: dict[tuple[str, int], list[Range]] = {}  # by sampler and epoch
+        self._lengths: dict[tuple[str, int], int] = {}
+        self._turns: dict[tuple[str, int], int] = {}  # how often the end of an epoch was reached
+
+    def take(self, sampler: str, epoch: int, length: int, count: int) -> list[Range]:
+        """Lease up to this many places; none where nothing is left for now: the next call asks for the epoch's next turn."""
+        key = sampler, epoch
+        with self._lock:
+            self._turn_to(key, length)
+            stock = self._stock.setdefault(key, [])
+            missing = count - _size(stock)
+            if missing > 0:
+                stock += self._ask(key, missing, AHEAD * count).ranges
+            taken, self._stock[key] = _split(stock, count)
+            if not taken:
+                self._turns[key] = self._turns.get(key, 0) + 1
+            return taken
+
+    def earlier(self, sampler: str, epoch: int, length: int) -> tuple[int, ...]:
+        """Epochs before this one of which places have returned to the queue since all workers came to their end."""
+        with self._lock:
+            self._turn_to((sampler, epoch), length)
+            return self._ask((sampler, epoch), 0, 0).earlier
+
+    def give_back(self, positions: Iterable[Position]) -> None:
+        """Places that were handed out and will not be trained on by this worker."""
+        with self._lock:
+            for position in positions:
+                key = position.sampler, position.epoch
+                self._lengths.setdefault(key, position.length)
+                self._ask(key, 0, 0, position.done)
+
+    def _turn_to(self, key: tuple[str, int], length: int) -> None:
+        """Give back what is left of the sampler's other epochs."""
+        self._lengths[key] = length
+        for other in [other for other in self._stock if other[0] == key[0] and other != key]:
+            if stock := self._stock.pop(other):
+                self._ask(other, 0, 0, tuple(stock))
+
+    def _ask(self, key: tuple[str, int], count: int, ahead: int, back: tuple[Range, ...] = ()) -> SamplesLeased:
+        self._requests += 1
+        return self._client.lease(
+            LeaseSamples(
+                request=self._requests,
+                sampler=key[0],
+                epoch=key[1],
+                length=self._lengths[key],
+                turn=self._turns.get(key, 0),
+                count=count,
+                ahead=ahead,
+                back=back,
+            )
+        )
+
+
+def _size(ranges: Iterable[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _split(ranges: list[Range], count: int) -> tuple[list[Range], list[Range]]:
+    """The first places of these ranges, as many as `count`, and the rest."""
+    first: list[Range] = []
+    for index, (start, stop) in enumerate(ranges):
+        if stop - start > count:
+            return [*first, *([(start, start + count)] if count else [])], [(start + count, stop), *ranges[index + 1 :]]
+        first.append((start, stop))
+        count -= stop - start
+    return first, []

@@ -1,0 +1,273 @@
+"""`anytime` over all-reduce: a worker's rounds with other workers, with values that stay with each.
+
+    at the deadline  the sequencer hears of this worker's samples, closes the round, and names the workers in it
+    the mean         exactly these add up their sums, over the round's divisor (`reducer/round_sums.py`)
+    the update       each runs the wrapped optimizer on the mean, with the ROUND's hyper-parameters, so all stay alike:
+                     schedulers that are stepped by micro-batch may stand at different places on different workers
+
+A worker that computes while rounds end takes part in them by its communication thread, and keeps their means, up to `KEPT`;
+its script applies them in order in its next `step()`. With more it stops taking part.
+
+A worker without which a round has closed (it was stopped, or has kept too many means) has missed updates. Its next push is
+discarded; when the round that is open then ends, the lowest rank in that round hands over its values, its optimizer's state
+and the means that its own script has yet to apply. So all replicas are the same before they compute again.
+
+Where this departs from `docs/design/0014`: any rank in the round may hand over, also one whose script computes. Backward
+passes only read values; a lock keeps `install` out while they are copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polytempo.errors import PeerError
+from polytempo.protocol.values import RoundPlan
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.gradient_mean import GradientMean
+from polytempo.reducer.peer_reducer import PeerReducer
+from polytempo.reducer.reducer import GroupValues
+from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.reducer.round_sums import ClosedRound
+from polytempo.train.broadcast_state import load_in_place
+from polytempo.train.safe_serialization import decode_from, encode_for_all
+from polytempo.train.update import Wrapped, step_unwrapped
+
+#: Means of rounds that a worker keeps while its script computes.
+KEPT = 4
+
+
+@dataclass(eq=False)
+class RoundMean:
+    """The mean gradient of a round, and the hyper-parameters with which it is applied."""
+
+    gradient: GradientMean
+    hyper: GroupValues
+
+
+@dataclass(eq=False)
+class HandedState:
+    """What a rank has handed over to this one: values and optimizer state, and the means to apply to them."""
+
+    values: list[torch.Tensor]
+    state: dict[Any, Any]
+    means: list[RoundMean]
+
+
+class PeerRounds(RoundExchange):
+    """The rounds of one optimizer, on one worker.
+
+    Args:
+        reducer: Its part in the job.
+        wrapped: The script's optimizer, which runs here.
+    """
+
+    reducer: PeerReducer
+
+    def __init__(self, reducer: PeerReducer, wrapped: Wrapped) -> None:
+        super().__init__(reducer)
+        self._wrapped, self._rank = wrapped, reducer.session.rank
+        self._installing = threading.Lock()  # values and optimizer state are changed, or copied
+        self._pending: list[RoundMean | HandedState] = []  # what `install` has yet to apply
+        self._free: list[GradientMean] = []
+        self._touched = ""  # a parameter that the script has written to, which the next round compares
+        reducer.given_up = lambda: self.given_up
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._pending) < KEPT
+
+    def first(self) -> RoundOutcome:
+        return RoundOutcome(self.reducer.step, self.reducer.answer.plan or RoundPlan())
+
+    def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
+        return self.reducer.new_buffer(), self.reducer.new_buffer()
+
+    # In the communication thread.
+
+    def exchange(
+        self, total: FlatBuffer | None, samples: float, count: int, hyper: GroupValues, **about: Any
+    ) -> RoundOutcome:
+        reducer, watch = self.reducer, self.reducer.copier.watch
+        began, busy = time.perf_counter(), bool(about.get("busy"))
+        if not busy:
+            about["touched"], watch.touched, self._touched = watch.touched or self._touched, "", ""
+        reducer.push(total, hyper, samples=samples, count=count, **about)
+        answer, closed = reducer.answer, reducer.last_round
+        plan = answer.plan or RoundPlan()
+        behind = plan.catching_up
+        if self._rank not in (*closed.ranks, *behind):
+            raise PeerError(
+                f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {closed.ranks} "
+                "without it; start the job again"
+            )
+        source = min(closed.ranks or behind)
+        content: RoundMean | HandedState | None = None
+        if self._rank not in behind:
+            if answer.touched:
+                self._compare(closed, answer.touched, busy)
+            content = self._mean(closed)
+        elif self._rank != source:
+            content = self._receive(source)
+        self._keep(content)
+        if self._rank == source and (others := [rank for rank in behind if rank != source]):
+            self._hand_over(others)
+        reducer.took(time.perf_counter() - began)
+        return RoundOutcome(reducer.step, plan, content)
+
+    def _keep(self, content: RoundMean | HandedState | None) -> None:
+        if content is not None:
+            with self._installing:
+                self._pending.append(content)
+
+    def _mean(self, closed: ClosedRound) -> RoundMean | None:
+        """The mean of the round; None where no worker had a sample, or this one was stopped and has missed it."""
+        answer = self.reducer.answer
+        if answer.skipped or not closed.divisor:
+            return None
+        gradient = self._new_mean()
+        if not self.reducer.sums.make(gradient.buffer, closed):
+            self._free.append(gradient)
+            return None
+        gradient.absent = answer.absent
+        return RoundMean(gradient, (answer.plan or RoundPlan()).hyper)
+
+    def _new_mean(self) -> GradientMean:
+        with self._installing:
+            if self._free:
+                return self._free.pop()
+        return GradientMean(self.reducer.copier, self.reducer.new_buffer())
+
+    def _compare(self, closed: ClosedRound, name: str, busy: bool) -> None:
+        """A script has written to parameters on some rank: refuse them if they are not the same on all. Workers that compute
+        have yet to apply means."""
+        digest = bytes(8) if busy else hashlib.blake2b(self.reducer.digests(), digest_size=8).digest()
+        found = self.reducer.round_groups.gather(bytes([not busy]) + digest, closed)
+        self.reducer.copier.watch.check_alike({rank: data[1:] for rank, data in found.items() if data[0]}, name)
+
+    # Catching up.
+
+    def _snapshot(self) -> dict[str, Any]:
+        """This rank's values, optimizer state and the means to apply to them, as they are now."""
+        with self._installing:
+            handed, means = _newest(self._pending)
+            if handed is None:
+                values = [param.detach().cpu().clone() for param in self._wrapped.params]
+                handed = HandedState(values, _copied(self._wrapped.optimizer.state_dict()["state"]), [])
+            buffers = [(mean.gradient.buffer.tensors, mean) for mean in (*handed.means, *means)]
+            kept = [
+                ({dtype: flat.clone() for dtype, flat in flats.items()}, mean.gradient.absent, mean.hyper)
+                for flats, mean in buffers
+            ]
+            return {"values": handed.values, "state": handed.state, "means": kept}
+
+    def _hand_over(self, ranks: Sequence[int]) -> None:
+        """To each of these ranks: the length of a description, the description, and the tensors."""
+        tensors: list[torch.Tensor] = []
+        data, _ = encode_for_all(self._snapshot(), tensors)
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for rank in ranks:
+            self.reducer.messages.send([torch.tensor([len(data)]), text, *tensors], rank, self.reducer.step)
+
+    def _receive(self, source: int) -> HandedState:
+        """What a rank has handed over."""
+        tag, length = self.reducer.step, torch.zeros(1, dtype=torch.int64)
+        self.reducer.messages.receive([length], source, tag)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        self.reducer.messages.receive([text], source, tag)
+        tensors: list[torch.Tensor] = []
+        handed = decode_from(source, text.numpy().tobytes(), tensors)
+        self.reducer.messages.receive(tensors, source, tag)
+        means = []
+        for flats, absent, hyper in handed["means"]:
+            gradient = self._new_mean()
+            for dtype, flat in gradient.buffer.tensors.items():
+                flat.copy_(flats[dtype])
+            gradient.absent = absent
+            means.append(RoundMean(gradient, hyper))
+        return HandedState(handed["values"], handed["state"], means)
+
+    # In the script's thread.
+
+    def install(self, results: Sequence[RoundOutcome]) -> None:
+        contents = [result.content for result in results if result.content is not None]
+        with self._installing, torch.no_grad():
+            handed, means = _newest(contents)
+            if handed is not None:
+                self._load(handed)
+            for mean in (*handed.means, *means) if handed is not None else means:
+                self._apply(mean)
+            self._free += [mean.gradient for content in contents for mean in _means_of(content)]
+            self._pending = [content for content in self._pending if content not in contents]
+        self.reducer.copier.watch.record()
+
+    def _load(self, handed: HandedState) -> None:
+        """Go on from another rank's state."""
+        optimizer = self._wrapped.optimizer
+        self.reducer.copier.write(handed.values)
+        load_in_place(optimizer, {"state": handed.state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def _apply(self, mean: RoundMean) -> None:
+        wrapped = self._wrapped
+        in_place = wrapped.clip_norm is None and mean.gradient.may_read_in_place(wrapped.optimizer)
+        with _hyper_parameters(wrapped.optimizer, mean.hyper), mean.gradient.as_gradients(in_place):
+            wrapped.clip()
+            step_unwrapped(wrapped.optimizer)
+
+    def reload(self) -> None:
+        self._touched = self._touched or self.reducer.copier.watch.touched  # values are here alone: they are compared
+
+    def close(self) -> None:
+        self.reducer.settle()
+
+
+def _newest(contents: Sequence[RoundMean | HandedState]) -> tuple[HandedState | None, list[RoundMean]]:
+    """The last state that was handed over, and the means after it."""
+    handed: HandedState | None = None
+    means: list[RoundMean] = []
+    for content in contents:
+        if isinstance(content, HandedState):
+            handed, means = content, []
+        else:
+            means.append(content)
+    return handed, means
+
+
+def _means_of(content: RoundMean | HandedState) -> list[RoundMean]:
+    return content.means if isinstance(content, HandedState) else [content]
+
+
+@contextmanager
+def _hyper_parameters(optimizer: torch.optim.Optimizer, hyper: GroupValues) -> Iterator[None]:
+    """Inside, the optimizer has these hyper-parameters, whatever this worker's schedulers have set."""
+    before = [{name: group[name] for name in values} for group, values in zip(optimizer.param_groups, hyper, strict=False)]
+    for group, values in zip(optimizer.param_groups, hyper, strict=False):
+        group.update({name: _like(value, group[name]) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, before, strict=False):
+            group.update(values)
+
+
+def _like(value: Any, before: Any) -> Any:
+    """A hyper-parameter that came as plain data, in the form that the optimizer has it."""
+    if isinstance(before, torch.Tensor):
+        return torch.full_like(before, value)
+    return tuple(value) if isinstance(before, tuple) else value
+
+
+def _copied(state: Any) -> Any:
+    """Optimizer state on the host, which does not change any more."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu().clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(_copied(part) for part in state) if isinstance(state, list | tuple) else state
