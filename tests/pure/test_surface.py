@@ -108,6 +108,7 @@ def test_commands_and_options() -> None:
     assert sorted(typer.main.get_command(app).commands) == [
         "check",
         "compare",
+        "explain",
         "key",
         "picture",
         "plan",
@@ -116,6 +117,7 @@ def test_commands_and_options() -> None:
         "worker",
     ]
     assert options("check") == options("key") == []
+    assert options("explain") == ["--json"]
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == [
         *(

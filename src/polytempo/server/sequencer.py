@@ -84,8 +84,10 @@ class PolicyRunner:
         budget: JobBudget,
         leases: SampleLeases,
         done: DonePlaces,
+        paces: FigureLog,
     ) -> None:
         self._plan, self._statistics, self._budget, self._leases, self._done = plan, statistics, budget, leases, done
+        self._paces = paces
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -145,6 +147,7 @@ class PolicyRunner:
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
         if clock.is_main:
             self._budget.begin(now)
+            self._paces.released(action.worker, now)
         if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
         return [ToShards(clock.reply(action, self._budget, now))]
@@ -302,9 +305,9 @@ class Sequencer:
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
         self.leases = SampleLeases(plan.size)  # samplers leave out what earlier jobs have done: places are of the rest
-        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self._saved_at = plan.first_step
 
     # Members.
@@ -364,10 +367,10 @@ class Sequencer:
         slot.fenced, slot.busy = push.fence > 0, push.busy
         self._runner.tally(clock, push)
         try:
-            effects = self._runner.feed(clock, event, now, figures)
-            self.statistics[worker].accepted = True
             if clock.is_main:
                 self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
+            effects = self._runner.feed(clock, event, now, figures)
+            self.statistics[worker].accepted = True
             return effects + self._checkpoint(clock, now, effects)
         except OrderError as error:
             slot.exchange = before
