@@ -38,7 +38,7 @@ class OpenRound:
 
 
 @dataclass
-class ClosedRound:
+class RoundUpdate:
     """What the update of a round must be made of."""
 
     workers: list[int]
@@ -60,7 +60,7 @@ class RoundChecker:
         self._overdue: dict[int, int] = {}  # the step that each computes
         self._missed: dict[int, int] = {}  # workers that wait for the next round: the step of their late push, or -1
         self._round: OpenRound | None = None
-        self._closed: list[ClosedRound] = []
+        self._closed: list[RoundUpdate] = []
         self._shown: dict[int, int] = {}  # updates that each server has shown
         self._weights: list[list[float]] | None = None
         self._drawn: tuple[int, int] | None = None
@@ -155,7 +155,7 @@ class RoundChecker:
         wanted = {worker for worker in here.pushed if worker in self._members} | self._missed.keys()
         got = {line["worker"] for line in released}
         self._require(event, got == wanted, f"released were {sorted(got)}, expected {sorted(wanted)}")
-        self._closed.append(ClosedRound(sorted(here.pushed), here.deadline or 0.0))
+        self._closed.append(RoundUpdate(sorted(here.pushed), here.deadline or 0.0))
         self._round = OpenRound(here.number + 1, event["t"])
 
     def _release(self, line: RecordLine) -> None:

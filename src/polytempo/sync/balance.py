@@ -18,7 +18,7 @@ A fixed time of each step makes speed depend on the share: speed is measured ane
 all workers take the same time.
 
 With `micro=M` a worker pushes after a number of whole micro-batches, M on average; then new weights hold from the next round
-on, and schedulers that are stepped by micro-batch may differ between workers: the lowest rank's hyper-parameters are used.
+on. Hyper-parameters must be equal in a round, so schedulers are stepped by round, not by micro-batch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class SharesBySpeed(RoundRule):
 
     planned = True
 
-    def __init__(self, workers: int, micro: int = 0, most: float = MOST) -> None:
+    def __init__(self, workers: int, most: float = MOST) -> None:
         self.weights = tuple((worker, 1.0) for worker in range(workers))
-        self.compares = not micro
         self._most = most
         self._speeds = WorkerSpeeds()
         self._drawn: tuple[int, int] | None = None  # the last batch that any worker has drawn
@@ -85,7 +84,7 @@ BALANCE = Mode(
     "bsp+balance",
     "bsp+balance",
     "barrier each step, shares of the joint batch by measured speed; micro=M: of whole micro-batches, M each on average",
-    lambda workers, micro=0, most=MOST: Barrier(workers, rule=SharesBySpeed(workers, micro, most)),
+    lambda workers, micro=0, most=MOST: Barrier(workers, rule=SharesBySpeed(workers, most)),
     options={
         "micro": whole_number("micro", at_least=1, example="8"),
         "most": number("a number most of at least 1", lambda most: most >= 1),
