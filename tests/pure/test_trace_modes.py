@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
+from statistics import median, median_low
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from made_traces import Seconds, even, job, noisy, write_operations
 
 from polytempo.cli.main import run
 from polytempo.errors import UsageError
+from polytempo.simulate import Cluster, simulate_job
 from polytempo.traces.analysis import TraceAnalysis, analyse, verdict
 from polytempo.traces.causes import factors_of
 from polytempo.traces.job import JobTrace
@@ -113,6 +115,19 @@ def test_a_slow_worker_of_two_is_the_slow_one() -> None:
     assert [(one.replica, one.stage) for one in found.slow] == [(1, 2)]
 
 
+def test_a_replica_that_happened_to_be_dealt_more_work_is_not_slow() -> None:
+    def dealt(step: int, replica: int, batch: int, stage: int, backward: bool) -> float:
+        work = Random(f"{step} {replica} {batch}").lognormvariate(0.0, 0.6)
+        return even(step, replica, batch, stage, backward) * work
+
+    trace = job(dealt, replicas=8, stages=2, steps=4)
+    medians = [
+        median(batch[0][0] for step in trace.steps for batch in step.replicas[replica]) for replica in range(trace.replicas)
+    ]
+    assert max(medians) > 1.15 * median_low(medians), "by its seconds alone one would be"
+    assert set(chain(*chain(*factors_of(trace).slowness))) == {1.0}
+
+
 def test_a_micro_batch_costs_what_its_replica_is() -> None:
     trace = job(slow_worker)
     factors = factors_of(trace)
@@ -120,6 +135,42 @@ def test_a_micro_batch_costs_what_its_replica_is() -> None:
     for moved, wanted in ((factors.moved(here, 0, 1), there), (factors.moved(there, 1, 3), here)):
         assert list(chain(*moved)) == pytest.approx(list(chain(*wanted)))
     assert factors.moved(here, 2, 2) is here
+
+
+@pytest.mark.parametrize("slow", [1.16, 1.4, 2.03, 3.0])
+def test_step_times_and_virtual_time_agree(slow: float) -> None:
+    """The rounds here and those of the simulator are two ways to one number."""
+    lines = [f"{worker},{step},{slow if worker == 3 else 1.0}" for step in range(40) for worker in range(4)]
+    trace = step_times_from("\n".join(["worker,step,seconds", *lines]), "a.csv")
+    modes = seconds_of(analyse(trace, ["bsp+balance", "anytime:auto,micro=32", "asp"]))
+    cluster = Cluster(4, slow={3: slow}, batch=PARTS)
+    for mode, within in (("bsp", 1e-9), ("bsp+balance", 1e-9), ("asp", 0.02)):
+        outcome = simulate_job(cluster, mode, samples=40 * 4 * PARTS)
+        assert modes[mode] == pytest.approx(outcome.seconds * 4 * PARTS / outcome.samples, rel=within), mode
+    rate = 3 + 1 / slow  # of all workers together
+    assert modes["anytime:auto,micro=32"] == pytest.approx(4 / rate, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.proof) for seed in range(400, 700))])
+def test_causes_of_drawn_jobs(seed: int) -> None:
+    """One thing is wrong with a job, or nothing: it is named, and no worker is called slow where none is."""
+    random = Random(f"drawn {seed}")
+    cause = ("worker", "cost", "stage", "stalls", "")[seed % 5]
+    replicas, stages, batches = random.choice((2, 4, 8)), random.choice((2, 4)), random.choice((8, 16))
+    slow, heavy, spread = random.uniform(1.25, 3.0), random.uniform(1.5, 2.5), random.uniform(0.3, 0.7)
+    worker, stalled, noise = (random.randrange(replicas), random.randrange(stages)), random.uniform(0.01, 0.03), 0.05
+
+    def seconds(step: int, replica: int, batch: int, stage: int, backward: bool) -> float:
+        one = Random(f"{seed} {step} {replica} {batch} {stage} {backward}")
+        took = even(step, replica, batch, stage, backward) * max(0.5, one.gauss(1.0, noise))
+        took *= slow if cause == "worker" and (replica, stage) == worker else 1.0
+        took *= heavy if cause == "stage" and stage == worker[1] else 1.0
+        took *= Random(f"{seed} {step} {replica} {batch}").lognormvariate(0.0, spread) if cause == "cost" else 1.0
+        return took + 2.0 * (cause == "stalls" and one.random() < stalled)
+
+    found = analyse(job(seconds, replicas, stages, batches, steps=10), ["bsp"])
+    assert found.causes[:1] == ((cause,) if cause else ()), found.without
+    assert [(one.replica, one.stage) for one in found.slow] == ([worker] if cause == "worker" else [])
 
 
 @given(st.data())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import median, median_low
 
 from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
@@ -22,10 +23,19 @@ from polytempo.traces.resimulate import job_seconds
 
 #: Differences of slowness below this are noise.
 SAME = 0.05
+#: And differences below this number of standard errors: a replica that happened to be dealt more work is not slow.
+CERTAIN = 3.5
+#: Standard deviations of a normal distribution: in a median deviation, and (over the root of the count) of a median.
+OF_DEVIATION, OF_MEDIAN = 1.4826, 1.2533
 #: A computation that takes this many times what it should is a stall.
 STALL = 1.5
 #: A worker is named as slow from this factor on.
 SLOW = 1.1
+
+#: The cost of each micro-batch: by step, replica and number.
+JobCosts = tuple[tuple[tuple[float, ...], ...], ...]
+#: (forward, backward) of each replica and stage.
+WorkerFactors = tuple[tuple[tuple[float, float], ...], ...]
 
 CAUSES = ("worker", "cost", "stage", "stalls")
 
@@ -35,8 +45,8 @@ class Factors:
     """What the seconds of a job's computations are made of; a pair is (forward, backward)."""
 
     usual: tuple[tuple[float, float], ...]  #: of each stage
-    slowness: tuple[tuple[tuple[float, float], ...], ...]  #: of each replica and stage
-    costs: tuple[tuple[tuple[float, ...], ...], ...]  #: of each step, replica and micro-batch; 1 on average
+    slowness: WorkerFactors
+    costs: JobCosts  #: 1 on average
 
     def worker(self, replica: int, stage: int) -> float:
         """The slowness of a worker over forward and backward."""
@@ -78,25 +88,23 @@ def _ones(step: RecordedStep) -> tuple[tuple[float, ...], ...]:
     return tuple((1.0,) * len(batches) for batches in step.replicas)
 
 
-def _scaled(costs: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+def _scaled(costs: Sequence[tuple[tuple[float, ...], ...]]) -> JobCosts:
     """Costs that are 1 on average."""
     every = [cost for step in costs for batches in step for cost in batches]
     mean = sum(every) / len(every)
     return tuple(tuple(tuple(cost / mean for cost in batches) for batches in step) for step in costs)
 
 
-def _machines(
-    job: JobTrace, costs: tuple[tuple[tuple[float, ...], ...], ...]
-) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[tuple[float, float], ...], ...]]:
+def _machines(job: JobTrace, costs: JobCosts) -> tuple[tuple[tuple[float, float], ...], WorkerFactors]:
     """The usual seconds of each stage, and the slowness of each worker, from seconds at a cost of 1."""
     each = [
-        [tuple(_median(job, costs, replica, stage, way) for way in (0, 1)) for stage in range(job.stages)]
+        [[_typical(job, costs, replica, stage, way) for way in (0, 1)] for stage in range(job.stages)]
         for replica in range(job.replicas)
     ]
-    middle = [[median_low([row[stage][way] for row in each]) for way in (0, 1)] for stage in range(job.stages)]
+    middle = [[median_low([row[stage][way][0] for row in each]) for way in (0, 1)] for stage in range(job.stages)]
     slowness = tuple(
         tuple(
-            (_factor(row[stage][0], middle[stage][0]), _factor(row[stage][1], middle[stage][1]))
+            (_factor(*row[stage][0], middle[stage][0]), _factor(*row[stage][1], middle[stage][1]))
             for stage in range(job.stages)
         )
         for row in each
@@ -104,17 +112,24 @@ def _machines(
     return tuple((forward, backward) for forward, backward in middle), slowness
 
 
-def _median(job: JobTrace, costs: tuple[tuple[tuple[float, ...], ...], ...], replica: int, stage: int, way: int) -> float:
-    return median(
+def _typical(job: JobTrace, costs: JobCosts, replica: int, stage: int, way: int) -> tuple[float, float]:
+    """Seconds of a worker at a cost of 1: their median, and the standard error of that."""
+    some = slice(0, 1 if job.divided else None)  # equal parts of a step are one measurement
+    seconds = [
         batch[stage][way] / cost
         for step, row in zip(job.steps, costs, strict=True)
-        for batch, cost in zip(step.replicas[replica], row[replica], strict=True)
-    )
+        for batch, cost in zip(step.replicas[replica][some], row[replica][some], strict=True)
+    ]
+    middle = median(seconds)
+    spread = median(abs(one - middle) for one in seconds) * OF_DEVIATION
+    return middle, spread * OF_MEDIAN / sqrt(len(seconds))
 
 
-def _factor(seconds: float, usual: float) -> float:
-    factor = seconds / usual if usual else 1.0
-    return factor if abs(factor - 1.0) > SAME else 1.0
+def _factor(seconds: float, error: float, usual: float) -> float:
+    """The slowness of a worker; 1 where the difference may be noise."""
+    if not usual or abs(seconds - usual) <= max(SAME * usual, CERTAIN * error):
+        return 1.0
+    return seconds / usual
 
 
 def _cost(batch: BatchSeconds, usual: Sequence[tuple[float, float]], slowness: Sequence[tuple[float, float]]) -> float:

@@ -35,6 +35,8 @@ REPEATS = 4
 
 #: In the name of a mode whose shares are cut by cost.
 BY_COST = "by cost"
+#: And whose replicas take their micro-batches in an order of cost, which the mode itself does not do.
+IN_ORDER = "in order"
 
 #: Where a micro-batch of a step was recorded: replica, number.
 BatchPlace = tuple[int, int]
@@ -80,7 +82,7 @@ def _in_rounds(job: JobTrace, factors: Factors, spec: Spec) -> Iterator[ModePred
     if job.stages > 1:
         rounds = _Rounds(job, factors, spec)
         yield rounds.deal(
-            f"{by}, in order",
+            f"{by}, {IN_ORDER}",
             lambda index, weights: [
                 in_order(mine, costs[index]) for mine in by_cost(job.steps[index], costs[index], weights)
             ],
@@ -148,7 +150,8 @@ class _Rounds:
 
     def until_deadlines(self) -> ModePrediction:
         """As many rounds as steps are recorded; each replica takes as many of its micro-batches as end by the deadline."""
-        streams = [_Stream(self.job, replica) for replica in range(self.job.replicas)]
+        micro = self.spec.anytime.micro if self.spec.anytime else 1
+        streams = [_Stream(self.job, replica, micro) for replica in range(self.job.replicas)]
         counts: list[int] = []
         for index, step in enumerate(self.job.steps):
             taken = [stream.until(self.deadline, index) for stream in streams]
@@ -186,14 +189,14 @@ class _Rounds:
 class _Stream:
     """The micro-batches of a replica, one recorded step after the other, and again from the first."""
 
-    def __init__(self, job: JobTrace, replica: int) -> None:
-        self.job, self.replica = job, replica
+    def __init__(self, job: JobTrace, replica: int, count: int) -> None:
+        self.job = job
         self.batches = [batch for step in job.steps for batch in step.replicas[replica]]
         self.at = 0
-        self.count = len(job.steps[0].replicas[replica])  # of the last round
+        self.count = count  # of the last round
 
     def until(self, deadline: float, index: int) -> tuple[int, float]:
-        """Take micro-batches that end by a deadline, or as many as recorded: their number, and when they end."""
+        """Take micro-batches that end by a deadline, or as many as ever: their number, and when they end."""
         if deadline:
             self.count = self._fitting(deadline, index)
         seconds = self._seconds(self.count, index)
