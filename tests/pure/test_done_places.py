@@ -48,11 +48,12 @@ def test_another_time_through_the_epoch_starts_over() -> None:
     assert done.parts(earlier)[1] == [{"sampler": "train", "epoch": 0, "length": 20, "done": [[2, 3]]}]
 
 
-def test_the_last_epochs_are_kept() -> None:
-    done = DonePlaces()
-    for epoch in range(5):
-        done.apply([place((0, 2), epoch=epoch)])
-    assert [part["epoch"] for part in done.parts([])[1]] == [3, 4]
+def test_the_last_epoch_is_kept_and_where_places_are_leased_those_that_are_not_whole() -> None:
+    for leased, kept in ((False, [6]), (True, [2, 3, 5, 6])):
+        done = DonePlaces()
+        for epoch in range(7):
+            done.apply([place((0, 20 if epoch == 4 else 2), epoch=epoch)], leased)
+        assert [part["epoch"] for part in done.parts([])[1]] == kept
 
 
 def test_pushes_of_other_modes_say_nothing_of_places() -> None:
