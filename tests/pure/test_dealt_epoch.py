@@ -124,6 +124,17 @@ def test_joint_batches_are_all_of_it_and_none_is_smaller_than_the_workers(
         assert found == ([(0, workers)] if count else [])
 
 
+def test_an_epoch_that_is_left_after_all_of_it_was_read_ahead_is_not_trained_on_later() -> None:
+    """Each epoch is shorter than what the loader reads ahead: both passes have ended when the step is made."""
+    worker = Worker(0, 1, 5, BatchShape(2, 0, False), None)
+    for epoch in range(3):
+        worker.begin(4, epoch)
+        step = worker.step()
+        assert step is not None
+        assert step[0] == [0, 1]
+        assert [(place.epoch, place.done) for place in step[1]] == [(epoch, ((0, 2),))]
+
+
 def test_fewer_samples_than_workers_are_used_twice() -> None:
     job = Job([Worker(rank, 5, 0, BatchShape(2, 0, False), None) for rank in range(5)])
     for worker in job.workers:
