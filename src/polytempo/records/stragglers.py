@@ -27,6 +27,8 @@ from polytempo.records.paces import MAD, PARTS, JobPaces, PacedStep, WorkerPace
 
 #: A worker is slow from this share of a typical step on, and from this many seconds a step: less is noise of a host.
 SLOW, LEAST_SECONDS = 0.10, 0.0005
+#: A slowness that passes must make up this share of a typical step, on average over the run.
+ON_AVERAGE = 0.05
 #: And by this many deviations of the mean of its windows.
 DEVIATIONS = 5.0
 #: Windows that it must be slow for, and their share of the stretch.
@@ -108,7 +110,7 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
     level = median(inside)
     if level < max(least, DEVIATIONS * noise / len(inside) ** 0.5):
         return None
-    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside):
+    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside) or level * len(inside) / count < ON_AVERAGE * paces.typical:
         return None
     compared = "computing" if part == "computing" else "total"
     usual = median_low(fmean(getattr(step, compared) for step in _unstalled(one)) for one in paces.workers)
