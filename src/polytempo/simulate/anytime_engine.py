@@ -186,7 +186,7 @@ class AnytimeEngine(SimulationEngine):
                 self._plan(last, DEADLINE, worker, progress.round, version)
                 self._plan(end, FREE, worker, progress.round, version)
                 return
-            made_of.append(batch._replace(seconds=end - at))
+            made_of.append(MicroBatch(batch.samples, batch.places, version, end - at))
             pace.add(end - at)
             at = end
         self._plan(at, COMPUTED, worker, progress.round, version)

@@ -252,8 +252,10 @@ class Barrier(Policy):
 
     def _difference(self, push: Pushed) -> str:
         """The first hyper-parameter in which a push differs from the round's first push."""
+        if not self._is_compared(push):  # first: in a round in which none is, there is nothing to look for
+            return ""
         first = next((arrived for arrived in self._arrived if self._is_compared(arrived)), None)
-        if first is None or not self._is_compared(push) or first.hyper == push.hyper:
+        if first is None or first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)
         for name in {**theirs, **ours}:
