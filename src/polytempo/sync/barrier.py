@@ -236,6 +236,9 @@ class Barrier(Policy):
     def _ticked(self, now: float) -> list[Action]:
         if now < self._overdue_at:
             return []
+        if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
+            self._overdue_at, self._half = math.inf, False
+            return []
         self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
         return self._close(now)
 
