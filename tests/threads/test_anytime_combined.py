@@ -110,7 +110,7 @@ def test_groups_have_rounds_of_their_own() -> None:
 def test_tables_are_refused() -> None:
     def work(session: Session) -> None:
         model = torch.nn.Sequential(ServerEmbedding(10, 3), torch.nn.Linear(3, 2))
-        with pytest.raises(UsageError, match="pushes at deadlines"):
+        with pytest.raises(UsageError, match="rows of tables"):
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
     with ThreadJob(1, 1, "anytime:auto") as job:
