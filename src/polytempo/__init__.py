@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from polytempo.strategy.fit_history import History as History
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
+    from polytempo.train.batch_sampler import DistributedBatchSampler as DistributedBatchSampler
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
     from polytempo.train.communication import Group as Group
@@ -97,6 +98,7 @@ _MODULES = {
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
+    "train.batch_sampler": ("DistributedBatchSampler",),
     "train.communication": (
         *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
         *("irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "reform", "scatter", "send"),
@@ -110,6 +112,7 @@ _MODULES = {
 __all__ = [
     "AsuP",
     "Callback",
+    "DistributedBatchSampler",
     "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",

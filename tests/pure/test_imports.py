@@ -89,6 +89,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"checkpoints", "device", "errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
         {"torch", "numpy", "safetensors"},
     ),
+    "traces": ({"errors", "sync", "simulate", "pipeline"}, {"numpy"}),
     "tensor_parallel": ({"errors", "collectives"}, {"torch"}),
     "strategy": (
         {
@@ -106,11 +107,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "report": ({"errors", "records", "simulate", "pipeline", "summation"}, {"matplotlib"}),
+    "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation"}, {"matplotlib"}),
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "server", "transport", "launch", "report", "pipeline"),
-            *("summation", "units", "strategy"),
+            *("summation", "units", "strategy", "traces"),
         },
         {"typer", "rich", "yaml", "torch"},
     ),
@@ -149,6 +150,7 @@ PURE = (
     "protocol",
     "server/sequencer.py",
     "server/optimizer_clock.py",
+    "server/done_places.py",
     "server/effects.py",
     "server/worker_statistics.py",
     "server/job_figures.py",
@@ -196,6 +198,12 @@ PURE = (
     "strategy/step_time.py",
     "strategy/job_options.py",
     "strategy/soundness.py",
+    "traces/analysis.py",
+    "traces/causes.py",
+    "traces/job.py",
+    "traces/modes.py",
+    "traces/resimulate.py",
+    "traces/step_times.py",
     "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polytempo.errors import BrokenInvariant, UsageError
 from polytempo.pipeline.actions import UPDATE, Schedule, ScheduleAction, from_text
 from polytempo.pipeline.schedules import gpipe, make, one_f_one_b, pipedream, sequential
-from polytempo.pipeline.timeline import Span, Timeline, run
+from polytempo.pipeline.timeline import Span, Timeline, computations, run, stage_ends
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
@@ -214,3 +214,18 @@ def test_spans_of_unequal_stages() -> None:
     timeline = run(one_f_one_b(2, 2), [1, 3], [1, 3])
     assert timeline.spans[1][0][1] == Span(ScheduleAction("B", 0), 4, 7)
     assert timeline.total == 14
+
+
+@moderately
+@given(st.data())
+def test_durations_of_single_computations_give_the_same_timeline(data: st.DataObject) -> None:
+    """Where all of a stage are alike; `test_trace_resimulation.py` has a reference for those that are not."""
+    stages, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    schedule = make(data.draw(st.sampled_from(["1f1b", "gpipe,recompute=0", "sequential"])), stages, microbatches)
+    times = st.floats(0, 10)
+    forward, backward = (data.draw(st.lists(times, min_size=stages, max_size=stages)) for _ in range(2))
+    transfer = data.draw(st.lists(times, min_size=stages - 1, max_size=stages - 1))
+    timeline = run(schedule, forward, backward, transfer)
+    batch = list(zip(forward, backward, strict=True))
+    ends = stage_ends(computations(schedule), [batch] * microbatches, transfer)
+    assert ends == [replicas[0][-1].end for replicas in timeline.spans]

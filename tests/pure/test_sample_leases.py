@@ -64,12 +64,6 @@ def test_a_place_that_returns_late_is_named_in_the_next_epoch() -> None:
     assert leases.lease(1, ask(4, 4, epoch=0, turn=1)).ranges == ((0, 4),)
 
 
-def test_places_that_are_done_in_a_checkpoint_are_not_leased() -> None:
-    leases = SampleLeases(WORKERS, [{"sampler": "a", "epoch": 2, "done": [[0, 5], [8, 20]]}])
-    assert leases.lease(0, ask(1, 20, epoch=2)).ranges == ((5, 8),)
-    assert leases.lease(0, ask(2, 20, epoch=2, turn=1)).ranges == ((0, 20),)
-
-
 @given(st.integers(0, 2**32 - 1))
 def test_every_place_is_done_once(seed: int) -> None:
     """Workers lease, push, abandon, have pushes discarded, leave and come back, in any order."""

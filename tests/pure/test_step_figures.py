@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import PushId
 from polytempo.records.lines import event_line, event_of
-from polytempo.records.step_figures import MIN_KEPT, FigureLog, StepFigures, figures_of
+from polytempo.records.step_figures import MIN_KEPT, FigureLog, StepFigures, figures_from, figures_of
 from polytempo.server.sequencer import push_figures
 from polytempo.sync.events import Pushed
 
@@ -35,9 +35,9 @@ def test_figures_are_read_from_lines():
         {"t": 1.0, "kind": "push", "worker": 0, "step": 0, "samples": 8, "computed": 0.7, "input": 0.2},
         {"t": 1.0, "kind": "push", "worker": 0, "step": 0, "samples": 8, "optimizer": "1", "computed": 9.0},
     ]
-    assert figures_of(lines) == [StepFigures(0, 0, 1.0, 8, computed=0.7, input=0.2)]
+    assert figures_of(lines) == [StepFigures(0, 0, 1.0, 8, computed=0.7, input=0.2, elapsed=1.0)]
     plain = [{key: value for key, value in line.items() if key not in ("computed", "input")} for line in lines]
-    assert figures_of(plain) == [StepFigures(0, 0, 1.0, 8, computed=1.0)]
+    assert figures_of(plain) == [StepFigures(0, 0, 1.0, 8, computed=1.0, elapsed=1.0)]
 
 
 @given(st.integers(1, 400), st.integers(1, 3))
@@ -51,4 +51,4 @@ def test_a_log_is_bounded_and_keeps_the_same_steps_of_all_workers(steps, workers
     assert all(rows == kept[0] and len(rows) <= MIN_KEPT for rows in kept.values())
     assert len(kept[0]) >= min(steps, MIN_KEPT // 2)
     assert kept[0][0] == 0
-    assert [StepFigures(*row) for row in log.as_rows()] == list(log)
+    assert figures_from(log.as_rows()) == list(log)

@@ -19,6 +19,7 @@ def test_public_names() -> None:
     assert sorted(polytempo.__all__) == [
         "AsuP",
         "Callback",
+        "DistributedBatchSampler",
         "DistributedModel",
         "DistributedOptimizer",
         "DistributedSampler",
@@ -107,6 +108,7 @@ def test_commands_and_options() -> None:
     assert sorted(typer.main.get_command(app).commands) == [
         "check",
         "compare",
+        "explain",
         "key",
         "picture",
         "plan",
@@ -115,6 +117,7 @@ def test_commands_and_options() -> None:
         "worker",
     ]
     assert options("check") == options("key") == []
+    assert options("explain") == ["--json"]
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == [
         *(
@@ -206,6 +209,7 @@ def test_commands_and_options() -> None:
         "--steps-each",
         "--sync",
         "--target",
+        "--trace",
         "--train",
         "--via",
         "--workers",

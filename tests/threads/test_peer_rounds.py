@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from by_hand import STATEFUL, assert_same_state
 from helpers import Batch, assert_close, assert_equal, loss_of, small_batches, small_model, until, weights
 from torch import nn
+from worlds import alone as alone_on_hosts
+from worlds import open_worlds
 
+from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
+from polytempo.reducer.group_sums import GroupSums
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.round_exchange import RoundOutcome
 from polytempo.session.session import Session
@@ -24,12 +29,26 @@ from polytempo.train.peer_rounds import KEPT, PeerRounds
 pytestmark = pytest.mark.timeout(60)
 
 
+def worlds_of(hosts: int) -> list[World]:
+    """Links of three workers on several hosts; none where they are on one, and make their own."""
+    return open_worlds("memory", hosts, alone_on_hosts(hosts)) if hosts > 1 else []
+
+
+def place(session: Session, worlds: Sequence[World]) -> None:
+    """Put a worker on its host."""
+    if worlds:
+        session.use(worlds[session.rank])
+        session.job = replace(session.job, meeting="")
+
+
 class Driver:
     """One worker: a model, its optimizer, and rounds of which the test says when they end."""
 
     def __init__(self, model: nn.Module, make: Any, **options: Any) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = DistributedOptimizer(make(list(self.model.parameters())), self.model, **options)
+        for end in self.optimizer._session.closing:  # its communication thread: here the test says when rounds end
+            end()
         reducer = self.optimizer._reducer
         assert isinstance(reducer, PeerReducer)
         self.rounds = PeerRounds(reducer, self.optimizer._wrapped)
@@ -85,10 +104,10 @@ def assert_alike(states: Sequence[tuple[list, dict]]) -> None:
 
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-@pytest.mark.parametrize("divide", ["expected", "actual"])
-def test_rounds_are_those_of_one_process(make: Any, divide: str) -> None:
+@pytest.mark.parametrize(("hosts", "divide"), [(1, "expected"), (1, "actual"), (3, "expected")])
+def test_rounds_are_those_of_one_process(make: Any, hosts: int, divide: str) -> None:
     """Counts change from round to round, and a worker may have none."""
-    model, data = small_model(), small_batches(30, (4, 2, 6))
+    model, data, worlds = small_model(), small_batches(30, (4, 2, 6)), worlds_of(hosts)
     counts = [(1, 2, 3), (2, 0, 1), (3, 1, 0), (0, 0, 0), (1, 3, 2), (2, 2, 2)]
     taken = [
         [data[5 * number + micro][rank] for rank in range(3) for micro in range(counts[number][rank])]
@@ -96,6 +115,7 @@ def test_rounds_are_those_of_one_process(make: Any, divide: str) -> None:
     ]
 
     def work(session: Session) -> tuple[list[float], tuple[list, dict]]:
+        place(session, worlds)
         driver, divisors = Driver(model, make), []
         for number, count in enumerate(counts):
             mine = [data[5 * number + micro][session.rank] for micro in range(count[session.rank])]
@@ -139,16 +159,20 @@ def test_a_worker_that_computes_keeps_means_and_applies_them_in_order(make: Any)
     assert_same_state(results[0][1][1], state)
 
 
-@pytest.mark.parametrize("source_is_busy", [False, True], ids=["source at the barrier", "source computes"])
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: Any, source_is_busy: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "source_is_busy", "hosts"),
+    [("momentum", False, 1), ("adam", True, 1), ("adam", False, 3), ("momentum", True, 3)],
+    ids=["source at the barrier", "source computes", "source at the barrier, hosts", "source computes, hosts"],
+)
+def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: str, source_is_busy: bool, hosts: int) -> None:
     """Worker 2 lets three rounds pass; rounds of the others close without it. Its next push is discarded, and worker 0
     hands over what it has, and the means that it has yet to apply itself."""
-    model, data = small_model(), small_batches(5, (4, 2, 6))
+    model, data, worlds = small_model(), small_batches(5, (4, 2, 6)), worlds_of(hosts)
     passed = threading.Event()
 
     def work(session: Session) -> tuple[list, tuple, tuple]:
-        driver, outcomes = Driver(model, make), []
+        place(session, worlds)
+        driver, outcomes = Driver(model, STATEFUL[make]), []
         computes = source_is_busy and session.rank == 0
         if session.rank == 2:
             assert passed.wait(20)
@@ -181,7 +205,7 @@ def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: Any, source
     if not source_is_busy:
         taken = [step[:2] for step in data[:4]] + [data[4]]
         divisors = [outcome.plan.divisor for outcome in results[0][0]]
-        values, state = alone(model, make, taken, divisors)
+        values, state = alone(model, STATEFUL[make], taken, divisors)
         assert_close(results[2][2][0], values, rtol=1e-9)
         assert_same_state(results[2][2][1], state)
 
@@ -218,15 +242,20 @@ def test_the_round_sets_the_hyper_parameters() -> None:
     assert_close(results[0][1][0], weights(wanted), rtol=1e-9)
 
 
-def test_a_worker_that_dies_after_its_push_is_left_out() -> None:
-    """Its push is in the round, and its sum is lost: the others add up theirs, and go on."""
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
+    """Its push is in the round. On one host its sum is there, and counts; between hosts it is lost, and the others add up
+    theirs. Both go on."""
     model, data = small_model(), small_batches(2, (4, 2, 6))
-    pushed = threading.Event()
+    pushed, worlds = threading.Event(), worlds_of(hosts)
 
     def work(session: Session) -> tuple[list[float], tuple[list, dict]] | None:
+        place(session, worlds)
         driver = Driver(model, STATEFUL["momentum"])
         if session.rank == 2:
-            driver.rounds.reducer.begin(None, driver.optimizer._hyper.now(), samples=6, count=1, computed=0.01)
+            driver.add(data[0][2])
+            hyper = driver.optimizer._hyper.now()
+            driver.rounds.reducer.begin(driver.buffer, hyper, samples=6, count=1, computed=0.01)
             pushed.set()
             session._close_world(politely=False)
             return None
@@ -239,25 +268,63 @@ def test_a_worker_that_dies_after_its_push_is_left_out() -> None:
     assert first is not None
     assert second is not None
     assert_alike([first[1], second[1]])
-    values, _ = alone(model, STATEFUL["momentum"], [step[:2] for step in data], [first[0][0] or 12, first[0][1]])
+    taken = [data[0] if hosts == 1 else data[0][:2], data[1][:2]]
+    values, _ = alone(model, STATEFUL["momentum"], taken, [first[0][0] or 12, first[0][1]])
     assert_close(first[1][0], values, rtol=1e-9)
 
 
 def test_a_rank_whose_sum_is_missing_ends_where_another_has_it() -> None:
-    model, data = small_model(), small_batches(1, (4, 2))
-    lost = RankLost("rank 9 is gone: rank 1 needs it", (9,))
+    model, data, worlds = small_model(), small_batches(1, (4, 2, 6)), worlds_of(3)
+    lost = RankLost("rank 2 is gone: rank 1 needs it", (2,))
 
     def work(session: Session) -> None:
+        place(session, worlds)
         driver = Driver(model, STATEFUL["momentum"])
-        reducer = driver.rounds.reducer
-        if session.rank == 0:
-            reducer.add_up = lambda result, fill, ranks, which: reducer._tell(ranks, 2 * reducer.step + 1)
+        sums = driver.rounds.reducer.sums
+        assert isinstance(sums, GroupSums)
+        if session.rank == 1:
+            sums.make = lambda result, closed: sums._make_again(list(result.tensors.values()), closed, lost)
         else:
-            reducer.add_up = lambda result, fill, ranks, which: reducer._add_up_again(result, ranks, lost)
+            sums.make = lambda result, closed: sums._messages.note(closed.ranks, 2 * closed.step + 1)
         driver.round([data[0][session.rank]])
 
-    with ThreadJob(2, sync="anytime:30", via="allreduce") as job, pytest.raises(RankLost, match="rank 0 has the sum"):
+    with (
+        ThreadJob(3, sync="anytime:30", via="allreduce") as job,
+        pytest.raises(RankLost, match="rank 0 has that round"),
+    ):
         job.run(work)
+
+
+def test_a_worker_that_was_stopped_between_its_push_and_the_sum_sees_that_it_has_missed_the_round() -> None:
+    """On one host no worker waits for it: two rounds later its place is written again, and it catches up."""
+    model, data = small_model(), small_batches(5, (4, 2, 6))
+    goes_on = threading.Event()
+
+    def work(session: Session) -> tuple[list[RoundOutcome], tuple[list, dict]]:
+        driver, outcomes = Driver(model, STATEFUL["adam"]), []
+        if session.rank == 2:
+            sums = driver.rounds.reducer.sums
+            make = sums.make
+            sums.make = lambda result, closed: (goes_on.wait(20), make(result, closed))[1]
+            outcomes.append(driver.round([data[0][2]]))  # it is in the round, and comes too late for the sum
+            sums.make = make
+            outcomes.append(driver.round([data[1][2]]))  # this is discarded
+        else:
+            outcomes += [driver.round([data[number][session.rank]]) for number in range(3)]
+            goes_on.set()
+            until(lambda: 2 in job.sequencer.clocks["0"].policy._behind, "the push of worker 2 to be discarded")
+            outcomes.append(driver.round([data[3][session.rank]]))
+        outcomes.append(driver.round([data[4][session.rank]]))
+        return outcomes, driver.state()
+
+    with ThreadJob(3, sync="anytime:0.1", via="allreduce") as job:
+        results = job.run(work)
+    assert_alike([state for _, state in results])
+    assert [outcome.content is None for outcome in results[2][0]] == [True, False, False]
+    taken = [data[0], data[1][:2], data[2][:2], data[3][:2], data[4]]
+    values, state = alone(model, STATEFUL["adam"], taken, [outcome.plan.divisor for outcome in results[0][0]])
+    assert_close(results[2][1][0], values, rtol=1e-9)
+    assert_same_state(results[2][1][1], state)
 
 
 def test_without_a_sequencer_it_is_refused() -> None:

@@ -13,6 +13,7 @@ import typer
 
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
+from polytempo.cli.explain import explain
 from polytempo.cli.key import key
 from polytempo.cli.options import Commands, add
 from polytempo.cli.picture import picture
@@ -67,6 +68,7 @@ add(
     "simulate",
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
+    "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
     modes=True,
 )
 add(
@@ -79,6 +81,7 @@ add(
 )
 add(app, picture, "picture", "polytempo picture out/pipeline --last 2")
 add(app, check, "check", "polytempo check out/job")
+add(app, explain, "explain", "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 add(app, key, "key", "polytempo key job.key")
 
 

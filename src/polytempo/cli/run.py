@@ -120,10 +120,22 @@ def _show_summary(job: LocalJob) -> None:
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
+        _show_stragglers(job)
     if job.progress is not None:
         job.display.say(progress_line(job.progress))
     if job.record_lost:
         job.display.say(f"warning: {job.record_lost}")
+
+
+def _show_stragglers(job: LocalJob) -> None:
+    """Say which worker was slow and why, where one was."""
+    from polytempo.records.lines import MAIN
+    from polytempo.records.step_figures import figures_from
+    from polytempo.report.straggler_report import closing_lines, straggler_report
+
+    sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
+    for line in closing_lines(straggler_report(figures_from(job.paces), sync)):
+        job.display.say(line)
 
 
 def worker(

@@ -60,6 +60,10 @@ def simulate(
     like: Annotated[
         Path | None, Option(help="Simulate the machines of a recorded run: a directory written with --record.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        Option(help="Re-simulate a recorded job and predict modes on it: .npz of operations, .csv or .jsonl of step times."),
+    ] = None,
     workers: Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")] = None,
     sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
     via: Annotated[
@@ -96,6 +100,9 @@ def simulate(
 ) -> None:
     """Compare synchronisation modes on a cluster you describe, in virtual time: the same twice."""
     flags = dict(locals()) | {"task": train}
+    if trace:
+        _trace(trace, flags)
+        return
     settings = settle(load_experiment(file), flags, like)
     if picture:
         check_picture(picture)
@@ -105,6 +112,24 @@ def simulate(
         _training(settings, picture, json_file, record, quiet)
     else:
         _timing(settings, picture, json_file, record, quiet)
+
+
+def _trace(path: Path, flags: Mapping[str, Any]) -> None:
+    from polytempo.cli.trace import analyse_file, trace_table  # numpy
+    from polytempo.traces.analysis import verdict as trace_verdict
+
+    given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
+    if others := sorted(given - {"trace", "sync", "seed", "json_file", "quiet"}):
+        option = others[0].replace("_", "-")
+        raise UsageError(
+            f"--trace takes --sync, --seed, --json and --quiet only, got {option}; leave it out: the trace is the job"
+        )
+    with _bar(path.name, flags["quiet"]) as report:
+        found = analyse_file(path, flags["sync"] or (), flags["seed"] or 0, report)
+    _print(trace_table(found, path.name))
+    for line in trace_verdict(found):
+        _say(line)
+    _write_json(flags["json_file"], found.as_dict())
 
 
 def _timing(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
@@ -326,7 +351,7 @@ def _say(text: str) -> None:
     typer.echo(text)
 
 
-def _write_json(path: Path | None, results: list[dict[str, Any]]) -> None:
+def _write_json(path: Path | None, results: list[dict[str, Any]] | dict[str, Any]) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -271,6 +271,10 @@ class Client:
                     raise self._losses[state.name]
         return True
 
+    def check_group(self, state: ClientState) -> None:
+        """Raise `RankLost` where a rank is lost without which this optimizer does not go on."""
+        self._goes_on((state,))
+
     def poll(self) -> None:
         """Handle what has come, without waiting."""
         self.connections.receive(0)

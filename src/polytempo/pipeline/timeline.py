@@ -111,6 +111,50 @@ def run(
     return Timeline(schedule, tuple(tuple(map(tuple, replicas)) for replicas in clock.spans))
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A forward or backward in an order that one thread could run, and what it waits for."""
+
+    stage: int
+    microbatch: int
+    backward: bool
+    source: int  #: where in that order the computation stands whose message it needs; -1: none
+    link: int  #: between stage `link` and the next
+
+
+def computations(schedule: Schedule) -> tuple[Computation, ...]:
+    """The forwards and backwards of one step of a pipeline whose stages have one replica each. The schedule is checked."""
+    made: list[Computation] = []
+    places: dict[tuple[int, ScheduleAction], int] = {}
+    for stage, replica, index in check(schedule).order:
+        action = schedule.actions[stage][replica][index]
+        if action.kind == "U":
+            continue
+        backward = action.kind == "B"
+        source, link = (stage + 1, stage) if backward else (stage - 1, stage - 1)
+        places[stage, action] = len(made)
+        made.append(Computation(stage, action.microbatch, backward, places.get((source, action), -1), link))
+    return tuple(made)
+
+
+def stage_ends(
+    order: Sequence[Computation],
+    seconds: Sequence[Sequence[tuple[float, float]]],
+    transfer: Sequence[float],
+) -> list[float]:
+    """When each stage is done, where every computation has a duration of its own: `seconds[microbatch][stage]` is (forward,
+    backward). The same as `run`, for many steps of a schedule whose `computations` are made once."""
+    free = [0.0] * len(seconds[0])
+    ends: list[float] = []
+    for one in order:
+        stage, start = one.stage, free[one.stage]
+        if one.source >= 0 and (arrives := ends[one.source] + transfer[one.link]) > start:
+            start = arrives
+        free[stage] = end = start + seconds[one.microbatch][stage][one.backward]
+        ends.append(end)
+    return free
+
+
 def _times(name: str, times: Sequence[float], count: int) -> Sequence[float]:
     if len(times) != count:
         raise UsageError(f"expected {count} times for {name}, got {len(times)}")

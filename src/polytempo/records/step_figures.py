@@ -34,25 +34,29 @@ class StepFigures(NamedTuple):
     computed: float = 0.0
     input: float = 0.0
     exchanged: float = 0.0
+    elapsed: float = 0.0  #: seconds from its release to its arrival, by the job's clock; 0 where the release is not known
 
 
 def figures_of(lines: Iterable[RecordLine]) -> list[StepFigures]:
     """The figures of a record's first optimizer, in the order of the lines; of a record without them, from its releases."""
     released: dict[tuple[int, int], float] = {}
     found: list[StepFigures] = []
-    timed: list[float | None] = []  # seconds from the release to the push
     for line in of_optimizer(lines, MAIN):
         if line["kind"] == "release":
             released[line["worker"], line["step"]] = line["t"]
         elif line["kind"] == "push":
             worker, step, t = line["worker"], line["step"], line["t"]
             own = {name: float(line[name]) for name in FIGURES if name in line}
+            own["elapsed"] = t - released.pop((worker, step), t)
             found.append(StepFigures(worker, step, t, line.get("samples", 1), line.get("count", 1), **own))
-            start = released.pop((worker, step), None)
-            timed.append(None if start is None else t - start)
     if any(one.computed for one in found):
         return found
-    return [one._replace(computed=seconds) for one, seconds in zip(found, timed, strict=True) if seconds is not None]
+    return [one._replace(computed=one.elapsed) for one in found if one.elapsed]
+
+
+def figures_from(rows: Iterable[tuple[float, ...]]) -> list[StepFigures]:
+    """The figures that a log gave for a message."""
+    return [StepFigures(int(row[0]), int(row[1]), row[2], row[3], int(row[4]), *row[5:]) for row in rows]
 
 
 class FigureLog:
@@ -62,13 +66,18 @@ class FigureLog:
         self._most = max(min(KEPT, KEPT_IN_ALL // max(workers, 1)), MIN_KEPT)
         self._every = 1  # steps that are multiples of this are kept
         self._rows: dict[int, list[StepFigures]] = {}
+        self._released: dict[int, float] = {}
+
+    def released(self, worker: int, now: float) -> None:
+        """A worker may start its next step."""
+        self._released[worker] = now
 
     def add(self, figures: StepFigures) -> None:
         """A push was counted."""
         if figures.step % self._every:
             return
         rows = self._rows.setdefault(figures.worker, [])
-        rows.append(figures)
+        rows.append(figures._replace(elapsed=figures.t - self._released.get(figures.worker, figures.t)))
         if len(rows) > self._most:
             self._every *= 2
             for worker, kept in self._rows.items():

@@ -5,7 +5,8 @@ A rank that has run out of data goes on with weight zero. A bucket whose gradien
 
 In modes with blocks of local steps a ballot ends a block. What the rule of the period needs is in it (the block's loss and
 learning rate, and the seconds since the rank's start, of which those of the first rank count), so every rank runs the same
-rule on the same numbers.
+rule on the same numbers. Likewise with shares by speed: a ballot says what the rank's batch cost, the seconds it took, and
+which batch the rank has drawn last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from polytempo.summation import in_order
 
-HEAD = struct.Struct("<dBQQddd")
+HEAD = struct.Struct("<dBQQdddddqq")
 RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
 
 
@@ -36,12 +37,19 @@ class Ballot:
     loss: float | None = None  #: of its block of local steps
     lr: float | None = None
     seconds: float = 0.0  #: since its start
+    work: float | None = None  #: what its batch cost, where shares follow the ranks' speed
+    computed: float | None = None  #: and the seconds it took
+    drawn: tuple[int, int] | None = None  #: the last batch that its sampler has handed out
 
     def pack(self, buckets: int, params: int) -> bytes:
         """The ballot as bytes, of the same length on every rank."""
         flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
-        loss, lr = (math.nan if value is None else value for value in (self.loss, self.lr))
-        head = HEAD.pack(self.weight, flags, self.digest, self.gradient, loss, lr, self.seconds)
+        figures = (self.loss, self.lr, self.work, self.computed)
+        loss, lr, work, computed = (math.nan if value is None else value for value in figures)
+        head = HEAD.pack(
+            *(self.weight, flags, self.digest, self.gradient, loss, lr, self.seconds, work, computed),
+            *(self.drawn or (-1, -1)),
+        )
         return head + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
@@ -66,12 +74,15 @@ def size_of(buckets: int, params: int) -> int:
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     """The ballot that `pack` wrote."""
-    weight, flags, digest, gradient, loss, lr, seconds = HEAD.unpack_from(data)
+    weight, flags, digest, gradient, loss, lr, seconds, work, computed, *drawn = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
     ran_out, skips, touched = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED))
-    loss, lr = (None if math.isnan(value) else value for value in (loss, lr))
-    return Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient, loss, lr, seconds)
+    loss, lr, work, computed = (None if math.isnan(value) else value for value in (loss, lr, work, computed))
+    place = (drawn[0], drawn[1]) if drawn[0] >= 0 else None
+    return Ballot(
+        *(weight, ran_out, skips, digest, changed, absent, touched, gradient, loss, lr, seconds, work, computed, place)
+    )
 
 
 def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:

@@ -10,6 +10,9 @@ A rank that has run out of data takes part with weight zero until all have (`joi
 replicas stay the same. Where there is a sequencer (`polytempo run` over several hosts) each step is reported to it for the
 record and the budget; the mean is made without it.
 
+With shares by speed (`bsp+balance`) the sequencer's answer brings new shares; without a sequencer each rank runs the rule on
+the ballots, which say what each rank's batch cost and how long it took.
+
 In modes with blocks of local steps the values are reduced in the place of gradients, all buckets at once, in the background
 while the mode lets the worker go on. The sequencer says the period of the next block; without one each rank runs the rule
 on the ballots.
@@ -34,7 +37,7 @@ from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, RoundPlan
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -318,28 +321,38 @@ def raise_difference(group: RankGroup, text: str) -> None:
     raise UsageError("ranks differ in what they optimize; all ranks must be alike")
 
 
-class PeriodByBallot:
-    """The rule of a mode's period, run by each rank on the ballots of all: the same numbers, so the same period."""
+class RuleByBallot:
+    """The rule of a mode's rounds, run by each rank on the ballots of all: the same numbers, so the same decisions."""
 
-    def __init__(self, sync: str, size: int) -> None:
-        policy = parse_spec(sync).policy(size)
+    def __init__(self, sync: str, members: Sequence[int]) -> None:
+        policy = parse_spec(sync).policy(len(members))
         assert isinstance(policy, Barrier)
         self._rule, self._began, self._step = policy.rule, time.monotonic(), 0
         self._rule.start(0.0)
+        if self._rule.weights:
+            self._rule.weights = tuple((worker, 1.0) for worker in members)
 
     @property
-    def now(self) -> int:
+    def period(self) -> int:
         """Local steps in the next block."""
         return self._rule.period
+
+    @property
+    def plan(self) -> RoundPlan:
+        """The shares of the next round."""
+        return RoundPlan(self._rule.weights, self._rule.since)
 
     def seconds(self) -> float:
         """Since this rank's start; those of the first rank that votes are the rule's clock."""
         return time.monotonic() - self._began
 
-    def close(self, ballots: Sequence[Ballot]) -> None:
-        """A round has ended with these."""
-        active = [(worker, ballot) for worker, ballot in enumerate(ballots) if not ballot.ran_out]
-        pushes = tuple(Pushed(worker, self._step, one.weight, loss=one.loss, lr=one.lr) for worker, one in active)
+    def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
+        """A round has ended with the ballots of these ranks."""
+        active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
+        pushes = tuple(
+            Pushed(rank, self._step, one.weight, (), 1, one.loss, one.lr, one.work, one.computed, one.drawn)
+            for rank, one in active
+        )
         self._step += 1
         self._rule.close(pushes, [worker for worker, _ in active], active[0][1].seconds)
 
@@ -378,8 +391,10 @@ class CollectiveReducer(Reducer):
         self.hooks = GradientHooks(params, buffer, self._complete) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
         self._blocks = parse_spec(spec.sync).averaging is not None
-        size = len(spec.members) or session.size
-        self._period = PeriodByBallot(spec.sync, size) if self._blocks and self._clock is None else None
+        self._measured = parse_spec(spec.sync).measured
+        members = spec.members or tuple(range(session.size))
+        ruled = (self._blocks or self._measured) and self._clock is None
+        self._rule = RuleByBallot(spec.sync, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True
 
@@ -422,7 +437,10 @@ class CollectiveReducer(Reducer):
             gradient=about.get("gradient_digest", 0),
             loss=about.get("loss"),
             lr=about.get("lr"),
-            seconds=self._period.seconds() if self._period is not None else 0.0,
+            seconds=self._rule.seconds() if self._rule is not None else 0.0,
+            work=about.get("work"),
+            computed=about.get("computed"),
+            drawn=about.get("drawn"),
         )
         if self.hooks is None and average:
             self._rounds.launch(self._ballot.weight)
@@ -433,9 +451,9 @@ class CollectiveReducer(Reducer):
         if self._averages:
             self._round(self._ballot, self._hyper)
         self.step += 1
-        if self._clock is not None and self._blocks:
-            # The period of the next block. All ranks that have voted have pushed before, so no rank is waited for that
-            # waits for this one.
+        if self._clock is not None and (self._blocks or self._measured):
+            # The period of the next block, or the shares of the next round. All ranks that have voted have pushed before,
+            # so no rank is waited for that waits for this one.
             self._clock.wait_for(self.step)
         self.waited = self._took + time.perf_counter() - began
         if self._clock is not None:
@@ -445,7 +463,11 @@ class CollectiveReducer(Reducer):
 
     @property
     def period(self) -> int:
-        return self._period.now if self._period is not None else super().period
+        return self._rule.period if self._rule is not None else super().period
+
+    @property
+    def plan(self) -> RoundPlan | None:
+        return self._rule.plan if self._rule is not None else super().plan
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         absent = () if skip else self.gradients()[1]
@@ -472,8 +494,8 @@ class CollectiveReducer(Reducer):
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
-        if self._period is not None and not found.over:
-            self._period.close(self._rounds.ballots())
+        if self._rule is not None and not found.over:
+            self._rule.close(self.voters.group.ranks, self._rounds.ballots())
         return found
 
     def _warn_alike(self, one: int, other: int) -> None:

@@ -31,11 +31,12 @@ POLL = 50e-6
 
 def device_of(devices: Devices, client: Client, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> Device | None:
     """The device on which an optimizer's values can be exchanged; None where they pass through the host: with servers on
-    other hosts, compression, tables, pushes that overlap, rounds that are not waited for, local steps whose pushes bring no
-    values back, and parameters on several devices."""
+    other hosts, compression, tables, pushes that overlap, rounds that are not waited for, rounds with deadlines (a thread
+    takes their answers while the script's stream computes), local steps whose pushes bring no values back, and parameters on
+    several devices."""
     mode = parse_spec(spec.sync)
     places = {param.device for param in params}
-    alone = mode.averaging is not None and not mode.averaging.waits
+    alone = mode.anytime is not None or (mode.averaging is not None and not mode.averaging.waits)
     through_host = spec.push_filter or spec.pull_filter or spec.tables or mode.ahead or mode.local or alone
     if client.pool.registry is None or through_host or len(places) != 1:
         return None

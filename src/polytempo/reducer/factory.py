@@ -45,13 +45,14 @@ def make_reducer(
     """
     if on_servers:
         spec = spec_of("")
+        summed = parse_spec(spec.sync).anytime is not None  # gradients of several micro-batches are
         return ServerReducer(
             session,
             name,
             spec,
             [params[index] for index in dense],
             initial_state(spec),
-            hooked=spec.apply == "server" and not spec.push_filter,
+            hooked=spec.apply == "server" and not spec.push_filter and not summed,
             tables=tables,
             mean=(spec_of("mean"), params),
         )

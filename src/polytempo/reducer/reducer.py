@@ -26,7 +26,7 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, RoundPlan
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean
@@ -94,6 +94,11 @@ class Reducer(ABC):
     def period(self) -> int:
         """Local steps in the block that starts, as the policy has said; 0 in modes without blocks."""
         return self.client_state.answer.period
+
+    @property
+    def plan(self) -> RoundPlan | None:
+        """What the last answer has said of the round that starts, in modes with shares by speed or deadlines."""
+        return self.client_state.answer.plan
 
     @abstractmethod
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

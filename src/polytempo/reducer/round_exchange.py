@@ -40,6 +40,7 @@ class RoundExchange(ABC):
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
+        self.given_up = False  #: this worker leaves the job: no answer is waited for any more
 
     @property
     def has_room(self) -> bool:
@@ -82,6 +83,13 @@ class RoundExchange(ABC):
         Args:
             results: Of the rounds since the last call, in order; at least one.
         """
+
+    def look(self) -> None:
+        """Before a step, in the script's thread: `UsageError` where the script has written to parameters and may not."""
+
+    def reload(self) -> None:
+        """Put the newest values that were installed into the parameters again: the script has written to them. Called in the
+        script's thread."""
 
     def close(self) -> None:
         """No further round comes."""

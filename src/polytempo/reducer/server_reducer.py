@@ -144,7 +144,9 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
-        elif not hooked:  # else gradients live there
+        elif (
+            not hooked and self._sync.anytime is None
+        ):  # else gradients live there, or values pass through while another answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
@@ -288,7 +290,7 @@ class ServerReducer(Reducer):
             return
         averages = self.spec.apply == "mean"
         self.client_state.deferred = True
-        if averages or self._sync.averaging is not None:  # the answer says what follows
+        if averages or self._sync.averaging is not None or self._sync.measured:  # the answer says what follows
             self.take_answer()
         self._exchange.wait()
         if averages:
@@ -306,10 +308,15 @@ class ServerReducer(Reducer):
         began = time.perf_counter()
         with self.session.lock:
             self.client.wait_for_release(self.name, self.step + 1)
-            if self.client_state.checkpoint:
+        self.answered()
+        self.waited += time.perf_counter() - began
+
+    def answered(self) -> None:
+        """The answer to the last push is here."""
+        if self.client_state.checkpoint:
+            with self.session.lock:
                 self._keep_filters()
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released
-        self.waited += time.perf_counter() - began
 
     @property
     def device_bytes(self) -> int:

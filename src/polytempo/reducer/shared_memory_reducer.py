@@ -65,6 +65,11 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def buffer_number(session: Session, name: str, spec: OptimizerSpec) -> int:
+    """Of an optimizer's shared buffer, the same on all members; a rank may be in groups that others are not in."""
+    return OF_GROUPS + number_of(name) * PARTS + number_of_part(name) if spec.members else session.next_buffer()
+
+
 class SharedMemoryReducer(Reducer):
     """The workers of one host, with a sequencer."""
 
@@ -95,7 +100,11 @@ class SharedMemoryReducer(Reducer):
 
     def _open(self, params: Sequence[torch.Tensor]) -> None:
         """Flat buffers in memory that all members have: on their devices, or the host's."""
-        peers, number, also = self.session.local_peers(), self._buffer_number(), self._clock.client.watched()
+        peers, number, also = (
+            self.session.local_peers(),
+            buffer_number(self.session, self.name, self.spec),
+            self._clock.client.watched(),
+        )
         peers.meet(self._members)
         if all_on_device(peers, self._members, number, self._device is not None, also):
             self._open_on_device(params, number)
@@ -119,12 +128,6 @@ class SharedMemoryReducer(Reducer):
         buffer = DeviceMeanBuffer(self._shared, self._device, slot.ranges, form)
         if buffer.usable:
             self._on_device, self.mean = buffer, GradientMean(self.copier, result)
-
-    def _buffer_number(self) -> int:
-        """Of the shared buffer, the same on all members; a rank may be in groups that others are not in."""
-        if not self.spec.members:
-            return self.session.next_buffer()
-        return OF_GROUPS + number_of(self.name) * PARTS + number_of_part(self.name)
 
     def buffer_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[FlatBuffer, tuple[int, ...]]:
         if self._on_device is not None:

@@ -9,6 +9,7 @@ from msgspec import structs
 from polytempo.protocol.messages import Push, Status, WorkerStatus
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN, MEAN
+from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
@@ -22,6 +23,7 @@ class CheckpointContents:
         self, plan: JobPlan, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget
     ) -> None:
         self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
+        self.done = DonePlaces()  #: in modes that deal out batches
 
     def at(self, step: int) -> Checkpoint:
         """A checkpoint of this moment, named after a step."""
@@ -69,9 +71,10 @@ class CheckpointContents:
         several workers take the same part of the data, as the ranks of one replica of a model do, one of them says so.
         """
         earlier = self._plan.resumed.get("positions", [])
-        named = {name: None for stats in self._statistics for name in stats.positions}  # in the order they came
-        result = [part for part in earlier if part.get("sampler", "") not in named]
-        for name in named:
+        dealt, parts = self.done.parts(earlier)
+        named = {name: None for stats in self._statistics for name in stats.positions if name not in dealt}
+        result = [part for part in earlier if part.get("sampler", "") not in {*named, *dealt}] + parts
+        for name in named:  # in the order they came
             positions = [
                 (stats.before if stats.worker in ahead else stats.positions).get(name) for stats in self._statistics
             ]

@@ -44,6 +44,7 @@ class WorkerSlot:
     staleness: int = 0  # of its last push
     stop: bool = False  # what its last answer said of the budget
     certain: int = 0  # and for how many further ones it has promised that they do not say `stop`
+    busy: bool = False  # was its last push sent beside the script, which computes? Then it waits for no other
     fenced: bool = False  # does its last push lie in device memory? Then it need not wait for the answer
     loads: int = 0  # what it has given beside its steps is numbered downwards: the last
     given: dict[str, int] = field(default_factory=dict)  # and by kind, how often

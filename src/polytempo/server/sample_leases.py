@@ -9,13 +9,13 @@
 An epoch that is gone through several times without `set_epoch` has a queue for each *turn*: a worker asks for the next turn
 once it was told that nothing is left of one. What returns after that is leased first in the next turn, or by a worker that
 asks for an earlier epoch: each answer names those that have such places. A push does not name the turn: it is of the first
-in which its worker holds the places.
+in which its worker holds the places. What earlier jobs have done of an epoch is left out by the samplers: places are of what
+they have left (`train/epoch_order.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from polytempo.protocol.messages import LeaseSamples, Push, SamplesLeased
 from polytempo.protocol.values import Position
@@ -35,17 +35,11 @@ class SampleLeases:
 
     Args:
         size: The number of workers.
-        resumed: Positions of the checkpoint that the job goes on from: those with `done` say which places are.
     """
 
-    def __init__(self, size: int, resumed: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
         self._queues: dict[QueueKey, SampleQueue] = {}
-        self._resumed = {
-            (str(part.get("sampler", "")), int(part["epoch"])): [(int(start), int(stop)) for start, stop in part["done"]]
-            for part in resumed
-            if part.get("done")
-        }
         self._last: dict[int, SamplesLeased] = {}  # the last answer to each worker, which may be lost on its way
 
     def lease(self, worker: int, asked: LeaseSamples) -> SamplesLeased:
@@ -76,8 +70,7 @@ class SampleLeases:
     def _queue(self, sampler: str, epoch: int, turn: int, length: int) -> SampleQueue:
         key = (sampler, epoch, turn)
         if key not in self._queues:
-            done = self._resumed.get((sampler, epoch), []) if turn == 0 else []
-            self._queues[key] = SampleQueue(length, [(start, min(stop, length)) for start, stop in done])
+            self._queues[key] = SampleQueue(length)
             for old in [k for k in self._queues if k[0] == sampler and k[1] <= epoch - EPOCHS]:
                 del self._queues[old]
         return self._queues[key]

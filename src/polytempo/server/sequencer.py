@@ -29,6 +29,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog, StepFigures
+from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
@@ -76,8 +77,17 @@ class PushArrivals:
 class PolicyRunner:
     """Feeds the policies: what a policy decides becomes entries of the log, messages and lines of the record."""
 
-    def __init__(self, plan: JobPlan, statistics: list[WorkerStatistics], budget: JobBudget, leases: SampleLeases) -> None:
-        self._plan, self._statistics, self._budget, self._leases = plan, statistics, budget, leases
+    def __init__(
+        self,
+        plan: JobPlan,
+        statistics: list[WorkerStatistics],
+        budget: JobBudget,
+        leases: SampleLeases,
+        done: DonePlaces,
+        paces: FigureLog,
+    ) -> None:
+        self._plan, self._statistics, self._budget, self._leases, self._done = plan, statistics, budget, leases, done
+        self._paces = paces
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -123,9 +133,10 @@ class PolicyRunner:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
             return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
-        if clock.spec.anytime is not None:
-            for head in clock.heads(action):
-                self._leases.applied(head)
+        for head in clock.heads(action) if clock.spec.anytime is not None else ():
+            self._leases.applied(head)
+        if clock.is_main and clock.spec.measured:
+            self._done.apply(position for head in clock.heads(action) for position in head.positions)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -136,14 +147,17 @@ class PolicyRunner:
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
         if clock.is_main:
             self._budget.begin(now)
+            self._paces.released(action.worker, now)
         if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
         return [ToShards(clock.reply(action, self._budget, now))]
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
+        slot = clock.slots[action.worker]
+        if slot.busy:
+            return [held_message(clock, slot, action)]
         if clock.is_first:
             self._statistics[action.worker].held(now, action.waiting_for)
-        slot = clock.slots[action.worker]
         slot.held_at = now if slot.held_at is None else slot.held_at
         return [held_message(clock, slot, action)]
 
@@ -290,10 +304,10 @@ class Sequencer:
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget)
         self._arrivals = PushArrivals(plan.shards)
-        self.leases = SampleLeases(plan.size, plan.resumed.get("positions", ()))
-        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
+        self.leases = SampleLeases(plan.size)  # samplers leave out what earlier jobs have done: places are of the rest
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self._saved_at = plan.first_step
 
     # Members.
@@ -350,13 +364,13 @@ class Sequencer:
         figures = push_figures(push, slot.waited)
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
-        slot.fenced = push.fence > 0
+        slot.fenced, slot.busy = push.fence > 0, push.busy
         self._runner.tally(clock, push)
         try:
-            effects = self._runner.feed(clock, event, now, figures)
-            self.statistics[worker].accepted = True
             if clock.is_main:
                 self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
+            effects = self._runner.feed(clock, event, now, figures)
+            self.statistics[worker].accepted = True
             return effects + self._checkpoint(clock, now, effects)
         except OrderError as error:
             slot.exchange = before

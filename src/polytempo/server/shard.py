@@ -187,6 +187,7 @@ class Shard:
         self.staleness_correction = StalenessCorrection(spec.corrections)
         self.in_place_changes = InPlaceChanges()
         self._in_rounds, self._ahead = spec.in_rounds, spec.ahead
+        self._has_deadlines = spec.anytime is not None
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
@@ -321,7 +322,8 @@ class Shard:
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.note(parts)
         self.touched = next((push.touched for push, _, _ in parts if push.touched), "")
-        self.skipped = weight <= 0 or any(push.skip for push, _, _ in parts)
+        skips = [push for push, samples, _ in parts if push.skip and (samples or not self._has_deadlines)]
+        self.skipped = weight <= 0 or bool(skips)  # one that had finished nothing by the deadline has no part in the round
         if self.skipped:
             return
         parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything

@@ -53,6 +53,9 @@ def check_push(push: Push) -> None:
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
     if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
+    ranges = [(place.length, *part) for place in push.positions for part in place.done]
+    if not all(0 <= start < stop <= length for length, start, stop in ranges):
+        raise PeerError("a push was refused: it says that it is made of places which the epoch's order does not have")
     if not 0 <= push.fence < 1 << 31:
         raise PeerError(f"a push was refused: its fence is {push.fence}, expected a number from 0 on")
     figures = push.computed, push.exchanged, push.input, push.work or 0.0

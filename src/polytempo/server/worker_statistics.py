@@ -62,7 +62,8 @@ class WorkerStatistics:
         self.nonfinite += sign * push.nonfinite
         if push.positions:
             self.before = self.positions
-            self.positions = self.positions | {position.sampler: position for position in push.positions}
+            counted = [position for position in push.positions if not position.length]  # others: `done_places.py`
+            self.positions = self.positions | {position.sampler: position for position in counted}
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""

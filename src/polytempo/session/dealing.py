@@ -213,6 +213,20 @@ class Dealing:
             best[one.sampler] = one
         return list(best.values())
 
+    def samples(self, upcoming: bool) -> float:
+        """Samples of the batch that the next step will be made of, or of the last where there is none."""
+        with self._state:
+            following, before = [one.drawn[0] for one in self._training()], [batch for _, batch in self.last]
+        batches = (following or before) if upcoming else (before or following)
+        return float(sum(batch.samples for batch in batches)) or 1.0
+
+    def share(self) -> float:
+        """This worker's share of the joint batch that is cut next, relative to an even one."""
+        with self._state:
+            weights = self._table[-1][1]
+            whole = sum(weight for _, weight in weights)
+            return dict(weights).get(self.rank, 0.0) * len(weights) / whole
+
     def abandoned(self) -> tuple[Position, ...]:
         """What the last step was made of is not trained on after all: it is drawn again first.
 
@@ -240,7 +254,7 @@ class Dealing:
     def resume(self, plan: RoundPlan | None = None) -> None:
         """The answer is here, with new weights maybe."""
         with self._state:
-            if plan is not None and plan.weights:
+            if plan is not None and plan.weights and plan.weights != self._table[-1][1]:
                 following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
                 self._table.append((plan.since or following, plan.weights))
                 self._forget()

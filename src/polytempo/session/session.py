@@ -48,6 +48,7 @@ from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread
 from polytempo.session.metrics import plain_figures
 from polytempo.session.positions import Positions
+from polytempo.session.round_clock import RoundClock
 from polytempo.session.strategy_scope import StrategyScope
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
@@ -89,6 +90,8 @@ class Session:
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
         self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
+        self.closing: list[Callable[[], None]] = []  #: calls that end threads which use the client
+        self.round_clock = RoundClock()  #: times rounds with deadlines
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
@@ -212,6 +215,7 @@ class Session:
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
+        self._end_threads()
         client, self.client = self.client, None
         if self._local_peers is not None:
             self._local_peers.close()
@@ -227,6 +231,11 @@ class Session:
         finally:
             self._end()
             self._close_world(politely=reason == "finished")
+
+    def _end_threads(self) -> None:
+        for end in self.closing:
+            end()
+        self.closing.clear()
 
     def _end(self) -> None:
         """Undo what optimizers have changed in this process."""
@@ -263,6 +272,7 @@ class Session:
         """End without a message: other processes see that this worker has failed."""
         for standby in self._standbys:
             standby.end()
+        self._end_threads()
         self._end()
         self._close_world(politely=False)
         if self.client is not None:

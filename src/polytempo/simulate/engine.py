@@ -70,10 +70,12 @@ class Decisions:
             return Discard(push.worker, push.step, verdict.drop)
         return Apply(apply.pushes, apply.rate * verdict.rate, apply.weights)
 
-    def record_lines(self, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
-        """The lines of an event and its actions."""
+    def record_lines(
+        self, event: Event, actions: list[Action], now: float, figures: RecordLine | None = None
+    ) -> Iterator[RecordLine]:
+        """The lines of an event, with its figures, and of its actions."""
         version = self._version()
-        if (line := event_line(event, now)) is not None:
+        if (line := event_line(event, now, figures)) is not None:
             yield line
         for action in actions:
             if isinstance(action, Apply):
@@ -100,6 +102,7 @@ class SimulationEngine:
         observe_every: float | None = None,
         progress: Callable[[float], None] | None = None,
         corrections: Corrections = NOTHING,
+        figures: bool = False,
     ) -> None:
         self.now = 0.0
         self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
@@ -108,7 +111,7 @@ class SimulationEngine:
         self._cluster, self._policy, self._route, self._budget = cluster, policy, route, budget
         self._record, self._trainer, self._progress = record, trainer, progress
         self._observe_every = observe_every
-        self._corrections = corrections
+        self._corrections, self._figures = corrections, figures
         self._decisions = Decisions(
             policy, corrections, cluster.servers.shards, lambda: self.updates, lambda push: self.workers[push.worker].used
         )
@@ -256,7 +259,8 @@ class SimulationEngine:
     def _compute(self, now: float, worker: Worker, step: int, version: int) -> None:
         """A worker is busy from now on, for the time of one step."""
         if self._route is not None:
-            worker.communicating += now - worker.since - worker.held_for
+            worker.exchanged = now - worker.since - worker.held_for
+            worker.communicating += worker.exchanged
             worker.held_for = 0.0
         worker.busy = True
         worker.since = now
@@ -316,9 +320,16 @@ class SimulationEngine:
         """Let the policy decide on an event, record it, and carry out the actions."""
         actions = self._decide(event, now)
         if self._record is not None:
-            for line in self._decisions.record_lines(event, actions, now):
+            figures = self._own_time(event, now) if self._figures and isinstance(event, Pushed) else None
+            for line in self._decisions.record_lines(event, actions, now, figures):
                 self._record(line)
         self._carry_out(actions, now)
+
+    def _own_time(self, push: Pushed, now: float) -> RecordLine:
+        """What a worker of a live job would tell of the step that it has pushed (`records/step_figures.py`)."""
+        worker = self.workers[push.worker]
+        computed = now - worker.since if self._route is None else worker.spent
+        return {"computed": computed, "exchanged": worker.exchanged} if computed else {}
 
     def _carry_out(self, actions: list[Action], now: float) -> None:
         for action in actions:

@@ -43,6 +43,7 @@ def simulate_job(
     trainer: AnyTrainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
+    figures: bool = False,
     **budget: Any,
 ) -> Outcome:
     """Simulate a job in virtual time: the policies of a live job on a described cluster.
@@ -57,6 +58,7 @@ def simulate_job(
         trainer: Computes real gradients along the run; `train_virtually` makes one.
         observe_every: Virtual seconds between evaluations of the trainer.
         progress: Called with the share of the budget that is used up.
+        figures: Push lines of the record say what the step took of its worker's own time, as live ones do.
         **budget: At least one of `seconds`, `steps`, `samples` (summed over all workers) and `steps_each`.
 
     Returns:
@@ -85,6 +87,7 @@ def simulate_job(
         record=record,
         observe_every=observe_every,
         progress=progress,
+        figures=figures,
         corrections=spec.corrections if spec.averaging is None else NOTHING,
     )
     engine.run()

@@ -35,6 +35,7 @@ class Worker:
         "communicating",
         "discarded",
         "drawn",
+        "exchanged",
         "flying",
         "held_for",
         "held_since",
@@ -84,6 +85,7 @@ class Worker:
         self.used = 0  # the version of the push that arrived last
         self.since = 0.0  # start of the present step, or of the present idleness
         self.spent = 0.0  # seconds of the step computed last
+        self.exchanged = 0.0  # seconds of the last exchange for which no mode made it wait
         self.held_since = NOT_HELD
         self.held_for = 0.0  # of the present idleness, the part the policy held it
         self.joined_at = 0.0

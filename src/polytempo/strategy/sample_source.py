@@ -1,7 +1,7 @@
 """Which samples a replica takes in a step of `fit`: those of a step are the same under every strategy.
 
 An epoch is one seeded order of all samples, cut into batches of the whole job. Replica d of D takes places d, d + D, ... of
-each batch. What earlier runs took of an epoch is left out by `train/sampler.py`'s rule, under any number of replicas and any
+each batch. What earlier runs took of an epoch is left out (`train/epoch_order.py`), under any number of replicas and any
 batch size, so that a run resumes in the middle of an epoch. A last batch that is not full is left out of training: replicas
 and schedules need equal parts, and with `shuffle` the next epoch leaves out others. Evaluation takes all samples.
 """
@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from polytempo.errors import UsageError, WrongType
+from polytempo.train.epoch_order import remaining
 from polytempo.train.prepare import KEPT, is_shuffled
-from polytempo.train.sampler import remaining
 
 #: Inputs and targets.
 Batch = tuple[Any, Any]

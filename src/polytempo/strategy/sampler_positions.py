@@ -1,7 +1,7 @@
 """How far a job's replicas were in their data, for checkpoints: one figure for each replica and sampler.
 
 The ranks of a replica draw the same samples, so its first rank says how many. The form is that of the servers' checkpoints
-(`server/job_figures.py`): parts of an epoch by jobs of some size, which `train/sampler.py` leaves out.
+(`server/job_figures.py`): parts of an epoch by jobs of some size, which `train/epoch_order.py` leaves out.
 """
 
 from __future__ import annotations

@@ -43,13 +43,18 @@ from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
+from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
+from polytempo.sync.balance import BALANCE
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.communication import Group
 from polytempo.train.companions import Companions
+from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
@@ -57,6 +62,8 @@ from polytempo.train.input_watch import InputWatch
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
+from polytempo.train.peer_rounds import PeerRounds
+from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
     PushChange,
@@ -72,6 +79,7 @@ from polytempo.train.update import (
 from polytempo.train.validation import (
     check_choices,
     check_combination,
+    check_deadlines,
     check_order,
     check_unique,
     chosen_way,
@@ -148,6 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         mirrors = together and not here and spec.local is None
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
         check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
+        if together:
+            check_deadlines(spec, apply, buffers, among_workers, bool(tables.all))
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
         self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)
@@ -172,6 +182,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
+        first = beside(self._name) == MAIN
+        if spec.measured and first:
+            session.dealing.use(spec)
+        if spec.mode is BALANCE:
+            self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
         self._input = InputWatch(model) if model is not None and self._reducer is not None else None
         session.computing_from(time.perf_counter())
 
@@ -307,6 +322,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
+            request.weighed = samples is not None
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
             request.about = {"computed": computed, **self._figures(computed), **self._data_position(samples)}
@@ -373,7 +389,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of several batches: nothing is sent inside."""
+        """Accumulate gradients of several batches: nothing is sent inside.
+
+        Raises:
+            UsageError: The mode deals out batches by speed: it accumulates micro-batches by itself.
+        """
+        if self._spec.measured:
+            raise UsageError(
+                f"no_sync() sums batches without their weights, and those of {self._spec.text} differ in size; leave it "
+                "out: with bsp+balance,micro=M and under anytime step() itself accumulates"
+            )
         self._set_syncing(False)
         try:
             yield
@@ -398,9 +423,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._spec.averaging is not None:
             raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
+        if self._spec.anytime is not None:
+            raise UsageError("synchronize() averages one batch of each worker, and anytime takes several; use clip_norm=")
         if not self._spec.mode.barrier:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
-        weight = 1.0 if samples is None else weight_of(samples)
+        dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
+        weight = dealt if samples is None else weight_of(samples)
         if self._reducer is not None:
             with self._not_computing(), torch.no_grad():
                 self._reducer.renew()
@@ -542,6 +570,9 @@ def _make_update(
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
         return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
+    if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
+        rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
+        return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:

@@ -1,7 +1,7 @@
 """`anytime` over all-reduce: a worker's rounds with other workers, with values that stay with each.
 
     at the deadline  the sequencer hears of this worker's samples, closes the round, and names the workers in it
-    the mean         exactly these add up their sums, over the round's divisor (`reducer/peer_reducer.py`)
+    the mean         exactly these add up their sums, over the round's divisor (`reducer/round_sums.py`)
     the update       each runs the wrapped optimizer on the mean, with the ROUND's hyper-parameters, so all stay alike:
                      schedulers that are stepped by micro-batch may stand at different places on different workers
 
@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from polytempo.errors import PeerError
-from polytempo.protocol.messages import Answer
 from polytempo.protocol.values import RoundPlan
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import GroupValues
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.reducer.round_sums import ClosedRound
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
 from polytempo.train.update import Wrapped, step_unwrapped
@@ -77,6 +77,8 @@ class PeerRounds(RoundExchange):
         self._installing = threading.Lock()  # values and optimizer state are changed, or copied
         self._pending: list[RoundMean | HandedState] = []  # what `install` has yet to apply
         self._free: list[GradientMean] = []
+        self._touched = ""  # a parameter that the script has written to, which the next round compares
+        reducer.given_up = lambda: self.given_up
 
     @property
     def has_room(self) -> bool:
@@ -96,28 +98,28 @@ class PeerRounds(RoundExchange):
         reducer, watch = self.reducer, self.reducer.copier.watch
         began, busy = time.perf_counter(), bool(about.get("busy"))
         if not busy:
-            about["touched"], watch.touched = watch.touched, ""
+            about["touched"], watch.touched, self._touched = watch.touched or self._touched, "", ""
         reducer.push(total, hyper, samples=samples, count=count, **about)
-        answer = reducer.answer
-        plan, ranks = answer.plan or RoundPlan(), [share.worker for share in answer.shares]
-        behind = self._rank in plan.catching_up
-        if not behind and self._rank not in ranks:
+        answer, closed = reducer.answer, reducer.last_round
+        plan = answer.plan or RoundPlan()
+        behind = plan.catching_up
+        if self._rank not in (*closed.ranks, *behind):
             raise PeerError(
-                f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {ranks} without it; "
-                "start the job again"
+                f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {closed.ranks} "
+                "without it; start the job again"
             )
-        if answer.touched and not behind:
-            self._compare(ranks, plan, answer.touched, busy)
-        source = min(ranks or plan.catching_up)
+        source = min(closed.ranks or behind)
         content: RoundMean | HandedState | None = None
-        if not behind:
-            content = self._mean(total, answer, plan, ranks)
+        if self._rank not in behind:
+            if answer.touched:
+                self._compare(closed, answer.touched, busy)
+            content = self._mean(closed)
         elif self._rank != source:
             content = self._receive(source)
         self._keep(content)
-        if self._rank == source and (others := [rank for rank in plan.catching_up if rank != source]):
+        if self._rank == source and (others := [rank for rank in behind if rank != source]):
             self._hand_over(others)
-        reducer.waited = time.perf_counter() - began
+        reducer.took(time.perf_counter() - began)
         return RoundOutcome(reducer.step, plan, content)
 
     def _keep(self, content: RoundMean | HandedState | None) -> None:
@@ -125,24 +127,17 @@ class PeerRounds(RoundExchange):
             with self._installing:
                 self._pending.append(content)
 
-    def _mean(self, total: FlatBuffer | None, answer: Answer, plan: RoundPlan, ranks: Sequence[int]) -> RoundMean | None:
-        """The mean of the round; None where no worker had a sample."""
-        weight = sum(share.weight for share in answer.shares)
-        if answer.skipped or not weight:
+    def _mean(self, closed: ClosedRound) -> RoundMean | None:
+        """The mean of the round; None where no worker had a sample, or this one was stopped and has missed it."""
+        answer = self.reducer.answer
+        if answer.skipped or not closed.divisor:
             return None
-        gradient, divisor = self._new_mean(), plan.divisor or weight
-        flats = gradient.buffer.tensors
-
-        def fill() -> None:
-            for dtype, flat in flats.items():
-                if total is None:
-                    flat.zero_()
-                else:
-                    torch.div(total.tensors[dtype], divisor, out=flat)
-
-        self.reducer.add_up(gradient.buffer, fill, ranks, plan.group)
+        gradient = self._new_mean()
+        if not self.reducer.sums.make(gradient.buffer, closed):
+            self._free.append(gradient)
+            return None
         gradient.absent = answer.absent
-        return RoundMean(gradient, plan.hyper)
+        return RoundMean(gradient, (answer.plan or RoundPlan()).hyper)
 
     def _new_mean(self) -> GradientMean:
         with self._installing:
@@ -150,13 +145,12 @@ class PeerRounds(RoundExchange):
                 return self._free.pop()
         return GradientMean(self.reducer.copier, self.reducer.new_buffer())
 
-    def _compare(self, ranks: Sequence[int], plan: RoundPlan, name: str, busy: bool) -> None:
+    def _compare(self, closed: ClosedRound, name: str, busy: bool) -> None:
         """A script has written to parameters on some rank: refuse them if they are not the same on all. Workers that compute
         have yet to apply means."""
         digest = bytes(8) if busy else hashlib.blake2b(self.reducer.digests(), digest_size=8).digest()
-        found = self.reducer.gather(bytes([not busy]) + digest, ranks, plan.group)
-        there = {rank: data[1:] for rank, data in zip(ranks, found, strict=True) if data[0]}
-        self.reducer.copier.watch.check_alike(there, name)
+        found = self.reducer.round_groups.gather(bytes([not busy]) + digest, closed)
+        self.reducer.copier.watch.check_alike({rank: data[1:] for rank, data in found.items() if data[0]}, name)
 
     # Catching up.
 
@@ -180,17 +174,17 @@ class PeerRounds(RoundExchange):
         data, _ = encode_for_all(self._snapshot(), tensors)
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank in ranks:
-            self.reducer.send([torch.tensor([len(data)]), text, *tensors], rank, self.reducer.step)
+            self.reducer.messages.send([torch.tensor([len(data)]), text, *tensors], rank, self.reducer.step)
 
     def _receive(self, source: int) -> HandedState:
         """What a rank has handed over."""
         tag, length = self.reducer.step, torch.zeros(1, dtype=torch.int64)
-        self.reducer.receive([length], source, tag)
+        self.reducer.messages.receive([length], source, tag)
         text = torch.empty(int(length), dtype=torch.uint8)
-        self.reducer.receive([text], source, tag)
+        self.reducer.messages.receive([text], source, tag)
         tensors: list[torch.Tensor] = []
         handed = decode_from(source, text.numpy().tobytes(), tensors)
-        self.reducer.receive(tensors, source, tag)
+        self.reducer.messages.receive(tensors, source, tag)
         means = []
         for flats, absent, hyper in handed["means"]:
             gradient = self._new_mean()
@@ -226,6 +220,9 @@ class PeerRounds(RoundExchange):
         with _hyper_parameters(wrapped.optimizer, mean.hyper), mean.gradient.as_gradients(in_place):
             wrapped.clip()
             step_unwrapped(wrapped.optimizer)
+
+    def reload(self) -> None:
+        self._touched = self._touched or self.reducer.copier.watch.touched  # values are here alone: they are compared
 
     def close(self) -> None:
         self.reducer.settle()

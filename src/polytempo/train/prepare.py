@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from polytempo.errors import UsageError
 from polytempo.session.session import current, init, is_initialized
+from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.sampler import DistributedSampler
 
@@ -24,11 +25,21 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     """A loader of this worker's share: each time through is an epoch, and it ends when the job's budget is used up."""
 
     def __init__(self, dataset: Any, shuffle: bool, options: dict[str, Any]) -> None:
-        super().__init__(dataset, sampler=DistributedSampler(dataset, shuffle), **options)
+        spec = current().dealing.spec
+        size, drop_last = options.get("batch_size"), options.get("drop_last", False)
+        self._share: DistributedSampler | DistributedBatchSampler
+        if spec is not None and not spec.micro and size is not None:  # batches of any size
+            share = self._share = DistributedBatchSampler(dataset, size, shuffle, drop_last=drop_last)
+            kept = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
+            super().__init__(dataset, batch_sampler=share, **kept)
+        else:
+            drops = drop_last and spec is not None  # else the loader drops what is short
+            samples = self._share = DistributedSampler(dataset, shuffle, drop_last=drops, batch_size=size)
+            super().__init__(dataset, sampler=samples, **options)
         self._session, self._begun = current(), False
 
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.set_epoch(self.sampler.epoch + self._begun)
+        self._share.set_epoch(self._share.epoch + self._begun)
         self._begun = True
         return self._batches()
 
@@ -50,8 +61,8 @@ def prepare(
     """Join the job, wrap the optimizer, and shard the loader's data over the workers, in one call.
 
     It stands for `init()` if that was not called, for `DistributedOptimizer(optimizer, model, ...)`, and for a loader like
-    the given one with a `DistributedSampler`, whose `set_epoch` is called at each pass. That loader ends when
-    `should_stop()` is true, and is empty from then on.
+    the given one with a `DistributedSampler`, or under `bsp+balance` with a `DistributedBatchSampler`, whose `set_epoch` is
+    called at each pass. That loader ends when `should_stop()` is true, and is empty from then on.
 
     Args:
         model: The model, built and on its device.

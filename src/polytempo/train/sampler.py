@@ -4,26 +4,29 @@ An epoch is one seeded order of all samples; worker r of n takes places r, r + n
 parts of one replica of the model, all of them take the same samples: there r is the replica, of n replicas.
 
 After a checkpoint the samples that pushes before it were made of are left out, exactly, and the rest is shared anew, by
-however many there are now.
+however many there are now (`epoch_order.py`).
 Only samplers that train have a position (`positions.py`); others, such as one for validation, always give all.
 
 Every worker gets equally many samples, as with torch's: where it does not divide, some are used twice, or with `drop_last`
 the last few not at all.
+
+In modes that deal out whole micro-batches (`bsp+balance,micro=M`, `anytime`) the order is cut in micro-batches of the
+loader's `batch_size`, and a worker gets as many as it is dealt (`dealt_epoch.py`): every sample once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sized
+from contextlib import closing
 
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.session.positions import Pass
 from polytempo.session.session import current
-
-T = TypeVar("T")
+from polytempo.sync.spec import Spec
+from polytempo.train.dealt_epoch import BatchShape, DealtEpoch
+from polytempo.train.epoch_order import EpochOrder, shard_of
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
@@ -36,13 +39,15 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         shuffle: A new order in each epoch, the same on all workers.
         seed: The seed of the order; the job's `--seed` by default.
         drop_last: Leave out the last few samples instead of repeating some, where the length is not a multiple of the
-            workers.
+            workers. In modes that deal out micro-batches it leaves out a last micro-batch that is short: give it where the
+            loader has `drop_last=True`.
         training: Whether its position is saved in checkpoints. By default it is once steps follow its draws; False for data
             that is only evaluated between steps; True for data that is drawn while gradients are disabled.
         name: Its name in checkpoints. By default samplers are told apart by length, `shuffle` and the order in which data
             sets came; name those that workers do not all make in the same order.
         num_replicas: The number of shards; by default one for each rank, under a `Strategy` one for each replica.
         rank: Which of them this sampler gives, with `num_replicas`.
+        batch_size: That of the loader; needed by modes that deal out micro-batches, `bsp+balance,micro=M` and `anytime`.
 
     Raises:
         UsageError: `init` was not called, or there is no such shard.
@@ -65,18 +70,21 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         name: str = "",
         num_replicas: int | None = None,
         rank: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self._session = current()
-        self._share = _share(num_replicas, rank) or self._session.data_axis
-        self._length = len(dataset)
-        self._shuffle, self._drop_last, self._training = shuffle, drop_last, training
-        self._seed = self._session.job.seed if seed is None else seed
-        earlier = self._session.job.positions
-        nameless = any(not part.get("sampler") for part in earlier)
-        self._name = self._session.positions.identify(dataset, self._length, shuffle, name, nameless)
-        self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self._name]
-        self._complete: list[Pass] = []  # passes that ran to their end
-        self.epoch = max((part["epoch"] for part in earlier), default=0)
+        self._share = shard_of(num_replicas, rank) or self._session.data_axis
+        self._drop_last, self._training, self._batch_size = drop_last, training, batch_size
+        self._order = EpochOrder(self._session, dataset, shuffle, seed, training, name)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass; after a resume, the one to go on with."""
+        return self._order.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._order.epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; call it before each epoch.
@@ -90,53 +98,50 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         if self._training is False:
             yield from self._mine()
             return
-        passing = self._session.positions.begin(self._name, self.epoch, self._share)
+        dealing = self._session.dealing
+        if dealing.spec is not None and dealing.spec.micro and self._trains():
+            shape = BatchShape(self._size_of_micro_batch(dealing.spec), dealing.spec.micro, self._drop_last)
+            deal = DealtEpoch(dealing, self._order.rest(), shape, None)
+            batches = deal.batches(self._order.name, self.epoch, self._trains, self._order.completed, as_stream=True)
+            with closing(batches):  # type: ignore[type-var]
+                for batch in batches:
+                    yield from batch
+            return
+        passing = self._session.positions.begin(self._order.name, self.epoch, self._share)
         try:
             for index in self._mine():
-                passing.draw(self._training is True or torch.is_grad_enabled())
+                passing.draw(self._trains())
                 yield index
-            self._complete.append(passing)
+            self._order.completed(passing.epoch, lambda: self._session.positions.used(passing))
         finally:
             passing.ended = True
+
+    def _trains(self) -> bool:
+        return self._training is True or torch.is_grad_enabled()
+
+    def _size_of_micro_batch(self, spec: Spec) -> int:
+        if self._batch_size is None:
+            raise UsageError(
+                f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the "
+                "loader's batch_size, got none"
+            )
+        check_unsplit(self._share, self._session.rank, self._session.size, spec)
+        return self._batch_size
 
     def __len__(self) -> int:
         return len(self._mine())
 
     def _mine(self) -> list[int]:
-        if any(self._session.positions.used(one) for one in self._complete if one.epoch == self.epoch):
-            # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
-            self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
-            self._complete = []
-        rest = list(remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch]))
+        rest = self._order.rest()
         rank, size = self._share or (self._session.rank, self._session.size)
         each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
         return [rest[place % len(rest)] for place in range(rank, each * size, size)]
 
-    def _order(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._length))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
-        return torch.randperm(self._length, generator=generator).tolist()  # type: ignore[no-any-return]
 
-
-def _share(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
-    """Which shard of how many was asked for."""
-    if num_replicas is None and rank is None:
-        return None
-    if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
+def check_unsplit(share: tuple[int, int] | None, rank: int, size: int, spec: Spec) -> None:
+    """Refuse shards that are not one for each rank, in modes with shares by speed."""
+    if share is not None and share != (rank, size):
         raise UsageError(
-            f"expected num_replicas= and a rank= from 0 to one less, got num_replicas={num_replicas} and rank={rank}; "
-            "give both, or none of them"
+            f"worker {rank}: {spec.text} shares a data set by the speed of the {size} ranks, and this sampler gives shard "
+            f"{share[0]} of {share[1]}; leave num_replicas= and rank= out, or use sync='bsp'"
         )
-    return rank, num_replicas
-
-
-def remaining(order: Iterable[T], parts: Sequence[Mapping[str, Any]]) -> Iterator[T]:
-    """The rest of an epoch after earlier jobs: each part has the `size` of a job and how many samples each worker took."""
-    for part in parts:
-        order = _after(order, part["size"], part["taken"])
-    return iter(order)
-
-
-def _after(order: Iterable[T], size: int, taken: Sequence[int]) -> Iterator[T]:
-    return (sample for place, sample in enumerate(order) if place // size >= taken[place % size])

@@ -59,6 +59,7 @@ class StepRequest:
     about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
     loss: Any = None  #: the loss, where the script gave it or a closure has returned it
     scale: Any = None  #: what a GradScaler has multiplied the loss by
+    weighed: bool = False  #: the script gave the weight
     unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
 
 

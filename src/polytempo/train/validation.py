@@ -87,6 +87,20 @@ def check_combination(
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
+def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, has_tables: bool) -> None:
+    """Refuse what does not go with rounds that have deadlines."""
+    if spec.anytime is None:
+        return
+    if apply == "delta" and not among_workers:
+        raise UsageError(
+            f"{spec.text} over servers has the servers run the optimizer; use apply='server', or via='allreduce'"
+        )
+    if has_tables:
+        raise UsageError(f"rows of tables are pushed in each step, and {spec.text} pushes at deadlines; use sync='bsp'")
+    if buffers == "mean":
+        raise UsageError(f"buffers='mean' waits for all workers, and {spec.text} waits for none; leave it out")
+
+
 def weight_of(samples: Any, zero: bool = True) -> float:
     """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
 

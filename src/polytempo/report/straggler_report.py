@@ -1,0 +1,218 @@
+"""The straggler report in words: a few lines at the end of a run, and all of it for `polytempo explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.errors import counted
+from polytempo.records.paces import LEAST_STEPS, WARM_UP, JobPaces, paces_of
+from polytempo.records.step_figures import StepFigures
+from polytempo.records.stragglers import Straggler, stragglers_in
+from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
+from polytempo.report.summary import percentages, plain_number
+from polytempo.report.table import TextTable
+from polytempo.sync.spec import parse_spec
+
+#: Lines at the end of a run, at most; and a mode is named where it gains this much.
+LINES, WORTH = 3, 0.05
+#: Two modes are alike from this share of the better one's throughput on.
+ALIKE = 0.9
+#: A factor that is shown as one.
+WHOLE = 10.0
+
+#: What can be done about a cause beside another mode.
+ADVICE = {
+    "computing": "look at the host: other processes on it, fewer cores or a slower GPU, heat",
+    "input": "give the loader more workers (num_workers=), or the data a faster place",
+    "network": "exchange less often or less: --sync local:8, compression=",
+    "stalls": "look for what runs now and then: evaluation, checkpoints, garbage collection, other jobs on the host",
+    "uneven": "no host is slow; cut batches by cost: pt.DistributedBatchSampler(..., cost=) and --sync bsp+balance",
+}
+
+CAVEAT = (
+    "Throughput is not convergence: modes with stale gradients need more samples to the same loss. "
+    "polytempo simulate --train compares time to an accuracy."
+)
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """What was found in a job."""
+
+    sync: str
+    paces: JobPaces | None
+    costs: tuple[CostOfStraggler, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        workers = [{"worker": pace.worker, **pace.split()} for pace in self.paces.workers] if self.paces else []
+        judged = {"seconds": self.paces.seconds, "typical_step_s": self.paces.typical} if self.paces else None
+        found = [cost.as_dict() for cost in self.costs]
+        return {"sync": self.sync, "judged": judged, "workers": workers, "stragglers": found}
+
+
+def straggler_report(figures: Iterable[StepFigures], sync: str) -> StragglerReport:
+    """Judge a job by what its steps took."""
+    spec = parse_spec(sync)
+    paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
+    found = stragglers_in(paces) if paces is not None else []
+    return StragglerReport(spec.text, paces, tuple(costs_of(found, paces, spec.text)) if paces is not None else ())
+
+
+# The end of a run.
+
+
+def closing_lines(report: StragglerReport) -> list[str]:
+    """What is said at the end of a run: nothing where nothing was found."""
+    lines = [f"{found_in_words(cost.straggler)}: {_cost(cost)}{_remedy(cost)}" for cost in report.costs]
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], f"and {len(lines) - LINES + 1} more findings (polytempo explain)"]
+    return lines
+
+
+def _remedy(cost: CostOfStraggler) -> str:
+    best = best_mode(cost)
+    if best is None:
+        return f"; {ADVICE[cost.straggler.cause]}"
+    return f"; {_named(best)} would bring {_gain(best.gain)} (predicted)"
+
+
+def best_mode(cost: CostOfStraggler) -> PredictedMode | None:
+    """The mode that would fit: of those without stale gradients the one with the largest gain, if it is worth it; of two
+    alike, for a lasting slowness, that which keeps the joint batch. For slow input no mode helps."""
+    if cost.straggler.cause == "input":
+        return None
+    fresh = [mode for mode in cost.modes if not mode.stale and mode.gain >= WORTH]
+    best = max(fresh, key=lambda mode: mode.gain, default=None)
+    fixed = next((mode for mode in fresh if mode.sync == "bsp+balance"), None)
+    if best is None or fixed is None or cost.straggler.cause != "computing":
+        return best
+    return fixed if 1 + fixed.gain >= ALIKE * (1 + best.gain) else best
+
+
+def found_in_words(one: Straggler) -> str:
+    """Who is slow, why and since when."""
+    if one.cause == "uneven":
+        why = f"work explains {100 * one.share:.0f} % of it" if one.share else "their work is not known to Polytempo"
+        return f"steps are uneven: a long one takes {_times(one.factor)} as long as a typical one, on all workers ({why})"
+    if one.cause == "stalls":
+        who, whose = ("all workers stall", "their") if one.worker is None else (f"worker {one.worker} stalls", "its")
+        often = f"{100 * one.share:.0f} % of {whose} steps"
+        return f"{who}: {often} take about {_times(one.factor)} as long as a typical one"
+    if one.worker is None:
+        doing = "wait for data" if one.cause == "input" else "exchange gradients"
+        return f"all workers {doing} for {100 * one.share:.0f} % of their own time"
+    if one.cause == "computing":
+        return f"worker {one.worker} computes {_times(one.factor)} as long as the others for the same work{_since(one)}"
+    why = "waits for its data" if one.cause == "input" else "takes long to exchange gradients"
+    return f"worker {one.worker} {why}: a step takes {_times(one.factor)} as long as on the others{_since(one)}"
+
+
+def _since(one: Straggler) -> str:
+    begun = f" from {one.since:.0f} s on" if one.since else " since the start" if one.until is None else ""
+    if one.until is None:
+        return begun
+    return f" from {one.since:.0f} s to {one.until:.0f} s"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f}x" if factor >= WHOLE else f"{factor:.2g}x"
+
+
+def _cost(cost: CostOfStraggler) -> str:
+    if cost.share < 0.01:
+        return "it costs this mode next to nothing"
+    return f"it costs about {100 * cost.share:.0f} % of the time ({_seconds(cost.seconds)})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= WHOLE else f"{seconds:.1f} s"
+
+
+def _gain(gain: float) -> str:
+    return f"{gain + 1:.2g}x the throughput" if gain >= 1 else f"{100 * gain:+.0f} % throughput"
+
+
+def _named(mode: PredictedMode) -> str:
+    return f"--sync {mode.sync}" + (f" {mode.change}" if mode.change else "")
+
+
+# All of it.
+
+
+def full_report(report: StragglerReport, job: Mapping[str, Any], width: int = 100) -> str:
+    """What `polytempo explain` prints.
+
+    Args:
+        report: The findings.
+        job: The job's figures in meta.json.
+        width: Columns of the terminal.
+    """
+    paces = report.paces
+    if paces is None:
+        least = LEAST_STEPS + WARM_UP
+        return f"{report.sync}: too few steps to judge; expected {least} of a worker at least, of a longer run"
+    parts = [_headline(report, paces, job), _table(paces).text(width), *_notes(paces)]
+    if not report.costs:
+        return "\n\n".join([*parts, "Nothing is wrong: no worker is slow beyond a tenth of a step and beyond chance."])
+    parts += [_finding(number, cost, report.sync) for number, cost in enumerate(report.costs, 1)]
+    return "\n\n".join([*parts, CAVEAT])
+
+
+def _headline(report: StragglerReport, paces: JobPaces, job: Mapping[str, Any]) -> str:
+    rate = f", {plain_number(job['samples_per_second'])} samples/s" if job.get("samples_per_second") else ""
+    split = {name: sum(pace.split()[name] for pace in paces.workers) for name in ("computing", "input", "network", "stalls")}
+    total = sum(split.values()) or 1.0
+    shares = percentages({name: value / total for name, value in split.items()})
+    shares.pop("other", None)
+    told = ", ".join(f"{name} {share} %" for name, share in shares.items())
+    head = f"{report.sync}: {counted(len(paces.workers), 'worker')}, {paces.seconds:.1f} s judged{rate}"
+    return f"{head}\nOf the workers' own time: {told}"
+
+
+def _table(paces: JobPaces) -> TextTable:
+    rows = []
+    for pace in paces.workers:
+        split = pace.split()
+        cells = [split[name] for name in ("computing", "input", "network", "stalls")]
+        rows.append((str(pace.worker), *(_milliseconds(value) for value in (*cells, sum(cells))), str(len(pace.steps))))
+    heads = ("worker", "computing\nms", "input\nms", "network\nms", "stalls\nms", "own time\nms", "steps")
+    title = "A step of typical work; time spent waiting for other workers is not in it:"
+    return TextTable(title, heads, tuple(rows))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def _notes(paces: JobPaces) -> list[str]:
+    notes = []
+    if not any(step.input for pace in paces.workers for step in pace.steps):
+        notes.append(
+            "No worker told how long it waited for data, so input counts as computing: give the model to "
+            "DistributedOptimizer(optimizer, model), or use pt.prepare."
+        )
+    if paces.absent:
+        ranks = ", ".join(map(str, paces.absent[:8]))
+        notes.append(f"Not judged, with fewer than {LEAST_STEPS + WARM_UP} steps: worker {ranks}.")
+    return notes
+
+
+def _finding(number: int, cost: CostOfStraggler, sync: str) -> str:
+    one = cost.straggler
+    lines = [
+        f"{number}. {found_in_words(one)}.",
+        f"   {_cost(cost).capitalize()}; without it {sync} itself would bring {_gain(cost.gain)}.",
+        f"   What to do: {ADVICE[one.cause]}.",
+    ]
+    if cost.modes:
+        lines.append("   Other modes on these machines, throughput predicted by the simulator from the recorded times:")
+        wide = max(len(_named(mode)) for mode in cost.modes)
+        stale = "  (stale gradients)"
+        lines += [f"     {_named(mode).ljust(wide)}  {_gain(mode.gain)}{stale * mode.stale}" for mode in cost.modes]
+    best = best_mode(cost)
+    if best is not None:
+        lines.append(f"   The best fit without stale gradients: {_named(best)}.")
+    return "\n".join(lines)

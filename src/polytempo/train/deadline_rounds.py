@@ -1,0 +1,315 @@
+"""`anytime` on the worker: micro-batches until the deadline, and a communication thread that a busy script cannot hold up.
+
+    step           `samples * .grad` is added to the round's sum. While another micro-batch fits before the deadline, by this
+                   worker's own pace, `step()` returns at once; else the sum goes out, and `step()` waits for the round's end
+    deadline       it counts from the moment at which the answer to the round before has come. If the script is in the middle
+                   of a micro-batch then, or does something else, the communication thread hands over what is finished, maybe
+                   nothing, takes the answer, and goes on with the next deadline, any number of times
+    new values     are put into the parameters by the script's thread in its next `step()`, never under a backward
+    late           the micro-batch of that `step()` was computed on older values: with `late=drop` it is abandoned, and its
+                   samples are used again; with `late=keep` it is added to the sum of the round that is open, once, however
+                   many rounds have passed
+    no deadline    in the first round of `anytime:auto` each worker takes `micro` micro-batches
+
+A micro-batch that a `GradScaler` skips is left out of the sum, as in a job of one; its samples are used up. Hyper-parameters
+of a push are those of its last micro-batch. `step()` calls are micro-batches: the budget's `--steps` counts those in pushes.
+
+All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polytempo.errors import PolytempoError, UsageError
+from polytempo.protocol.values import Position
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.session.leased_places import LeasedPlaces
+from polytempo.session.session import Session
+from polytempo.sync.anytime import Pace, fits, latest
+from polytempo.sync.sample_queue import merged
+from polytempo.sync.spec import Spec
+from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+
+#: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
+LOOK = 1.0
+#: Figures of micro-batches that a push holds the sums of.
+SUMMED = ("computed", "input", "work")
+
+
+@dataclass
+class RoundSum:
+    """The micro-batches that a worker has finished in a round."""
+
+    buffer: FlatBuffer
+    taken: int = 0  #: micro-batches, with those that were left out
+    count: int = 0
+    samples: float = 0.0
+    absent: frozenset[int] = frozenset()
+    hyper: GroupValues = ()
+    nonfinite: bool = False
+    version: int | None = None  #: of the oldest values that one of them was computed on
+    positions: list[Position] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def add_gradients(self, copier: Copier, samples: float) -> None:
+        """Add `samples` times the gradients as they are now."""
+        views = self.buffer.views
+        if not self.count:
+            self.absent = frozenset(copier.gather(self.buffer, lambda param: param.grad))
+            torch._foreach_mul_(list(views.values()), samples)
+        else:
+            have = copier.here(lambda param: param.grad)
+            dense = [grad if grad.layout == torch.strided else grad.to_dense() for grad in have.values()]
+            torch._foreach_add_([views[index] for index in have], dense, alpha=samples)
+            self.absent -= frozenset(have)
+        self.count, self.samples = self.count + 1, self.samples + samples
+
+    def add_figures(self, about: dict[str, Any], counts: bool) -> None:
+        """Note what a micro-batch says of itself; seconds only of those that count."""
+        for name in SUMMED if counts else ():
+            if about.get(name) is not None:
+                self.about[name] = self.about.get(name, 0.0) + about[name]
+        self.positions += about.get("positions", ())
+        self.about["gradient_digest"] = self.about.get("gradient_digest") or about.get("gradient_digest", 0)
+
+
+class DeadlineUpdate(StepUpdate):
+    """The rounds of one optimizer.
+
+    Args:
+        session: The job.
+        wrapped: The script's optimizer.
+        rounds: How this worker takes part in rounds.
+        spec: The mode.
+        deals: Do samplers hand out batches for this optimizer's steps? It is the first of its worker then.
+    """
+
+    def __init__(self, session: Session, wrapped: Wrapped, rounds: RoundExchange, spec: Spec, deals: bool = True) -> None:
+        assert spec.anytime is not None
+        self._session, self._wrapped, self._rounds, self._deals = session, wrapped, rounds, deals
+        self._spec = spec.anytime
+        self._copier = rounds.reducer.copier
+        self._clock = session.round_clock
+        self._pace = Pace()
+        self._made = self._abandoned = self._late = self._ended = 0
+        self._turn = threading.Condition()
+        first, second = rounds.buffers()
+        self._sum, self._spare = RoundSum(first), second
+        self._round = rounds.first()
+        self._opened = self._clock.now()
+        self._version = rounds.reducer.client_state.version  # of the values that are installed
+        self._outcomes: list[RoundOutcome] = []  # that are not installed
+        self._waiting = False  # the script waits for the end of the round
+        self._exchanging = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._exchanged = 0.0  # seconds that the script has waited since the last push
+        self._leases: LeasedPlaces | None = None
+        if deals and session.client is not None:
+            self._leases = LeasedPlaces(session.client, session.lock)
+            session.dealing.take = self._leases.take
+            session.dealing.use(spec)
+        context = contextvars.copy_context()
+        name = f"polytempo rounds {rounds.reducer.name}"
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
+        session.flushing.append(self.flush)
+        session.closing.append(self._close)
+        self._thread.start()
+
+    @property
+    def steps(self) -> int:
+        return self._made
+
+    def stats(self) -> dict[str, Any]:
+        with self._turn:
+            figures = {"rounds": self._ended, "abandoned": self._abandoned, "late": self._late}
+            return {**figures, "deadline": self._round.plan.deadline}
+
+    # The script's thread.
+
+    def step(self, request: StepRequest) -> None:
+        """A micro-batch is finished: count it, and end the round where no other fits before the deadline."""
+        if request.agreed:
+            raise UsageError("synchronize() is not possible in anytime; clip with clip_norm= of DistributedOptimizer")
+        self._made += 1
+        dealt = self._session.dealing.trained(request.samples) if self._deals else ()
+        if dealt:
+            batches = [batch for _, batch in self._session.dealing.last]
+            request.about |= {"positions": dealt, "work": float(sum(batch.cost for batch in batches))}
+        with self._turn:
+            self._raise_error()
+            self._pace.add(request.about["computed"])
+            late = self._exchanging or bool(self._outcomes)
+            if late and self._spec.late == "drop":
+                self._abandoned += 1
+                returned = self._session.dealing.abandoned() if dealt else ()
+            else:
+                self._late += late
+                returned = ()
+                self._add(request)
+            if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
+                self._wait(lambda: not self._exchanging)
+            self._install()
+            if not self._goes_on():
+                self._end_round()
+        if returned and self._leases is not None:
+            self._leases.give_back(returned)
+
+    def _add(self, request: StepRequest) -> None:
+        counts = not request.skip and request.samples > 0
+        total, wrapped = self._sum, self._wrapped
+        total.taken += 1
+        total.version = self._version if total.version is None else min(total.version, self._version)
+        total.hyper = wrapped.hyper()
+        total.add_figures(request.about, counts)
+        if counts:
+            total.add_gradients(self._copier, request.samples)
+            total.nonfinite = total.nonfinite or wrapped.finite.check(total.buffer, self._made)
+
+    def _goes_on(self) -> bool:
+        """Is there time for another micro-batch? One that takes longer than a whole round is begun at its start."""
+        deadline = self._round.plan.deadline
+        if not deadline:
+            return self._sum.taken < self._spec.micro
+        elapsed, pace = self._clock.now() - self._opened, self._pace.seconds
+        return fits(elapsed, pace, deadline) or (not self._sum.taken and pace > latest(deadline))
+
+    def _end_round(self) -> None:
+        """Hand over what is finished, wait for the end of the round, and take its values."""
+        self._waiting = True
+        self._turn.notify_all()
+        self._wait(lambda: not self._waiting)
+        self._install()
+
+    def _install(self) -> None:
+        if self._outcomes:
+            self._rounds.install(self._outcomes)
+            self._outcomes.clear()
+            self._version = self._rounds.reducer.client_state.version
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for the communication thread, which names the ranks that it waits for."""
+        began = self._clock.now()
+        while not done():
+            self._raise_error()
+            if not self._thread.is_alive():
+                raise PolytempoError(f"worker {self._session.rank}: its communication thread has ended; start the job again")
+            self._turn.wait(LOOK)
+        self._exchanged += self._clock.now() - began
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+        reducer.check_same(params)
+        reducer.renew()
+        self._rounds.look()
+
+    def push_values(self, reducer: Reducer) -> None:
+        raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
+
+    def consolidate(self, reducer: Reducer) -> None:
+        self.flush()
+        with self._turn:
+            self._wait(lambda: not self._exchanging)
+            self._install()
+            reducer.renew()
+            if reducer.copier.watch.touched:
+                self._rounds.reload()
+                reducer.copier.watch.touched = ""
+
+    def flush(self) -> None:
+        """End this worker's part of the round now, if it has finished a micro-batch, and take the newest values."""
+        with self._turn, torch.no_grad():
+            self._raise_error()
+            self._wait(lambda: not self._exchanging)
+            self._install()
+            if self._sum.taken:
+                self._end_round()
+
+    # The communication thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_turn():
+                pass
+        except BaseException as error:  # noqa: BLE001  it is raised in the script's thread
+            with self._turn:
+                self._error = error
+                self._turn.notify_all()
+
+    def _take_turn(self) -> bool:
+        """Wait for the end of this worker's part of a round, and hand it over; False when there are no more."""
+        with self._turn:
+            while not self._waiting and not self._closed and not (self._is_over() and self._rounds.has_room):
+                self._clock.wait(self._turn, self._ends_at() if self._rounds.has_room else None)
+            if self._closed:
+                return False
+            total, busy = self._sum, not self._waiting
+            self._sum, self._spare = RoundSum(self._spare), total.buffer
+            self._exchanging = True
+            exchanged, self._exchanged = self._exchanged, 0.0
+        outcome = self._exchange(total, busy, exchanged)
+        with self._turn:
+            self._round, self._opened = outcome, self._clock.now()
+            self._outcomes.append(outcome)
+            self._exchanging = self._waiting = False
+            self._ended += 1
+            self._turn.notify_all()
+        return True
+
+    def _ends_at(self) -> float | None:
+        deadline = self._round.plan.deadline
+        return self._opened + latest(deadline) if deadline else None
+
+    def _is_over(self) -> bool:
+        ends = self._ends_at()
+        return ends is not None and self._clock.now() >= ends
+
+    def _exchange(self, total: RoundSum, busy: bool, exchanged: float) -> RoundOutcome:
+        state = self._rounds.reducer.client_state
+        if total.version is not None:
+            state.version = total.version
+        return self._rounds.exchange(
+            total.buffer if total.count else None,
+            total.samples,
+            total.count,
+            total.hyper,
+            absent=tuple(sorted(total.absent)) if total.count else (),
+            nonfinite=total.nonfinite,
+            positions=together(total.positions),
+            busy=busy,
+            exchanged=exchanged,
+            **{"computed": 0.0, **total.about},
+        )
+
+    def _close(self) -> None:
+        """End the communication thread: this worker leaves the job."""
+        with self._turn:
+            self._closed = self._rounds.given_up = True
+            self._turn.notify_all()
+        self._thread.join(10 * LOOK)
+        self._rounds.close()
+
+
+def together(positions: Sequence[Position]) -> tuple[Position, ...]:
+    """The places of several micro-batches: one position for each sampler and epoch, the last where no places are named."""
+    found: dict[tuple[str, int, int], Position] = {}
+    for one in positions:
+        key = one.sampler, one.epoch, one.length
+        before = found.get(key)
+        if one.done and before is not None:
+            done = tuple(merged([*before.done, *one.done]))
+            one = Position(one.epoch, before.taken + one.taken, one.sampler, done=done, length=one.length)
+        found[key] = one
+    return tuple(found.values())

@@ -1,0 +1,161 @@
+"""The straggler report: who is slow and why, on jobs in virtual time whose trouble is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from straggling import TROUBLES, Drawn, draw_job
+
+from polytempo.records.paces import LEAST_STEPS, WARM_UP, paces_of
+from polytempo.records.step_figures import StepFigures, figures_of
+from polytempo.records.stragglers import Straggler, stragglers_in
+from polytempo.report.straggler_report import (
+    ADVICE,
+    StragglerReport,
+    best_mode,
+    closing_lines,
+    found_in_words,
+    full_report,
+    straggler_report,
+)
+from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.run import simulate_job
+
+#: False alarms in virtual jobs, and causes that are named.
+FALSE_ALARMS, NAMED = 0.02, 0.95
+
+
+def found_in(job: Drawn) -> list[Straggler]:
+    paces = paces_of(figures_of(job.lines), dealt="balance" in job.sync, deadlines="anytime" in job.sync)
+    return [] if paces is None else stragglers_in(paces)
+
+
+def steps(seconds: dict[int, list[float]], work: dict[int, list[float]] | None = None) -> list[StepFigures]:
+    """Pushes of workers that compute for these seconds, one step after another."""
+    found = []
+    for worker, times in seconds.items():
+        now = 0.0
+        for step, computed in enumerate(times):
+            now += computed
+            cost = work[worker][step] if work else 0.0
+            found.append(StepFigures(worker, step, now, 32, work=cost, computed=computed))
+    return sorted(found, key=lambda one: one.t)
+
+
+@pytest.mark.parametrize("seed", range(2 * len(TROUBLES)))
+def test_the_trouble_of_a_virtual_job_is_named(seed):
+    job = draw_job(seed)
+    named = {(one.cause, one.worker) for one in found_in(job)}
+    assert named == (set() if job.cause == "none" else {(job.cause, job.worker)})
+
+
+@pytest.mark.proof
+def test_500_virtual_jobs():
+    """Seeds 0 to 499; the rules were tuned on seeds from 1000 on."""
+    wrong, named, troubled = [], 0, 0
+    for seed in range(500):
+        job = draw_job(seed)
+        found = {(one.cause, one.worker) for one in found_in(job)}
+        right = set() if job.cause == "none" else {(job.cause, job.worker)}
+        wrong += [(seed, job.sync, job.cause, found - right)] if found - right else []
+        troubled += bool(right)
+        named += bool(right & found)
+    print(f"500 virtual jobs: {len(wrong)} with a false alarm; {named} of {troubled} troubles named; {wrong}")
+    assert len(wrong) <= FALSE_ALARMS * 500
+    assert named >= NAMED * troubled
+
+
+def test_workers_that_wait_are_not_accused():
+    lines = []
+    simulate_job(Cluster(workers=4, slow={3: 3.0}), "bsp", record=lines.append, figures=True, steps=200)
+    report = straggler_report(figures_of(lines), "bsp")
+    (cost,) = report.costs
+    assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 3)
+    assert cost.straggler.factor == pytest.approx(3.0)
+    assert cost.share == pytest.approx(2 / 3, abs=0.01)  # a round takes 3 s, of which 1 s would do
+    assert cost.gain == pytest.approx(2.0, abs=0.05)
+    best = best_mode(cost)
+    assert best is not None
+    assert best.sync == "bsp+balance"
+
+
+def test_since_when_and_until_when():
+    even = {worker: [1.0 + 0.01 * (step % 3) for step in range(200)] for worker in range(3)}
+    slow = [2.0 if step >= 100 else 1.0 for step in range(200)]
+    (found,) = stragglers_in(paces_of(steps({**even, 3: slow})))
+    assert found.worker == 3
+    assert found.since == pytest.approx(100, rel=0.15)
+    assert found.until is None
+    passing = [2.0 if 60 <= step < 120 else 1.0 for step in range(200)]
+    (found,) = stragglers_in(paces_of(steps({**even, 3: passing})))
+    assert found.until is not None
+    assert found.since < found.until < 200
+
+
+def test_a_worker_with_more_work_is_not_slow():
+    lengths = {worker: [float(100 + 37 * (step * (worker + 3) % 11)) for step in range(100)] for worker in range(4)}
+    lengths[2] = [3 * length for length in lengths[2]]  # it reads the long documents
+    seconds = {worker: [length / 1000 for length in row] for worker, row in lengths.items()}
+    assert [(one.cause, one.worker) for one in stragglers_in(paces_of(steps(seconds, lengths)))] == [("uneven", None)]
+    assert any(one.worker == 2 for one in stragglers_in(paces_of(steps(seconds))))  # as no push says what it was made of
+
+
+@pytest.mark.parametrize("sync", ["bsp+balance", "anytime:auto"])
+def test_shares_by_speed_do_not_hide_a_slow_worker_and_are_not_recommended_again(sync):
+    lines = []
+    simulate_job(Cluster(workers=4, slow={1: 2.5}, batch=64), sync, record=lines.append, figures=True, steps=400)
+    report = straggler_report(figures_of(lines), sync)
+    (cost,) = report.costs
+    assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 1)
+    assert cost.straggler.factor == pytest.approx(2.5, rel=0.15)
+    assert sync not in [mode.sync for mode in cost.modes]
+
+
+def test_nothing_is_said_where_nothing_is_wrong_and_of_short_runs():
+    even = steps({worker: [1.0 + 0.02 * ((step * 7 + worker) % 5) for step in range(60)] for worker in range(4)})
+    report = straggler_report(even, "bsp")
+    assert closing_lines(report) == []
+    assert "Nothing is wrong" in full_report(report, {})
+    least = LEAST_STEPS + WARM_UP
+    short = steps({worker: [1.0] * (least - 1) for worker in range(4)})
+    assert straggler_report(short, "bsp").paces is None
+    assert "too few steps" in full_report(straggler_report(short, "bsp"), {})
+    assert straggler_report([], "bsp").paces is None
+
+
+def test_what_is_said_fits_in_three_lines_and_names_each_cause():
+    seconds = {worker: [1.0] * 60 for worker in range(7)} | {7 + n: [2.0 + n] * 60 for n in range(5)}
+    report = straggler_report(steps(seconds), "bsp")
+    assert len(report.costs) == 5
+    assert len(closing_lines(report)) == 3
+    assert "and 3 more" in closing_lines(report)[-1]
+    for cause in ADVICE:
+        for worker in (None, 3):
+            assert found_in_words(Straggler(cause, worker, 2.5, 1.0, 0.4, 10.0, 20.0))
+
+
+some_seconds = st.floats(0, 1e3, allow_nan=False)
+some_steps = st.builds(
+    StepFigures,
+    st.integers(0, 3),
+    st.integers(0, 100),
+    some_seconds,
+    st.floats(0, 1e6),
+    st.integers(0, 9),
+    work=st.floats(0, 1e9),
+    computed=some_seconds,
+    input=some_seconds,
+    exchanged=some_seconds,
+    elapsed=some_seconds,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(some_steps, min_size=0, max_size=200), st.sampled_from(["bsp", "anytime:auto", "bsp+balance", "local:4"]))
+def test_any_figures_can_be_judged(figures, sync):
+    report = straggler_report(sorted(figures, key=lambda one: one.t), sync)
+    assert isinstance(report, StragglerReport)
+    assert len(closing_lines(report)) <= 3
+    assert full_report(report, {"samples_per_second": 1.0})
+    assert report.as_dict()["sync"] == sync
