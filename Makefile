@@ -47,6 +47,7 @@ figures: $(INSTALLED)
 	$(BIN)/python docs/figures/bounds.py
 	$(BIN)/python docs/figures/pipelines.py
 	$(BIN)/python docs/figures/local_steps.py
+	$(BIN)/python docs/figures/uneven.py
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture docs/figures/demo.png examples/digits.py
 	$(BIN)/polytempo simulate --scaling --bandwidth 1Gb/s --model 100MB --step-time 250ms --picture docs/figures/scaling.png
 

@@ -82,6 +82,19 @@ def parse_hiccup(text: str) -> tuple[float, float]:
     return share, length
 
 
+def parse_links(text: str) -> tuple[tuple[float, float], dict[int, float]]:
+    """BANDWIDTH[,LATENCY][,RANK:BANDWIDTH,...] such as 1Gb/s,3:20Mb/s: the link of every worker, and the bytes a second of
+    those that have another one."""
+    parts = text.split(",")
+    own: dict[int, float] = {}
+    while len(parts) > 1 and ":" in parts[-1]:
+        rank, _, rate = parts.pop().partition(":")
+        if not rank.isdigit():
+            raise ClusterError(f"expected RANK:BANDWIDTH such as 3:20Mb/s for --link, got {rank}:{rate}")
+        own[int(rank)] = parse_link(rate)[0]
+    return parse_link(",".join(parts)), own
+
+
 def parse_link(text: str) -> tuple[float, float]:
     """BANDWIDTH[,LATENCY] such as 100Mb/s or 100Mb/s,5ms: bytes a second, and seconds one way."""
     bandwidth, comma, latency = text.partition(",")

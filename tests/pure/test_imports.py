@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "units": ({"errors"}, set()),
     "checkpoints": ({"errors"}, set()),
     "mesh": ({"errors"}, set()),
-    "sync": ({"errors", "options"}, set()),
+    "sync": ({"errors", "options", "summation"}, set()),
     "records": ({"errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports"}, {"torch"}),
     "simulate": (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polytempo.errors import ClusterError
 from polytempo.transport.link_emulation import AHEAD, EmulatedNetwork, Flow, LinkPlace, TokenBucket
-from polytempo.units import parse_link
+from polytempo.units import parse_link, parse_links
 
 RATES = st.floats(1e3, 1e9)
 OFFERS = st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=60)
@@ -155,3 +155,26 @@ def test_nonsense_is_refused_in_one_line(text: str):
     with pytest.raises(ClusterError, match="--link") as caught:
         parse_link(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_worker_may_have_a_link_of_its_own():
+    assert parse_links("1Gb/s") == (parse_link("1Gb/s"), {})
+    assert parse_links("1Gb/s,5ms,3:20Mb/s,1:8Mb/s") == (parse_link("1Gb/s,5ms"), {3: 2.5e6, 1: 1e6})
+    for wrong in ("1Gb/s,x:20Mb/s", "3:20Mb/s", "1Gb/s,3:1kb/s"):
+        with pytest.raises(ClusterError):
+            parse_links(wrong)
+    network = EmulatedNetwork(1e7, 0.0, {1: 1e5})
+    times = {}
+    for worker in (0, 1):
+        flow, sent, now = Flow(worker, None), 0, 0.0
+        while sent < 100_000:
+            while network.has_room(flow):
+                network.send(flow, network.chunk, now)
+                sent += network.chunk
+            now = network.due()
+            for place, done in network.advance(now):
+                if place is LinkPlace.DELIVERED:
+                    network.taken(done, network.chunk)
+        times[worker] = now
+    assert times[0] < 0.05
+    assert times[1] == pytest.approx(1.0, abs=0.15)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
+from statistics import median, median_low
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,19 @@ def test_no_mode_of_the_data_axis_helps_against_a_heavy_stage() -> None:
 def test_a_slow_worker_of_two_is_the_slow_one() -> None:
     found = analyse(job(noisy(slow_worker), replicas=2), ["bsp"])
     assert [(one.replica, one.stage) for one in found.slow] == [(1, 2)]
+
+
+def test_a_replica_that_happened_to_be_dealt_more_work_is_not_slow() -> None:
+    def dealt(step: int, replica: int, batch: int, stage: int, backward: bool) -> float:
+        work = Random(f"{step} {replica} {batch}").lognormvariate(0.0, 0.6)
+        return even(step, replica, batch, stage, backward) * work
+
+    trace = job(dealt, replicas=8, stages=2, steps=4)
+    medians = [
+        median(batch[0][0] for step in trace.steps for batch in step.replicas[replica]) for replica in range(trace.replicas)
+    ]
+    assert max(medians) > 1.15 * median_low(medians), "by its seconds alone one would be"
+    assert set(chain(*chain(*factors_of(trace).slowness))) == {1.0}
 
 
 def test_a_micro_batch_costs_what_its_replica_is() -> None:

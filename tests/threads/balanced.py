@@ -21,6 +21,7 @@ Speed = Callable[[int, int], float]
 _generator = torch.Generator().manual_seed(7)
 INPUTS = torch.randn(400, 5, generator=_generator, dtype=torch.float64)
 TARGETS = torch.randn(400, 3, generator=_generator, dtype=torch.float64)
+MODEL = small_model()
 
 
 def uneven(rank: int, step: int) -> float:
@@ -51,7 +52,7 @@ class Trainee:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = copy.deepcopy(small_model())
+        self.model = copy.deepcopy(MODEL)
         self.optimizer = DistributedOptimizer(made_optimizer(self.model), self.model, **self.options)
         self.seen = Seen()
         self._open: list[int] = []
@@ -71,7 +72,7 @@ class Trainee:
             self._open += indices
             if self.optimizer.stats["step"] > before:
                 seen.rounds.append(self._open)
-                seen.shares.append(self.optimizer.stats["share"])
+                seen.shares.append(self.optimizer.stats.get("share", 1.0))
                 self._open = []
             if steps is not None and number + 1 >= steps:
                 break
@@ -94,7 +95,7 @@ def trained(
 
 def one_process(workers: Sequence[Seen], clip: float | None = None) -> list[torch.Tensor]:
     """One process that takes the same samples in the same rounds."""
-    model = copy.deepcopy(small_model())
+    model = copy.deepcopy(MODEL)
     optimizer = made_optimizer(model)
     for parts in zip(*(seen.rounds for seen in workers), strict=True):
         indices = [index for part in parts for index in part]

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from polytempo.server.job_plan import Limits
 from polytempo.sync.spec import MODES
-from polytempo.units import parse_factors, parse_hiccup, parse_link
+from polytempo.units import parse_factors, parse_hiccup, parse_links
 
 Option = typer.Option
 
@@ -29,7 +29,10 @@ Seconds = Annotated[float | None, Option(help="Budget: seconds from the first st
 Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
 HiccupOption = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
 LinkOption = Annotated[
-    str | None, Option(help="BANDWIDTH[,LATENCY] such as 100Mb/s,5ms: what each worker may send and receive (emulation).")
+    str | None,
+    Option(
+        help="BANDWIDTH[,LATENCY][,RANK:BANDWIDTH] such as 100Mb/s,5ms: what each worker may send and receive (emulation)."
+    ),
 ]
 SeedOption = Annotated[int, Option(help="Seed of samplers and emulation.")]
 Fork = Annotated[bool, Option("--fork", help="Import torch once and fork all processes from the launcher: a faster start.")]
@@ -98,11 +101,11 @@ def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> 
 
 
 def emulation_of(slow: str | None, hiccup: str | None, link: str | None) -> dict[str, Any]:
-    """The fields `slow`, `hiccup` and `link` of a `RunRequest` from their options."""
+    """The fields `slow`, `hiccup`, `link` and `own_links` of a `RunRequest` from their options."""
     return {
         "slow": parse_factors(slow) if slow else {},
         "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
-        "link": parse_link(link) if link is not None else None,
+        **(dict(zip(("link", "own_links"), parse_links(link), strict=True)) if link is not None else {}),
     }
 
 

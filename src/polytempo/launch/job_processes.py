@@ -84,6 +84,7 @@ class JobProcesses:
     def _emulated(self, facts: JobFacts, bandwidth: float, latency: float, sockets: list[str]) -> JobFacts:
         """Start the emulated network (`--link`): all that workers send goes through it. The facts that tell them so."""
         config = {"bandwidth": bandwidth, "latency": latency, "workers": self._request.workers, "servers": sockets}
+        config["own"] = list(self._request.own_links.items())
         command, log = [sys.executable, "-m", "polytempo.launch.link_process"], self._log("link")
         self.link = ChildProcess("link", command, self.folder.mark(), log, json.dumps(config).encode(), self._request.fork)
         self.monitor.add(self.link)

@@ -28,7 +28,7 @@ def main() -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     config: dict[str, Any] = json.loads(sys.stdin.readline())
-    network = EmulatedNetwork(config["bandwidth"], config["latency"])
+    network = EmulatedNetwork(config["bandwidth"], config["latency"], dict(config["own"]))
     relay = LinkRelay(network, config["workers"], config["servers"], time.monotonic)
     ending: list[float] = []
     relay.watch_end(sys.stdin.fileno(), lambda: ending.append(time.monotonic()))

@@ -31,6 +31,7 @@ class RunRequest:
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
     link: tuple[float, float] | None = None  #: bytes a second and seconds one way of the emulated network
+    own_links: dict[int, float] = field(default_factory=dict)  #: rank to bytes a second, where they are others
     listen: str | None = None
     expect: int = 0
     checkpoint: Path | None = None
@@ -109,7 +110,8 @@ class RunRequest:
             return ""
         latency = f", {self.link[1] * 1e3:g} ms one way" if self.link[1] else ""
         speed = f"{self.link[0] * 8 / 1e6:g} Mb/s each way{latency}"
-        return f"the network is emulated: every worker is a host of its own, with {speed} (--link)"
+        own = "".join(f", worker {rank} {rate * 8 / 1e6:g} Mb/s" for rank, rate in sorted(self.own_links.items()))
+        return f"the network is emulated: every worker is a host of its own, with {speed}{own} (--link)"
 
     def push_options(self) -> list[str]:
         """Options about pushes to servers, which a script that trains without pushes ignores."""
@@ -148,6 +150,9 @@ class RunRequest:
         check_server_device(self.server_device, self.gpus)
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
+        for rank in self.own_links:
+            if not 0 <= rank < self.size:
+                raise UsageError(f"--link names worker {rank}, but there are workers 0 to {self.size - 1}")
         for rank, factor in self.slow.items():
             if not 0 <= rank < self.size:
                 raise UsageError(f"--slow names worker {rank}, but there are workers 0 to {self.size - 1}")
@@ -227,6 +232,7 @@ class CheckedRequest:
             "slow": {str(rank): factor for rank, factor in request.slow.items()},
             "hiccup": list(request.hiccup),
             "link": list(request.link) if request.link else None,
+            **({"own_links": {str(rank): rate for rank, rate in request.own_links.items()}} if request.own_links else {}),
             "min_workers": request.least,
             **({"server_device": request.server_device} if request.server_device != "auto" else {}),
             **({"strategy": request.strategy} if request.strategy else {}),

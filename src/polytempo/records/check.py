@@ -6,7 +6,7 @@ and a hold before it only with need; the mode's bound holds at every release; no
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
 stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`; merges of a
-quorum: `merges.py`.
+quorum: `merges.py`; rounds with shares or deadlines: `rounds.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.merges import MergeChecker
 from polytempo.records.neighbours import NeighbourRules
+from polytempo.records.rounds import RoundChecker
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import Spec
 
@@ -92,6 +93,7 @@ class RecordChecker:
         self._begun = False
         self._merges = MergeChecker(spec, self._require) if decoupled else None
         self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
+        self._rounds = RoundChecker(spec, self._require) if spec.measured else None
         self._group: list[RecordLine] = []
 
     def feed(self, line: RecordLine) -> None:
@@ -130,6 +132,8 @@ class RecordChecker:
             elif handler is not None:
                 handler(line)
         self._none_forgotten(group[-1])
+        if self._rounds is not None and group[0]["kind"] in EVENTS:
+            self._rounds.take(group, bool(self._missing))
         if self._merges is not None and group[0]["kind"] in EVENTS:
             self._merges.take(group)
 
@@ -144,7 +148,7 @@ class RecordChecker:
         if self.spec.mode.name == "gossip" and self._neighbours and self._neighbours.next_step is not None:
             first = self._neighbours.next_step
             self._require(line, line["step"] == first, f"a joiner starts at the first step that none has started, {first}")
-        elif lowest is not None and self.spec.mode.name != "bsp+backup":
+        elif lowest is not None and self.spec.mode.name != "bsp+backup" and not self._rounds:
             self._require(line, line["step"] == lowest, f"a joiner starts at the slowest one's step, {lowest}")
         if self._neighbours:
             self._neighbours.joined(worker, line["step"])
@@ -178,6 +182,10 @@ class RecordChecker:
     def _discard(self, line: RecordLine) -> None:
         if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
             self._require(line, self.spec.mode.barrier, "discarded, although the mode applies every push")
+            if self._rounds is not None:  # a worker that was overdue goes on with the next round
+                self._require(line, line["step"] < self._rounds.number, "discarded, although its round is open")
+                self._pushed[line["worker"]] = self._rounds.number + 1
+                return
             self._require(line, self._arrivals[line["step"]] > 0, "discarded, although its round is open")
             self._discarded.add(line["worker"])
 

@@ -1,8 +1,8 @@
 """What a straggler costs a job, and what other modes would make of the same machines: by the simulator, on recorded times.
 
-The own times of each worker's steps become a trace, and the recorded mode runs on it in virtual time: once as it was, once
-without the trouble. The difference is the cost. The other modes run on the trace as it was. Only the ratios are used, on the
-throughput that was measured, so what the traces leave out (servers, the start of a job) matters little.
+The own times of each worker's steps become a trace, its exchanges a delay, and the recorded mode runs on them in virtual
+time: once as it was, once without the trouble. The difference is the cost. The other modes run on the trace as it was. Only
+the ratios are used, on the throughput that was measured, so what is left out (servers, the start of a job) matters little.
 
 It is throughput that is predicted. Modes with stale gradients need more samples to the same loss; how many, a trace of times
 does not say (`polytempo simulate --train` does, for a small task).
@@ -10,15 +10,15 @@ does not say (`polytempo simulate --train` does, for a small task).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from polytempo.errors import PolytempoError
 from polytempo.records.paces import JobPaces, PacedStep, WorkerPace
 from polytempo.records.stragglers import Straggler
-from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import Spec, parse_spec
@@ -31,9 +31,6 @@ STEPS, STEPS_IN_ALL, BATCH = 400, 40_000, 64
 LEAST = 1e-3
 #: Steps between two averages of the advice for slow links.
 BLOCK = 8
-
-#: A worker's steps in seconds, by worker.
-Traces = dict[int, list[float]]
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,11 @@ def costs_of(stragglers: list[Straggler], paces: JobPaces, sync: str) -> list[Co
     if not stragglers:
         return []
     spec = parse_spec(sync)
-    before = _throughput(spec.text, _traces(paces, spec))
+    before = _throughput(spec, paces)
     modes = _modes(spec, paces, before)
     found = []
     for one in stragglers:
-        after = _throughput(spec.text, _traces(paces, spec, one))
+        after = _throughput(spec, paces, one)
         share = min(max(1 - before / after, 0.0), 1.0) if after else 0.0
         more = _changes(one, spec, paces, before)
         best = sorted([*more, *modes], key=lambda mode: (mode.stale, -mode.gain))
@@ -91,7 +88,7 @@ def _modes(spec: Spec, paces: JobPaces, before: float) -> list[PredictedMode]:
         other = parse_spec(sync)
         if other.mode == spec.mode or not before:
             continue
-        rate = _throughput(sync, _traces(paces, other))
+        rate = _throughput(other, paces)
         if rate:
             found.append(PredictedMode(sync, rate / before - 1, stale=not other.mode.barrier))
     return found
@@ -101,46 +98,49 @@ def _changes(one: Straggler, spec: Spec, paces: JobPaces, before: float) -> list
     """What helps beside another mode: shares by cost for uneven work, blocks of local steps for slow links."""
     if not before:
         return []
+    barrier = parse_spec("bsp")
     if one.cause == "uneven" and not spec.measured:
-        rate = _throughput("bsp", _traces(paces, parse_spec("bsp"), one))
-        return [PredictedMode("bsp+balance", rate / before - 1, stale=False, change="with cost= of the sampler")]
+        gain = _throughput(barrier, paces, one) / before - 1
+        return [PredictedMode("bsp+balance", gain, stale=False, change="with cost= of the sampler")]
     if one.cause == "network" and spec.averaging is None:
-        traces = _traces(paces, spec, scale=lambda step: step.own - step.network * (1 - 1 / BLOCK))
-        return [PredictedMode(f"local:{BLOCK}", _throughput("bsp", traces) / before - 1, stale=False)]
+        return [PredictedMode(f"local:{BLOCK}", _throughput(barrier, paces, network=1 / BLOCK) / before - 1, stale=False)]
     return []
 
 
-def _throughput(sync: str, traces: Traces) -> float:
-    """Steps a second on these traces; 0 where the simulator cannot run the mode."""
-    count = len(traces)
-    steps = min(max(map(len, traces.values())), STEPS, max(STEPS_IN_ALL // count, 1))
-    times = {rank: Trace(tuple(seconds)) for rank, seconds in enumerate(traces.values())}
+def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, network: float = 1.0) -> float:
+    """Steps a second of a mode on the recorded machines; 0 where the simulator cannot run it.
+
+    Args:
+        spec: The mode.
+        paces: What steps took.
+        without: A trouble that is left out.
+        network: A factor for the time of all exchanges.
+    """
+    count = len(paces.workers)
+    steps = min(STEPS, max(STEPS_IN_ALL // count, 1))
+    local = spec.averaging is not None or spec.local is not None or spec.gossip is not None
+    times, links = {}, {}
+    for rank, pace in enumerate(paces.workers):
+        removed = _removed(pace, paces, without) if without is not None else {}
+        away = network * fmean(step.network for step in pace.steps)
+        if without is not None and without.cause == "network":
+            away, removed = max(away - sum(removed.values()) / len(pace.steps), 0.0), {}
+        links[rank] = Link(latency=0.0 if local else away / 2)
+        kept = range(0, len(pace.steps), max(1, -(-len(pace.steps) // steps)))
+        seconds = [_seconds(pace.steps[i], paces) - removed.get(i, 0.0) + away * local for i in kept]
+        divided = [value / pace.steps[i].steps if local else value for value, i in zip(seconds, kept, strict=True)]
+        times[rank] = Trace(tuple(max(value, LEAST * paces.typical) for value in divided))
+    cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links)
+    most = min(max(len(trace.seconds) for trace in times.values()), steps)
     try:
-        outcome = simulate_job(Cluster(workers=count, step_times=times, batch=BATCH), sync, steps=steps * count)
+        return simulate_job(cluster, spec.text, steps=most * count).samples_per_second / BATCH
     except PolytempoError:
         return 0.0
-    return outcome.samples_per_second / BATCH
 
 
-def _traces(
-    paces: JobPaces, spec: Spec, without: Straggler | None = None, scale: Callable[[PacedStep], float] | None = None
-) -> Traces:
-    """The own times of all workers' steps, thinned out to what is simulated; without a trouble, where one is given."""
-    most = min(STEPS, max(STEPS_IN_ALL // len(paces.workers), 1))
-    found: Traces = {}
-    for pace in paces.workers:
-        removed = _removed(pace, paces, without) if without is not None else {}
-        kept = range(0, len(pace.steps), max(1, -(-len(pace.steps) // most)))
-        found[pace.worker] = [
-            max(_seconds(pace.steps[i], paces, spec, scale) - removed.get(i, 0.0), LEAST * paces.typical) for i in kept
-        ]
-    return found
-
-
-def _seconds(step: PacedStep, paces: JobPaces, spec: Spec, scale: Callable[[PacedStep], float] | None) -> float:
-    """The seconds of one step of an even share."""
-    own = scale(step) if scale is not None else step.total if paces.dealt else step.own
-    return own / step.steps if spec.averaging is not None or spec.local is not None else own
+def _seconds(step: PacedStep, paces: JobPaces) -> float:
+    """The seconds of one step of an even share, without its exchange."""
+    return step.total - step.network if paces.dealt else step.own - step.network
 
 
 def _removed(pace: WorkerPace, paces: JobPaces, one: Straggler) -> Mapping[int, float]:

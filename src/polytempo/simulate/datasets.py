@@ -74,13 +74,18 @@ def fashion_mnist(seed: int = 0, folder: Path = FASHION_MNIST) -> TrainingTask:
     train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
     test = _idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte")
     return TrainingTask(
-        _perceptron([784, 128, 10], seed),
+        fashion_mnist_model(seed),
         (train, test),
         nn.functional.cross_entropy,
         lr=0.2,
         target=0.87,
         steps=1600,
     )
+
+
+def fashion_mnist_model(seed: int) -> nn.Module:
+    """The perceptron of `fashion_mnist`, without its data."""
+    return _perceptron([784, 128, 10], seed)
 
 
 TASKS: dict[str, Callable[[int], TrainingTask]] = {"digits": digits, "fashion-mnist": fashion_mnist}

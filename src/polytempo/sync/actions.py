@@ -61,7 +61,9 @@ class Release:
 
 @dataclass(slots=True)
 class Apply:
-    """Make one update of these pushes: their mean weighted by samples, at the learning rate times `rate`."""
+    """Make one update of these pushes: their mean weighted by samples, at the learning rate times `rate`.
+
+    Of no pushes, or where none has samples, it is a version in which nothing changes."""
 
     pushes: tuple[Pushed, ...]
     rate: float

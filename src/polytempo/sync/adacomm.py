@@ -27,7 +27,7 @@ import math
 from collections.abc import Collection
 
 from polytempo.options import fraction, positive_number, switch, whole_number
-from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import MEAN_OPTIONS, Averaging, mean_of_models
 from polytempo.sync.mode import Mode
@@ -53,6 +53,7 @@ class LossPeriod(RoundRule):
         self._began = now if self._began is None else self._began
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
+        pushes = with_data(pushes)
         loss, rate = mean_loss(pushes), pushes[0].lr
         if loss is None or rate is None or not rate > 0:
             return

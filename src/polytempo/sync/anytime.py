@@ -8,12 +8,22 @@
                 the median speed of each over the last rounds, changed where it is off by more than HYSTERESIS
 
 No gradient is stale and no worker waits for another: one that is stuck contributes what it has finished, or nothing. A round
-to which none contributed changes nothing. With equal speeds it is `bsp` with the joint batch. The first round of `auto` has
-no deadline: each worker takes `micro` micro-batches, and their time is measured.
+to which none contributed changes nothing, and the next begins. With equal speeds it is `bsp` with the joint batch. The first
+round of `auto` has no deadline: each worker takes `micro` micro-batches, and their time is measured.
 
 `auto` moves the deadline by up to SLACK, to where the workers' last micro-batches end: what is left of a round after a
 worker's last micro-batch is lost. The micro-batch that is unfinished at the deadline is abandoned (`late=drop`: its samples
 return to the queue) or finished and counted in the next round, one round stale (`late=keep`).
+
+Who counts for the deadline and for the expected number: members that are not overdue (`barrier.py`) and have finished a
+micro-batch in the last ROUNDS rounds. For the others `auto` gives the rest more time, up to GROWTH times as much, so that
+the joint batch stays what it is. Where all are stuck (they evaluate, say) nothing changes. A member of which nothing is
+known yet counts as an average one.
+
+A worker whose micro-batch takes longer than the deadline contributes nothing under `late=drop`, at any number of rounds:
+its micro-batches should be smaller, or `late=keep`. The deadline is not made longer for it, for all others would take
+more micro-batches on old weights. A push without samples may say `work` and `computed` of a micro-batch that was abandoned
+and has ended: so its speed is known, and `auto` follows where all workers become that slow.
 
 Where this departs from the paper: an exact mean over all workers in place of dual averaging and rounds of consensus, and the
 expected number as the divisor. Hyper-parameters of a round are those of its lowest rank that contributed, so schedulers that
@@ -22,14 +32,16 @@ are stepped by micro-batch may differ between workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
+from polytempo.summation import in_order
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
-from polytempo.sync.shares import WorkerSpeeds
+from polytempo.sync.shares import ROUNDS, WorkerSpeeds
 
 #: Micro-batches of a worker in a round, on average, unless `micro` says.
 MICRO = 8
@@ -39,6 +51,10 @@ HYSTERESIS = 0.05
 SLACK = 0.1
 #: A micro-batch that takes this much longer than usual still fits before the deadline.
 MARGIN = 0.02
+#: With workers that are stuck, the joint batch is expected to become at most this much larger for each of the others.
+GROWTH = 2
+#: Of more workers than these, some stand for all where lost time is counted, and where micro-batches end.
+SAMPLE, ENDS = 256, 16
 
 #: Micro-batches over which a worker's own pace is taken.
 LAST = 5
@@ -55,36 +71,63 @@ class AnytimeSpec:
 class DeadlineRule(RoundRule):
     """The deadline of each round, and what its sum is divided by."""
 
+    planned = True
     compares = False
 
     def __init__(self, seconds: float | None, micro: int = MICRO, divide: str = "expected") -> None:
         self.deadline = seconds or 0.0
         self._auto, self._micro, self._by_actual = seconds is None, micro, divide == "actual"
         self._speeds = WorkerSpeeds()  # micro-batches a second
-        self._each = 0.0  # samples of a micro-batch: the most seen
-        self._expected = 0.0  # micro-batches in the next round; 0 while unknown
+        self._sizes = WorkerSpeeds()  # samples a micro-batch
+        self._idle: dict[int, int] = {}  # rounds since a worker has finished a micro-batch
+        self._chosen_for = 0.0  # the deadline before it was moved to where micro-batches end
+        self._expected = 0.0  # samples in the next round; 0 while unknown
 
     def divisor(self, pushes: tuple[Pushed, ...]) -> float:
-        return 0.0 if self._by_actual else self._expected * self._each
+        return 0.0 if self._by_actual else self._expected
+
+    def missed(self, push: Pushed) -> None:
+        self._measure(push)
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         for push in pushes:
-            if push.samples and push.count:
-                self._speeds.add(push.worker, push.count, push.computed)
-                self._each = max(self._each, push.samples / push.count)
+            self._measure(push)
         self._speeds.forget(members)
-        speeds = self._speeds.of(members)
-        if not speeds:  # one is unknown, or none is left
+        self._sizes.forget(members)
+        self._idle = {worker: rounds for worker, rounds in self._idle.items() if worker in members}
+        active = [worker for worker in sorted(members) if worker not in self.overdue and not self._is_stuck(worker)]
+        speeds = self._speeds.of(active)
+        if not speeds:  # not measured yet, or all are stuck
             return
         if self._auto:
-            wanted = self._micro * len(members)
-            deadline = wanted / sum(speeds.values())
-            if abs(deadline - self.deadline) > HYSTERESIS * self.deadline:
-                self.deadline = aligned(deadline, speeds)
-                self._expected = expected_count(self.deadline, speeds)
-        expected = expected_count(self.deadline, speeds)
+            self._choose(sorted(speeds.values()), len(members))
+        sizes = self._sizes.of(active)
+        expected = in_order(finished(self.deadline, speed) * sizes[worker] for worker, speed in speeds.items())
         if abs(expected - self._expected) > HYSTERESIS * self._expected:
             self._expected = expected
+
+    def _measure(self, push: Pushed) -> None:
+        worker, count = push.worker, push.count if push.samples else 0
+        if count or push.work:  # work without samples: that of one which was abandoned
+            self._speeds.add(worker, max(count, 1), push.computed)
+        if count:
+            self._sizes.add(worker, push.samples, count)
+            self._idle.pop(worker, None)
+        else:
+            self._idle[worker] = self._idle.get(worker, 0) + 1
+
+    def _is_stuck(self, worker: int) -> bool:
+        return self._idle.get(worker, 0) >= ROUNDS
+
+    def _choose(self, speeds: list[float], members: int) -> None:
+        wanted = self._micro * min(members, GROWTH * len(speeds))
+        deadline, some = wanted / in_order(speeds), speeds[:: -(-len(speeds) // SAMPLE)]
+        moved = abs(deadline - self._chosen_for) > HYSTERESIS * self._chosen_for
+        if not moved and lost(self.deadline, some) <= HYSTERESIS:
+            return
+        best = aligned(deadline, some)
+        if moved or lost(self.deadline, some) - lost(best, some) > HYSTERESIS:
+            self.deadline, self._chosen_for = best, deadline
 
 
 class Pace:
@@ -115,26 +158,23 @@ def latest(deadline: float) -> float:
     return deadline * (1 + MARGIN)
 
 
-def expected_count(deadline: float, speeds: Mapping[int, float]) -> float:
-    """Whole micro-batches that all workers finish by the deadline."""
-    return float(sum(int(deadline * speed * (1 + MARGIN)) for speed in speeds.values()))
+def finished(deadline: float, speed: float) -> int:
+    """Micro-batches that a worker of this speed, in micro-batches a second, finishes in a round."""
+    return int(latest(deadline) * speed)
 
 
-def aligned(deadline: float, speeds: Mapping[int, float]) -> float:
-    """The moment near a deadline at which the least of the workers' time is lost in unfinished micro-batches."""
-    ends = [
-        count / speed
-        for speed in speeds.values()
-        for count in range(max(1, int(deadline * (1 - SLACK) * speed)), int(deadline * (1 + SLACK) * speed) + 2)
-    ]
-    near = [end for end in ends if (1 - SLACK) * deadline <= end <= (1 + SLACK) * deadline]
-    return min([*near, deadline], key=lambda end: (round(_lost(end, speeds), 3), abs(end - deadline)))
+def aligned(deadline: float, speeds: Sequence[float]) -> float:
+    """The moment near a deadline at which the least of the workers' time is lost after their last micro-batches."""
+    low, high = (1 - SLACK) * deadline, (1 + SLACK) * deadline
+    some = speeds[:: -(-len(speeds) // ENDS)]
+    ends = [count / speed for speed in some for count in range(math.ceil(low * speed), int(high * speed) + 1) if count]
+    return min([*ends, deadline], key=lambda end: (round(lost(end, speeds), 3), abs(end - deadline), end))
 
 
-def _lost(deadline: float, speeds: Mapping[int, float]) -> float:
-    """The share of the workers' time that is lost in unfinished micro-batches."""
-    used = sum(min(int(deadline * speed * (1 + MARGIN)) / speed, deadline) for speed in speeds.values())
-    return 1 - used / (deadline * len(speeds))
+def lost(deadline: float, speeds: Sequence[float]) -> float:
+    """The part of the workers' time that is left after their last micro-batches."""
+    used = in_order(min(finished(deadline, speed) / speed, deadline) for speed in speeds)
+    return 1 - used / (deadline * len(speeds)) if deadline else 1.0
 
 
 def _read_deadline(text: str) -> float | None:
@@ -148,7 +188,7 @@ ANYTIME = Mode(
     lambda workers, seconds=None, micro=MICRO, late="drop", divide="expected": Barrier(
         workers, rule=DeadlineRule(seconds, micro, divide)
     ),
-    argument=ArgumentReader("seconds, or auto,", _read_deadline, "0.5"),
+    argument=ArgumentReader("auto or a number of seconds above 0", _read_deadline, "auto"),
     options={
         "micro": whole_number("micro", at_least=1, example="8"),
         "late": choice("late", ("drop", "keep")),

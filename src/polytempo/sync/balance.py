@@ -8,16 +8,24 @@
 The joint batch stays what it is, and so does the update: it equals that of one process on the joint batch. Shares make up
 for lasting differences of speed, not for passing stalls.
 
-Loaders read ahead: batches that are drawn keep their cut. Every push says which batch its worker has drawn last, so new
-weights hold from the first batch on that no worker has drawn. With `micro=M` a worker pushes after a number of whole
-micro-batches, M on average; then new weights hold from the next round on.
+Loaders read ahead: batches that are drawn keep their cut. Every push says which batch its worker has drawn last, and no
+worker draws between its push and the answer, so new weights hold from the first batch on that no worker has drawn. Until
+that batch earlier weights hold: a worker keeps those of several changes. A worker has no share in batches that are cut by
+weights in which it does not stand, and pushes nothing for them; one that joins starts with the next round, by whose weights
+it has a share, from their batch `since` on.
+
+A fixed time of each step makes speed depend on the share: speed is measured anew with each share, and shares settle where
+all workers take the same time.
+
+With `micro=M` a worker pushes after a number of whole micro-batches, M on average; then new weights hold from the next round
+on. Hyper-parameters must be equal in a round, so schedulers are stepped by round, not by micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from polytempo.options import positive_number, whole_number
+from polytempo.options import number, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
@@ -26,11 +34,13 @@ from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weight
 #: The smallest share, in even shares, and the largest by default: a larger batch needs more memory.
 LEAST, MOST = 0.1, 2.0
 #: Shares are changed where rounds would become shorter by this factor.
-HYSTERESIS = 1.05
+HYSTERESIS = 1.03
 
 
 class SharesBySpeed(RoundRule):
     """The shares of `bsp+balance`."""
+
+    planned = True
 
     def __init__(self, workers: int, most: float = MOST) -> None:
         self.weights = tuple((worker, 1.0) for worker in range(workers))
@@ -38,25 +48,33 @@ class SharesBySpeed(RoundRule):
         self._speeds = WorkerSpeeds()
         self._drawn: tuple[int, int] | None = None  # the last batch that any worker has drawn
 
+    def gather(self, members: Collection[int]) -> None:
+        """Even shares, of the batches from the next one on."""
+        if members and self._ranks() != sorted(members):
+            self.weights = tuple((worker, 1.0) for worker in sorted(members))
+            self.since = self._drawn = None
+
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         for push in pushes:
             self._speeds.add(push.worker, push.work, push.computed)
+            if push.drawn is not None:
+                self._drawn = max(self._drawn or push.drawn, push.drawn)
         self._speeds.forget(members)
-        drawn = [push.drawn for push in pushes if push.drawn is not None]
-        self._drawn = max([*drawn, *([self._drawn] if self._drawn else [])], default=None)
         proposed = self._proposed(sorted(members))
         self.changed = proposed != self.weights
         if self.changed:
             self.weights = proposed
             self.since = None if self._drawn is None else (self._drawn[0], self._drawn[1] + 1)
 
+    def _ranks(self) -> list[int]:
+        return [worker for worker, _ in self.weights]
+
     def _proposed(self, members: list[int]) -> ShareWeights:
         speeds = self._speeds.of(members)
-        if not speeds:  # one is unknown, or none is left
-            same = [worker for worker, _ in self.weights] == members
-            return self.weights if same else tuple((worker, 1.0) for worker in members)
+        if not speeds:  # not measured yet, or none is left
+            return self.weights if self._ranks() == members else tuple((worker, 1.0) for worker in members)
         proposed = weights_by_speed(speeds, LEAST, self._most)
-        if [worker for worker, _ in self.weights] != members:
+        if self._ranks() != members:
             return proposed
         gain = round_time(self.weights, speeds) / round_time(proposed, speeds)
         return proposed if gain > HYSTERESIS else self.weights
@@ -67,6 +85,9 @@ BALANCE = Mode(
     "bsp+balance",
     "barrier each step, shares of the joint batch by measured speed; micro=M: of whole micro-batches, M each on average",
     lambda workers, micro=0, most=MOST: Barrier(workers, rule=SharesBySpeed(workers, most)),
-    options={"micro": whole_number("micro", at_least=1, example="8"), "most": positive_number("most")},
+    options={
+        "micro": whole_number("micro", at_least=1, example="8"),
+        "most": number("a number most of at least 1", lambda most: most >= 1),
+    },
     barrier=True,
 )

@@ -21,7 +21,7 @@ without any, and with weight zero; a block that ends early, with its worker's da
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
@@ -31,8 +31,11 @@ from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import ShareWeights
 
-#: A worker is overdue when it is late by this share of a round's deadline.
-PATIENCE = 0.5
+#: A round with a deadline that half of its workers have pushed to waits for the others this much longer, in parts of the
+#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW.
+PATIENCE, FEW = 0.5, 2.0
+#: The time that a round has taken so far counts for that up to this number of deadlines: a job may have been stopped.
+LONGEST = 10
 
 
 class RoundRule:
@@ -41,13 +44,18 @@ class RoundRule:
 
     period = 0  #: local steps in the next block
     compares = True  #: must the pushes of a round have equal hyper-parameters?
+    planned = False  #: do releases carry weights or deadlines, and do joiners wait for the next round?
     weights: ShareWeights = ()  #: shares of the joint batch by speed: (rank, relative share)
     since: tuple[int, int] | None = None  #: the first batch that is cut by these weights
     changed = False  #: did the last round change them?
     deadline = 0.0  #: seconds of the next round; 0: none
+    overdue: Set[int] = frozenset()  #: members that rounds do not wait for; the barrier's own set, as it is now
 
     def begin_at(self, step: int) -> None:
         """The job goes on from a checkpoint, with this round."""
+
+    def gather(self, members: Collection[int]) -> None:
+        """These workers start; none is in a round."""
 
     def start(self, now: float) -> None:
         """A worker takes its first step."""
@@ -55,17 +63,27 @@ class RoundRule:
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         """A round has closed with these pushes; the next is for these members."""
 
+    def missed(self, push: Pushed) -> None:
+        """This push came after its round had closed, and is discarded."""
+
     def divisor(self, pushes: tuple[Pushed, ...]) -> float:
         """What the weighted sum of these pushes is divided by; 0: the sum of their weights."""
         return 0.0
 
 
+def with_data(pushes: tuple[Pushed, ...]) -> tuple[Pushed, ...]:
+    """Those that weigh something; all where none does. Others are of workers that have run out of data for now."""
+    return tuple(push for push in pushes if push.samples) or pushes
+
+
 class Barrier(Policy):
     """Rounds that close with all pushes, or with all but `backups`; `rule` says what workers do in each.
 
-    Under a rule with deadlines a round also closes without workers that are overdue: half a deadline after the later of the
-    deadline and the moment at which half of the members had pushed. Such a worker is not waited for again until it has
-    pushed; that push is discarded, and the worker goes on with the round after the open one.
+    Under a rule with shares or deadlines a worker that joins while a round is under way starts with the next one.
+
+    Under a rule with deadlines a round also closes without workers that are overdue (`PATIENCE`). Such a worker is not
+    waited for again until it has pushed; that push is discarded, and the worker goes on with the next round. A round that no
+    worker computes for closes at once. Every round makes one update: of no pushes where there are none.
     """
 
     def __init__(self, workers: int, backups: int = 0, rule: RoundRule | None = None) -> None:
@@ -76,33 +94,59 @@ class Barrier(Policy):
         self.backups = backups
         self.rule = rule or RoundRule()
         self.round = 0
-        self._opened = 0.0  # the moment at which the round was opened
-        self._overdue_at = math.inf  # the moment at which it closes without workers that have not pushed
-        self._overdue: set[int] = set()  # members without which a round has closed, and which have not pushed since
-        self._behind: dict[int, int] = {}  # members that are back: how many rounds they have missed
         self._arrived: list[Pushed] = []
         self._waiting: set[int] = set()  # members whose push is among them
+        self._opened = 0.0  # the moment at which the round was opened
+        self._overdue_at = math.inf  # the moment at which it closes without members that have not pushed
+        self._half = False  # had half of its members pushed when that was set?
+        self._overdue: set[int] = set()  # members without which a round has closed, and which have not pushed since
+        self._behind: dict[int, int] = {}  # members held for the next round without a push in this one: rounds they missed
+        self.rule.overdue = self._overdue
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
         self.round = step
         self.rule.begin_at(step)
 
+    # Workers that start, in this round or the next.
+
     def _entry_step(self) -> int:
-        return self.round
+        return self.round + (self.rule.planned and not self._awaited and self._in_round() > 0)
+
+    def _in_round(self) -> int:
+        """Members that compute for the open round, or have pushed to it."""
+        return len(self.progress.pushed) - len(self._overdue) - len(self._behind)
+
+    def _start(self, now: float) -> list[Action]:
+        self.rule.gather(self.members)
+        return super()._start(now)
 
     def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        if step > self.round:
+            return self._enter_next(worker, 0, now)
+        if self.rule.planned and self._in_round() == 1 and not self._overdue:
+            self.rule.gather(self.members)
         self.rule.start(now)
-        self._opened = now if self.round == step and not self._arrived else self._opened
+        self._opened = now
         return [self._release(worker, step, starts=True)]
+
+    def _enter_next(self, worker: int, missed: int, now: float) -> list[Action]:
+        """A member whose step is that of the next round waits for it."""
+        self._behind[worker] = missed
+        self.room.enter(worker, self.round + 1)
+        return [self._held(worker), *self._patience(now)]
 
     def _release(self, worker: int, step: int, starts: bool = False, catching_up: tuple[int, ...] = ()) -> Release:
         rule = self.rule
-        release = Release(worker, step, self.progress.slowest, rule.period, deadline=rule.deadline)
-        if starts or rule.changed:
-            release.weights, release.since = rule.weights, rule.since
-        release.behind, release.catching_up = self._behind.get(worker, 0), catching_up
+        release = Release(worker, step, self.progress.slowest, rule.period)
+        if rule.planned:
+            release.deadline = rule.deadline
+            if starts or rule.changed:
+                release.weights, release.since = rule.weights, rule.since
+            release.catching_up = catching_up
         return release
+
+    # Pushes and rounds.
 
     def _pushed(self, push: Pushed, now: float) -> list[Action]:
         if push.step < self.round:
@@ -114,52 +158,46 @@ class Barrier(Policy):
         self._waiting.add(push.worker)
         self.progress.move(push.worker, self.round + 1)
         self.room.enter(push.worker, self.round + 1)
-        if self._complete():
+        if len(self._arrived) >= self._quorum():
             return self._close(now)
-        held = self._hold(push.worker, self.round + 1) if self.explains else Hold(push.worker, self.round + 1, (), 0, "")
-        return [held, *self._patience(now)]
-
-    def _patience(self, now: float) -> list[Action]:
-        """Half of the members have pushed: from now on the others may be overdue."""
-        deadline = self.rule.deadline
-        if not deadline or self._overdue_at < math.inf or 2 * len(self._arrived) < self._quorum():
-            return []
-        self._overdue_at = max(self._opened + deadline, now) + PATIENCE * deadline
-        return [Wake(self._overdue_at)]
-
-    def _ticked(self, now: float) -> list[Action]:
-        if now < self._overdue_at:
-            return []
-        self._overdue |= {member for member in self.members if self.progress.pushed[member] <= self.round}
-        return self._close(now)
+        held = self._held(push.worker)
+        return [held, *self._patience(now)] if self.rule.deadline else [held]
 
     def _freed(self, worker: int, now: float) -> list[Action]:
         self._waiting.discard(worker)
         self._overdue.discard(worker)
         self._behind.pop(worker, None)
-        return self._close(now) if self._arrived and self._complete() else []
+        if not self._arrived and not self._behind:
+            return []
+        return self._close(now) if len(self._arrived) >= self._quorum() else self._patience(now)
 
     def _quorum(self) -> int:
         gone = len(self._arrived) - len(self._waiting)  # after their push: they count for this round
         members = len(self.progress.pushed) + gone
-        awaited = members - len(self._overdue) - len(self._behind)
-        return min(max(self.workers, members) - self.backups, awaited)
-
-    def _complete(self) -> bool:
-        return len(self._arrived) >= self._quorum()
+        if self.rule.planned:
+            return members - len(self._overdue) - len(self._behind)
+        return min(max(self.workers, members) - self.backups, members)
 
     def _close(self, now: float) -> list[Action]:
         pushes = tuple(sorted(self._arrived, key=lambda push: push.worker))
         self._arrived = []
         self._waiting = set()
         self.round += 1
-        self._opened, self._overdue_at = now, math.inf
-        apply = Apply(pushes, 1.0, divisor=self.rule.divisor(pushes))
-        self.rule.close(tuple(push for push in pushes if push.samples) or pushes, self.members, now)
-        released, back = self.room.admit(lambda step: True), tuple(sorted(self._behind))
-        releases = [self._release(worker, step, worker in self._behind, back) for worker, step in released]
-        self._behind = {}
-        return [apply, *releases]
+        rule, following, self._behind = self.rule, self._behind, {}
+        update = Apply(pushes, 1.0, divisor=rule.divisor(pushes))
+        rule.close(pushes, self.members, now)
+        released = self.room.admit(lambda step: True)
+        if not rule.planned:
+            slowest, period = self.progress.slowest, rule.period
+            return [update, *(Release(worker, step, slowest, period) for worker, step in released)]
+        self._opened, self._overdue_at, self._half = now, math.inf, False
+        back = tuple(sorted(worker for worker, missed in following.items() if missed))
+        releases = [self._release(worker, step, worker in following, back) for worker, step in released]
+        for release in releases:
+            release.behind = following.get(release.worker, 0)
+        return [update, *releases]
+
+    # Late pushes, and workers that are overdue.
 
     def _late(self, push: Pushed, now: float) -> list[Action]:
         worker, reason = push.worker, f"late: round {push.step} closed without it, the job is at round {self.round}"
@@ -168,16 +206,39 @@ class Barrier(Policy):
             self.progress.move(worker, self.round)
             return [discard, self._release(worker, self.round)]
         self._overdue.discard(worker)
-        self._behind[worker] = self.round - push.step
+        self.rule.missed(push)
         self.progress.move(worker, self.round + 1)
-        self.room.enter(worker, self.round + 1)
-        if not self._arrived and not self._quorum():  # no member is left that the round waits for
-            return [discard, *self._close(now)]
-        return [discard, self._hold(worker, self.round + 1)]
+        held = self._enter_next(worker, self.round + 1 - push.step, now)
+        return [discard, *(held if self._quorum() else self._close(now))]
+
+    def _patience(self, now: float) -> list[Action]:
+        """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
+        deadline = self.rule.deadline
+        if not deadline or self._half:
+            return []
+        here = len(self._arrived) + len(self._behind)
+        half = 2 * here >= self._quorum() + len(self._behind)
+        if self._overdue_at < math.inf and not half:
+            return []
+        taken = max(now - self._opened, deadline)
+        wait = (PATIENCE if half else FEW) * min(taken, LONGEST * deadline)
+        self._half, self._overdue_at = half, self._opened + taken + wait
+        return [Wake(self._overdue_at)]
+
+    def _ticked(self, now: float) -> list[Action]:
+        if now < self._overdue_at:
+            return []
+        self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
+        return self._close(now)
+
+    # Reasons.
+
+    def _held(self, worker: int) -> Hold:
+        return self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
 
     def _hold(self, worker: int, step: int) -> Hold:
-        named, count = self.progress.behind(step)
-        if self.backups or worker in self._behind or not named:
+        named, count = self.progress.at(self.round) if self.rule.planned else self.progress.behind(step)
+        if self.backups or self.rule.deadline or worker in self._behind:
             reason = f"round {self.round} has {len(self._arrived)} of {self._quorum()} pushes"
         else:
             reason = f"1 ahead of worker {named[0]}, bound 0"

@@ -27,7 +27,8 @@ class Pushed:
     `count` is their number, `loss` their mean loss and `lr` the learning rate of the last, where the mode asks for them.
     Where shares or deadlines follow the workers' speed, `count` is the number of micro-batches, `work` what they cost (in
     samples, or in the units of the sampler's `cost`), `computed` the worker's own seconds for them, and `drawn` the last
-    batch (pass, number in the pass) that the worker's sampler has handed out, its loader's prefetching included.
+    batch (pass, number in the pass) that the worker's sampler has handed out, its loader's prefetching included. With
+    `samples` and `count` 0, `work` and `computed` are those of a micro-batch that was abandoned and has ended, if any.
     """
 
     worker: int

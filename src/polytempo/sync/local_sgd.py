@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
-from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 
@@ -68,7 +68,7 @@ class FixedPeriod(RoundRule):
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         self._round += 1
-        rate = pushes[0].lr
+        rate = with_data(pushes)[0].lr
         self._rate = rate if self._rate is None else self._rate
         if self._after == "decay" and rate is not None and self._rate is not None and rate < self._rate:
             self.period = self._period

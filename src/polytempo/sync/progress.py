@@ -94,6 +94,10 @@ class Progress:
         bucket = self._at.get(step)
         return (worker for worker in bucket.order if self.pushed.get(worker) == step) if bucket else iter(())
 
+    def at(self, step: int) -> tuple[tuple[int, ...], int]:
+        """The workers whose next step is this one: the first few, the first to come first, and their number."""
+        return (tuple(self._first(step, NAMED_AT_MOST)), self._at[step].size) if step in self._at else ((), 0)
+
     def behind(self, step: int) -> tuple[tuple[int, ...], int]:
         """The workers whose next step is before `step`: the first few, slowest first, and their number."""
         at = self._at

@@ -10,10 +10,12 @@ Pure and exact: all workers compute the same cut from the same weights, without 
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
+
+from polytempo.summation import in_order
 
 #: (rank, share relative to an even one), in order of rank.
 ShareWeights = tuple[tuple[int, float], ...]
@@ -31,73 +33,93 @@ class WorkerSpeeds:
         self._seen: dict[int, deque[float]] = {}
 
     def add(self, worker: int, work: float | None, computed: float | None) -> None:
-        """A worker did this work in these seconds of its own."""
-        if work and computed and computed > 0:
+        """A worker did this work in these seconds of its own. Nothing, or no number of seconds, says nothing."""
+        if work and computed and 0 < work < math.inf and 0 < computed < math.inf:
             self._seen.setdefault(worker, deque(maxlen=ROUNDS)).append(work / computed)
 
     def forget(self, members: Collection[int]) -> None:
         """Only these workers are there."""
-        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in members}
+        for worker in [worker for worker in self._seen if worker not in members]:
+            del self._seen[worker]
 
-    def of(self, members: Iterable[int]) -> dict[int, float] | None:
-        """The speed of each of these, or None while one is unknown."""
-        speeds = {worker: median(self._seen[worker]) for worker in members if worker in self._seen}
-        return speeds if len(speeds) == len(list(members)) else None
+    def of(self, members: Iterable[int]) -> dict[int, float]:
+        """The speed of each of these. One that is unknown is taken to be as fast as the others are on average; where all are
+        unknown, there is none."""
+        known = {worker: median(self._seen[worker]) for worker in members if worker in self._seen}
+        if not known:
+            return {}
+        average = in_order(known.values()) / len(known)
+        return {worker: known.get(worker, average) for worker in members}
 
 
 def weights_by_speed(speeds: Mapping[int, float], least: float, most: float) -> ShareWeights:
-    """Shares in proportion to speed, each between `least` and `most` even shares; they are 1 on average."""
+    """Shares in proportion to speed, each between `least` and `most` even shares; they are 1 on average.
+
+    A share is `factor * speed`, within the bounds. As the factor grows from 0 on, each share comes off the lower bound at
+    one moment and is at the upper one from a later moment on. Between two such moments the sum of all shares grows evenly,
+    so the factor at which it is right is found by going through them in order.
+    """
     count = len(speeds)
-    fixed: dict[int, float] = {}
-    free = dict(speeds)
-    while free:  # those at a bound are taken out, and the rest is shared anew
-        left = count - sum(fixed.values())
-        total = sum(free.values())
-        shares = {worker: left * speed / total for worker, speed in free.items()}
-        beyond = {worker: most for worker, share in shares.items() if share > most}
-        beyond = beyond or {worker: least for worker, share in shares.items() if share < least}
-        if not beyond:
-            fixed |= shares
+    off_lower = [(least / speed, speed) for speed in speeds.values()]
+    at_upper = [(most / speed, -speed) for speed in speeds.values()]
+    factor, total, growth = 0.0, least * count, 0.0
+    for moment, change in sorted([*off_lower, *at_upper]):
+        if growth > 0 and total + growth * (moment - factor) >= count:
             break
-        fixed |= beyond
-        free = {worker: speed for worker, speed in free.items() if worker not in beyond}
-    return tuple((worker, round(fixed[worker], DIGITS)) for worker in sorted(fixed))
+        factor, total, growth = moment, total + growth * (moment - factor), growth + change
+    factor += max(count - total, 0.0) / growth if growth > 0 else 0.0
+    return tuple((worker, round(min(max(factor * speeds[worker], least), most), DIGITS)) for worker in sorted(speeds))
 
 
 def round_time(weights: ShareWeights, speeds: Mapping[int, float]) -> float:
     """How long a round takes with these weights, relative to an even share at speed 1: as long as its slowest worker."""
-    return max(weight / speeds[worker] for worker, weight in weights if worker in speeds)
+    return max(weight / speeds[worker] for worker, weight in weights)
 
 
 def cut(total: int, weights: ShareWeights) -> dict[int, int]:
-    """Cut a number of samples by weights: whole numbers that add up to it (largest remainder, lower ranks first), and at
-    least one for each worker where there are enough."""
-    whole = sum(weight for _, weight in weights)
-    spare = min(total, len(weights))  # one for each comes first
-    exact = {worker: (total - spare) * weight / whole for worker, weight in weights}
-    parts = {worker: int(share) for worker, share in exact.items()}
-    missing = total - spare - sum(parts.values())
-    for worker in sorted(exact, key=lambda worker: (parts[worker] - exact[worker], worker))[:missing]:
+    """Whole parts of `total` in proportion to the weights, by largest remainder; they add up to it.
+
+    At least one for each worker where there are enough: the workers that pay for it are those with the most above their
+    proportion. So every part is within one of its proportion, but for those.
+    """
+    whole = in_order(weight for _, weight in weights)
+    exact = {worker: total * weight / whole for worker, weight in weights}
+    enough = total >= len(weights)
+    parts = {worker: max(int(share), 1) if enough else int(share) for worker, share in exact.items()}
+    missing = total - sum(parts.values())
+    for worker in sorted(exact, key=lambda worker: (parts[worker] - exact[worker], worker))[: max(missing, 0)]:
         parts[worker] += 1
-    for worker, _ in weights[:spare]:
-        parts[worker] += 1
+    for _ in range(-missing):
+        several = [worker for worker in parts if parts[worker] > 1]
+        parts[max(several, key=lambda worker: (parts[worker] - exact[worker], worker))] -= 1
     return parts
 
 
 def cut_by_cost(costs: Sequence[float], weights: ShareWeights) -> dict[int, list[int]]:
     """Deal out samples so that each worker's cost is in proportion to its weight: the most expensive first, each to the
-    worker that would have finished it first. The places of each worker's samples, ascending; at least one each."""
-    heap = [(0.0, worker, weight) for worker, weight in weights]
-    dealt: dict[int, list[int]] = {worker: [] for worker, _ in weights}
-    order = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
-    for place in order:
-        finish = min(heap, key=lambda entry: (entry[0] + costs[place] / entry[2], entry[1]))
-        heap.remove(finish)
-        taken, worker, weight = finish
-        heapq.heappush(heap, (taken + costs[place] / weight, worker, weight))
-        dealt[worker].append(place)
-    for worker in [worker for worker, places in dealt.items() if not places]:
-        richest = max(dealt, key=lambda other: (len(dealt[other]), -other))
-        if len(dealt[richest]) > 1:
-            dealt[worker].append(dealt[richest].pop())  # the cheapest of its samples
-    return {worker: sorted(places) for worker, places in dealt.items()}
+    worker that will have finished it first (LPT; Gonzalez, Ibarra and Sahni 1977: at most 2P/(P+1) of the best possible).
+
+    At least one each, where there are enough: a worker without any takes the cheapest sample of the worker that has the
+    most samples. The time is that of samples times workers: which of two workers finishes a sample first depends on its
+    cost, so that no order of the workers holds from one sample to the next.
+
+    Returns:
+        The places of each worker's samples, ascending.
+    """
+    ranks, speeds = [worker for worker, _ in weights], [weight for _, weight in weights]
+    everyone = range(len(ranks))
+    busy = [0.0] * len(ranks)
+    dealt: list[list[int]] = [[] for _ in ranks]
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        cost, first, soonest = costs[place], 0, math.inf
+        for index in everyone:
+            finish = busy[index] + cost / speeds[index]
+            if finish < soonest:
+                first, soonest = index, finish
+        busy[first] = soonest
+        dealt[first].append(place)
+    for places in dealt:
+        richest = max(dealt, key=len)
+        if not places and len(richest) > 1:
+            places.append(richest.pop())
+    return {worker: sorted(places) for worker, places in zip(ranks, dealt, strict=True)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from polytempo.traces.causes import CAUSES, SLOW, Factors, factors_of, what_if
 from polytempo.traces.job import JobTrace
-from polytempo.traces.modes import BY_COST, ModePrediction, predict
+from polytempo.traces.modes import BY_COST, IN_ORDER, ModePrediction, predict
 from polytempo.traces.resimulate import ideal_seconds, job_seconds
 
 #: A cause is named, and a mode recommended, from this gain on.
@@ -164,4 +164,6 @@ def _advice(found: TraceAnalysis) -> str:
     text = f"{best.mode}, {best.step_seconds:.2f} s for a joint batch, {gain:.2f}x faster, without stale gradients"
     if BY_COST in best.mode:
         text += "; give the sampler its cost= (pt.DistributedBatchSampler)"
+    if IN_ORDER in best.mode:
+        text += "; the order within a replica is the script's: the cheapest first, then from the most expensive down"
     return f"{text}; and more even stages (polytempo plan)" if "stage" in found.causes else text

@@ -35,6 +35,8 @@ REPEATS = 4
 
 #: In the name of a mode whose shares are cut by cost.
 BY_COST = "by cost"
+#: And whose replicas take their micro-batches in an order of cost, which the mode itself does not do.
+IN_ORDER = "in order"
 
 #: Where a micro-batch of a step was recorded: replica, number.
 BatchPlace = tuple[int, int]
@@ -80,7 +82,7 @@ def _in_rounds(job: JobTrace, factors: Factors, spec: Spec) -> Iterator[ModePred
     if job.stages > 1:
         rounds = _Rounds(job, factors, spec)
         yield rounds.deal(
-            f"{by}, in order",
+            f"{by}, {IN_ORDER}",
             lambda index, weights: [
                 in_order(mine, costs[index]) for mine in by_cost(job.steps[index], costs[index], weights)
             ],

@@ -15,7 +15,7 @@ What acts on this is `link_relay.py`. It differs from a real network in that not
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -85,11 +85,13 @@ class EmulatedNetwork:
     Args:
         bandwidth: Bytes a second that each worker can send, and receive.
         latency: Seconds of each chunk's way.
+        own: Rank to bytes a second of workers that have another link.
     """
 
-    def __init__(self, bandwidth: float, latency: float) -> None:
-        self.bandwidth, self.latency = bandwidth, latency
-        self.chunk = min(max(int(bandwidth * CHUNK_SECONDS), SMALLEST_CHUNK), LARGEST_CHUNK)  #: the most bytes sent at once
+    def __init__(self, bandwidth: float, latency: float, own: Mapping[int, float] | None = None) -> None:
+        self.bandwidth, self.latency, self._own = bandwidth, latency, own or {}
+        slowest = min([bandwidth, *self._own.values()])
+        self.chunk = min(max(int(slowest * CHUNK_SECONDS), SMALLEST_CHUNK), LARGEST_CHUNK)  #: the most bytes sent at once
         self._burst = max(bandwidth * BURST_SECONDS, 2 * self.chunk)
         self._window = SPARE * self.chunk + bandwidth * latency
         self._sending: dict[int, TokenBucket] = {}
@@ -138,5 +140,7 @@ class EmulatedNetwork:
             return now
         bucket = buckets.get(worker)
         if bucket is None:
-            bucket = buckets[worker] = TokenBucket(self.bandwidth, self._burst)
+            rate = self._own.get(worker, self.bandwidth)
+            burst = max(rate * BURST_SECONDS, 2 * self.chunk) if worker in self._own else self._burst
+            bucket = buckets[worker] = TokenBucket(rate, burst)
         return bucket.ready_at(now, nbytes)

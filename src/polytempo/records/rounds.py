@@ -1,0 +1,236 @@
+"""Checks the rounds of `bsp+balance` and `anytime` in a record, without asking the policies.
+
+A record that passes shows: a round closes as soon as all of its workers have pushed or left; without one of them only in a
+mode with deadlines, and not before it was overdue; its update is made of exactly the pushes that came in time; an overdue
+worker's push is discarded, and it goes on with the next round and is told how many it has missed; a worker that joins while
+a round is under way starts with the next; all workers of a round are told the same deadline, or the same shares. Shares are
+positive, within their bounds, 1 on average, of exactly the members, and hold from a batch on that no worker had drawn. The
+divisor is the same on all servers, and none that the workers could not have been expected to reach.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from polytempo.records.lines import RecordLine
+from polytempo.records.merges import RequireLine
+from polytempo.sync.spec import Spec
+
+#: What `barrier.py`, `balance.py` and `anytime.py` promise, written down a second time.
+LEAST_SHARE, MOST_SHARE, ROUNDED = 0.1, 2.0, 0.001
+SOONEST_WITH_HALF, SOONEST_WITH_FEWER = 1.5, 3.0
+LATEST, SETTLED = 1.02, 1.05
+#: Moments are sums of floats.
+CLOSE = 1e-9
+
+
+@dataclass
+class OpenRound:
+    """One round: who is in it, and what they were told."""
+
+    number: int
+    opened: float = 0.0
+    deadline: float | None = None  #: None: no worker was told yet
+    computing: set[int] = field(default_factory=set)
+    pushed: list[int] = field(default_factory=list)  #: workers that have left since included
+    halfway: float = math.inf  #: when half had pushed, or waited for the next
+
+
+@dataclass
+class RoundUpdate:
+    """What the update of a round must be made of."""
+
+    workers: list[int]
+    deadline: float
+    divisor: float | None = None  #: None: no server has shown it yet
+
+
+class RoundChecker:
+    """Takes the lines of one event after another."""
+
+    def __init__(self, spec: Spec, require: RequireLine) -> None:
+        self._require = require
+        self._timed = spec.mode.name == "anytime"
+        self._fixed: float | None = (*spec.arguments, None)[0] if self._timed else 0.0  # None: chosen
+        self._by_actual = spec.options.get("divide") == "actual" or not self._timed
+        self._most: float = spec.options.get("most", MOST_SHARE)
+        self._members: set[int] = set()
+        self._held: set[int] = set()
+        self._overdue: dict[int, int] = {}  # the step that each computes
+        self._missed: dict[int, int] = {}  # workers that wait for the next round: the step of their late push, or -1
+        self._round: OpenRound | None = None
+        self._closed: list[RoundUpdate] = []
+        self._shown: dict[int, int] = {}  # updates that each server has shown
+        self._weights: list[list[float]] | None = None
+        self._drawn: tuple[int, int] | None = None
+        self._most_members, self._fastest, self._largest = 0, 0.0, 0.0  # seen so far
+
+    @property
+    def number(self) -> int:
+        """Of the open round."""
+        return self._round.number if self._round else 0
+
+    def take(self, group: list[RecordLine], missing: bool) -> None:
+        """Take an event and all that was decided on it; `missing`: not all initial workers have joined."""
+        event = group[0]
+        accepted = not any(line["kind"] in ("discard", "refuse") for line in group)
+        started, members = self._round is not None and bool(self._round.computing), set(self._members)
+        if event["kind"] == "join":
+            self._join(event, missing or any(line["kind"] == "release" for line in group))
+        elif event["kind"] == "leave":
+            self._leave(event["worker"])
+        elif event["kind"] == "push" and event["worker"] in self._members:
+            self._push(event, accepted)
+        released = [line for line in group if line["kind"] == "release"]
+        starts = event["kind"] == "join" and event["worker"] in {line["worker"] for line in released}
+        if released and not (starts or (not started and event["kind"] == "leave" and members)):
+            self._close(event, released)
+        for line in released:
+            self._release(line)
+        self._same_plan(released)
+        self._none_forgotten(event, missing)
+        for line in group:
+            if line["kind"] == "apply":
+                self._apply(line)
+        self._halfway(event)
+
+    # What happened.
+
+    def _join(self, line: RecordLine, starts: bool) -> None:
+        worker, step = line["worker"], line["step"]
+        if self._round is None:
+            self._round = OpenRound(step)
+        busy = bool(self._round.computing or self._round.pushed)
+        wanted = self._round.number + (busy and not starts)
+        self._require(line, step == wanted, f"a joiner starts with the round that is not under way, {wanted}")
+        self._require(line, not (busy and starts), "a joiner was let into a round that is under way")
+        self._members.add(worker)
+        if busy:
+            self._missed[worker] = -1
+        elif not starts:
+            self._held.add(worker)
+
+    def _leave(self, worker: int) -> None:
+        self._members.discard(worker)
+        self._held.discard(worker)
+        self._overdue.pop(worker, None)
+        self._missed.pop(worker, None)
+        if self._round:
+            self._round.computing.discard(worker)
+
+    def _push(self, line: RecordLine, accepted: bool) -> None:
+        worker, step = line["worker"], line["step"]
+        assert self._round is not None
+        if worker in self._overdue:
+            self._require(line, not accepted, "a push of an overdue worker was accepted")
+            self._missed[worker] = self._overdue.pop(worker)
+        elif accepted:
+            self._require(line, step == self._round.number, f"a push to round {step}, open is {self._round.number}")
+            self._round.computing.discard(worker)
+            self._round.pushed.append(worker)
+        if line.get("drawn"):
+            self._drawn = max(self._drawn or (0, 0), (line["drawn"][0], line["drawn"][1]))
+        count, samples, computed = line.get("count", 1), line["samples"], line.get("computed") or 0.0
+        if (count or line.get("work")) and computed > 0:
+            self._fastest = max(self._fastest, max(count, 1) / computed)
+        if count and samples:
+            self._largest = max(self._largest, samples / count)
+
+    def _close(self, event: RecordLine, released: list[RecordLine]) -> None:
+        """The next round has begun: was it time, and is it for all that were in this one?"""
+        here = self._round
+        assert here is not None
+        if here.computing:
+            deadline = here.deadline or 0.0
+            soonest = here.opened + SOONEST_WITH_FEWER * deadline
+            if here.halfway < math.inf:
+                soonest = min(soonest, max(here.opened + deadline, here.halfway) + (SOONEST_WITH_HALF - 1) * deadline)
+            self._require(
+                event, self._timed and deadline > 0, f"round {here.number} closed without {sorted(here.computing)}"
+            )
+            late = event["kind"] == "tick" and event["t"] >= soonest - CLOSE * max(1.0, abs(soonest))
+            self._require(event, late, f"round {here.number} closed before workers were overdue, at {soonest:g} s")
+            self._overdue |= dict.fromkeys(here.computing, here.number)
+        wanted = {worker for worker in here.pushed if worker in self._members} | self._missed.keys()
+        got = {line["worker"] for line in released}
+        self._require(event, got == wanted, f"released were {sorted(got)}, expected {sorted(wanted)}")
+        self._closed.append(RoundUpdate(sorted(here.pushed), here.deadline or 0.0))
+        self._round = OpenRound(here.number + 1, event["t"])
+
+    def _release(self, line: RecordLine) -> None:
+        here = self._round
+        assert here is not None
+        worker = line["worker"]
+        self._require(line, line["step"] == here.number, f"released for round {line['step']}, open is {here.number}")
+        if not here.computing:
+            here.opened = line["t"]
+        here.computing.add(worker)
+        self._held.discard(worker)
+        self._most_members = max(self._most_members, len(self._members))
+        deadline = line.get("deadline", 0.0)
+        here.deadline = deadline if here.deadline is None else here.deadline
+        self._require(line, deadline == here.deadline, f"the deadline of round {here.number} is {here.deadline:g}")
+        fixed = self._fixed if self._fixed is not None else deadline
+        self._require(line, deadline == fixed >= 0, f"the deadline is {fixed:g} s")
+        step = self._missed.pop(worker, None)
+        behind = line["step"] - step if step is not None and step >= 0 else 0
+        self._require(line, line.get("behind", 0) == behind, f"it has missed {behind} rounds")
+        if "weights" in line or step == -1:
+            self._shares(line)
+
+    # What workers are told.
+
+    def _shares(self, line: RecordLine) -> None:
+        if self._timed:
+            self._require(line, "weights" not in line, "shares in a mode without them")
+            return
+        weights, since = line.get("weights", []), line.get("since")
+        ranks, shares = [rank for rank, _ in weights], [share for _, share in weights]
+        self._require(line, ranks == sorted(self._members), f"shares of {ranks}, members are {sorted(self._members)}")
+        inside = all(LEAST_SHARE - ROUNDED <= share <= self._most + ROUNDED for share in shares)
+        self._require(line, inside, f"a share that is not between {LEAST_SHARE:g} and {self._most:g}")
+        average = math.fsum(shares) / len(shares)
+        self._require(line, abs(average - 1) <= ROUNDED, f"shares are {average:g} on average")
+        new = weights != self._weights
+        drawn = self._drawn is None or (since is not None and tuple(since) > self._drawn)
+        self._require(line, drawn or not new, f"shares since {since}, and {self._drawn} is drawn")
+        self._weights = weights
+
+    def _same_plan(self, released: list[RecordLine]) -> None:
+        """Releases of one moment are of one round: all say the same of it."""
+        plans = [(line.get("weights"), line.get("since")) for line in released if "weights" in line]
+        for line in released:
+            back = sorted(each["worker"] for each in released if each.get("behind"))
+            self._require(line, line.get("catching_up", []) == back, f"catching up are {back}")
+            same = "weights" not in line or (line["weights"], line.get("since")) == plans[0]
+            self._require(line, same, "shares differ between releases of one round")
+        if released and not self._timed and self._weights is not None:
+            ranks = [rank for rank, _ in self._weights]
+            self._require(released[0], ranks == sorted(self._members), f"shares are those of {ranks}")
+
+    def _apply(self, line: RecordLine) -> None:
+        shown = self._shown.get(line["server"], 0)
+        self._shown[line["server"]] = shown + 1
+        self._require(line, shown < len(self._closed), "an update of a round that is open")
+        closed, divisor = self._closed[shown], line.get("divisor", 0.0)
+        self._require(line, line["workers"] == closed.workers, f"the round's pushes are those of {closed.workers}")
+        self._require(line, not divisor or not self._by_actual, "a divisor in a mode that divides by what came")
+        self._require(line, closed.divisor in (None, divisor), f"another server has divided by {closed.divisor}")
+        closed.divisor = divisor
+        each = LATEST * closed.deadline * self._fastest * self._largest
+        self._require(line, 0 <= divisor <= SETTLED * self._most_members * each, f"no workers are as fast as {divisor:g}")
+
+    # After an event.
+
+    def _none_forgotten(self, event: RecordLine, missing: bool) -> None:
+        here = self._round
+        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
+        self._require(event, missing or not waiting, f"all workers of round {self.number} have pushed, and it is open")
+
+    def _halfway(self, event: RecordLine) -> None:
+        here = self._round
+        if here is not None and here.halfway == math.inf:
+            in_time = len(here.pushed) + len(self._missed)
+            if in_time and in_time >= len(here.computing):
+                here.halfway = event["t"]
