@@ -11,6 +11,10 @@ from polytempo.simulate.durations import Constant, Lognormal
 MODES = (
     "bsp",
     "bsp+backup:1",
+    "bsp+balance",
+    "bsp+balance,micro=4",
+    "anytime:auto",
+    "anytime:2,late=keep",
     "asp",
     "ssp:0",
     "ssp:3",
@@ -35,9 +39,6 @@ MODES = (
     "gossip:ring,overlap=1",
     "adpsgd:ring",
 )
-
-#: Modes for uneven machines, whose virtual time is another than that of single steps.
-UNEVEN = ("bsp+balance", "bsp+balance,micro=4", "anytime:auto", "anytime:8,late=keep")
 
 #: Modes that need more than one worker.
 NOT_ALONE = ("bsp+backup:1", "diloco:3,quorum=2")

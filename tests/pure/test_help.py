@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import typer
-from clusters import MODES, UNEVEN
+from clusters import MODES
 
 from polytempo.cli.main import app, run
 from polytempo.sync.spec import parse_spec
@@ -32,4 +32,4 @@ def test_help_has_examples_that_can_be_typed(name: str, capfd: pytest.CaptureFix
             for line in shown.partition(" Modes:")[2].splitlines()
             if line.startswith("   ") and line[3] != " "
         ]
-        assert {parse_spec(spec).mode.name for spec in listed} == {parse_spec(spec).mode.name for spec in (*MODES, *UNEVEN)}
+        assert {parse_spec(spec).mode.name for spec in listed} == {parse_spec(spec).mode.name for spec in MODES}

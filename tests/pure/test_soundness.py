@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clusters import MODES as STEPPED
-from clusters import UNEVEN
+from clusters import MODES
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import SCHEDULES, make
@@ -13,7 +12,6 @@ from polytempo.strategy.strategy import Strategy
 from polytempo.sync.spec import MODES as KNOWN
 from polytempo.sync.spec import parse_spec
 
-MODES = (*STEPPED, *UNEVEN)
 SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 #: What the design note allows, written down a second time.
 ALONE = {"asp", "ssp:0", "ssp:3", "dssp:1..6", "dssp-paper:1..6", "every:4", "delay:0", "delay:3"}

@@ -64,11 +64,11 @@ def test_a_worker_that_is_always_slow_costs_what_it_lacks_and_no_more(sync: str,
 def test_a_stuck_worker_delays_none_and_its_work_is_dropped_or_kept() -> None:
     stuck = Cluster(workers=4, batch=64, stalls=(Stall(0, 10.3, 40.0),))
     drop, keep = (simulate_job(stuck, f"anytime:auto,late={late}", seconds=100) for late in ("drop", "keep"))
-    assert drop.updates == keep.updates == 99  # in 40 rounds all waited for it a fiftieth of the deadline longer
-    assert [worker.samples for worker in drop.workers[1:]] == [99 * 64] * 3
+    assert drop.updates == keep.updates == 89  # after five rounds without it the others take its part, in longer rounds
+    assert [worker.samples for worker in drop.workers[1:]] == pytest.approx([98.5 * 64] * 3, abs=16)
     assert drop.workers[0].samples == pytest.approx((99 - 40) * 64, abs=64)
     assert keep.workers[0].samples == drop.workers[0].samples + 8  # the micro-batch it was stuck in counts, rounds late
-    assert (drop.staleness_max, keep.staleness_max) == (0, 39)
+    assert (drop.staleness_max, keep.staleness_max) == (0, 30)
     assert simulate_job(stuck, "bsp", seconds=100).updates == 60
 
 

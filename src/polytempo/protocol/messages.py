@@ -189,7 +189,7 @@ class LeaseSamples(WireMessage):
     sampler: str
     epoch: int
     length: int  #: of the epoch's order
-    turn: int = 0  #: how often this worker has come to the end of the epoch before
+    turn: int = 0  #: how often this worker has come to the end of the epoch before; -1: only what has returned of any turn
     count: int = 0  #: places that are needed now; 0: none
     ahead: int = 0  #: more, while there is much left
     back: tuple[tuple[int, int], ...] = ()  #: places that this worker was given and will not use

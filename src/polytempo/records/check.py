@@ -255,7 +255,8 @@ class RecordChecker:
         self._require(line, len(line["staleness"]) == len(line["workers"]), "one staleness for each worker")
         dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
         self._require(line, not dropped, f"applied, although {dropped}")
-        fresh = not (self.spec.mode.barrier or self._neighbours) or not any(line["staleness"])
+        keeps = self.spec.anytime is not None and self.spec.anytime.late == "keep"  # a late micro-batch counts a round later
+        fresh = keeps or not (self.spec.mode.barrier or self._neighbours) or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
     def _none_forgotten(self, line: RecordLine) -> None:

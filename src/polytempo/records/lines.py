@@ -69,10 +69,10 @@ def action_line(action: Action, now: float) -> RecordLine | None:
 def _release_details(release: Release) -> RecordLine:
     """What a release says in modes with blocks, neighbours, shares or deadlines."""
     details: RecordLine = {"period": release.period} if release.period else {}
-    if release.weights:
+    if release.weights and not release.repeats:
         details["weights"] = [list(pair) for pair in release.weights]
-    if release.since is not None:
-        details["since"] = list(release.since)
+        if release.since is not None:
+            details["since"] = list(release.since)
     if release.deadline:
         details["deadline"] = release.deadline
     if release.behind:

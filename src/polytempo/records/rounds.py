@@ -56,7 +56,7 @@ class RoundChecker:
         self._by_actual = spec.options.get("divide") == "actual" or not self._timed
         self._most: float = spec.options.get("most", MOST_SHARE)
         self._members: set[int] = set()
-        self._held: set[int] = set()
+        self._started = False
         self._overdue: dict[int, int] = {}  # the step that each computes
         self._missed: dict[int, int] = {}  # workers that wait for the next round: the step of their late push, or -1
         self._round: OpenRound | None = None
@@ -73,23 +73,21 @@ class RoundChecker:
 
     def take(self, group: list[RecordLine], missing: bool) -> None:
         """Take an event and all that was decided on it; `missing`: not all initial workers have joined."""
-        event = group[0]
-        accepted = not any(line["kind"] in ("discard", "refuse") for line in group)
-        started, members = self._round is not None and bool(self._round.computing), set(self._members)
+        event, released = group[0], [line for line in group if line["kind"] == "release"]
         if event["kind"] == "join":
-            self._join(event, missing or any(line["kind"] == "release" for line in group))
+            self._join(event, any(line["worker"] == event["worker"] for line in released))
         elif event["kind"] == "leave":
             self._leave(event["worker"])
         elif event["kind"] == "push" and event["worker"] in self._members:
-            self._push(event, accepted)
-        released = [line for line in group if line["kind"] == "release"]
-        starts = event["kind"] == "join" and event["worker"] in {line["worker"] for line in released}
-        if released and not (starts or (not started and event["kind"] == "leave" and members)):
+            self._push(event, not any(line["kind"] in ("discard", "refuse") for line in group))
+        enters = event["kind"] == "join" and self._round is not None and self._round.number == event["step"]
+        if released and self._started and not enters:
             self._close(event, released)
+        self._started = self._started or not missing
         for line in released:
             self._release(line)
-        self._same_plan(released)
-        self._none_forgotten(event, missing)
+        self._same_plan(event, released)
+        self._none_forgotten(event)
         for line in group:
             if line["kind"] == "apply":
                 self._apply(line)
@@ -102,18 +100,16 @@ class RoundChecker:
         if self._round is None:
             self._round = OpenRound(step)
         busy = bool(self._round.computing or self._round.pushed)
-        wanted = self._round.number + (busy and not starts)
-        self._require(line, step == wanted, f"a joiner starts with the round that is not under way, {wanted}")
-        self._require(line, not (busy and starts), "a joiner was let into a round that is under way")
+        if not self._members:  # what others have drawn is not trained on
+            self._drawn = self._weights = None
+        self._require(line, step == self._round.number + busy, f"a joiner starts with the first round not under way, {step}")
+        self._require(line, starts == (not busy) or not self._started, "a joiner starts when its round does")
         self._members.add(worker)
         if busy:
             self._missed[worker] = -1
-        elif not starts:
-            self._held.add(worker)
 
     def _leave(self, worker: int) -> None:
         self._members.discard(worker)
-        self._held.discard(worker)
         self._overdue.pop(worker, None)
         self._missed.pop(worker, None)
         if self._round:
@@ -166,7 +162,6 @@ class RoundChecker:
         if not here.computing:
             here.opened = line["t"]
         here.computing.add(worker)
-        self._held.discard(worker)
         self._most_members = max(self._most_members, len(self._members))
         deadline = line.get("deadline", 0.0)
         here.deadline = deadline if here.deadline is None else here.deadline
@@ -176,7 +171,7 @@ class RoundChecker:
         step = self._missed.pop(worker, None)
         behind = line["step"] - step if step is not None and step >= 0 else 0
         self._require(line, line.get("behind", 0) == behind, f"it has missed {behind} rounds")
-        if "weights" in line or step == -1:
+        if "weights" in line:
             self._shares(line)
 
     # What workers are told.
@@ -197,14 +192,12 @@ class RoundChecker:
         self._require(line, drawn or not new, f"shares since {since}, and {self._drawn} is drawn")
         self._weights = weights
 
-    def _same_plan(self, released: list[RecordLine]) -> None:
-        """Releases of one moment are of one round: all say the same of it."""
-        plans = [(line.get("weights"), line.get("since")) for line in released if "weights" in line]
+    def _same_plan(self, event: RecordLine, released: list[RecordLine]) -> None:
+        """Releases of one moment are of one round: all say the same of it, and a record has it once."""
+        back = sorted(line["worker"] for line in released if line.get("behind"))
         for line in released:
-            back = sorted(each["worker"] for each in released if each.get("behind"))
             self._require(line, line.get("catching_up", []) == back, f"catching up are {back}")
-            same = "weights" not in line or (line["weights"], line.get("since")) == plans[0]
-            self._require(line, same, "shares differ between releases of one round")
+        self._require(event, sum("weights" in line for line in released) < 2, "shares are said twice in one round")
         if released and not self._timed and self._weights is not None:
             ranks = [rank for rank, _ in self._weights]
             self._require(released[0], ranks == sorted(self._members), f"shares are those of {ranks}")
@@ -223,10 +216,12 @@ class RoundChecker:
 
     # After an event.
 
-    def _none_forgotten(self, event: RecordLine, missing: bool) -> None:
+    def _none_forgotten(self, event: RecordLine) -> None:
         here = self._round
         waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
-        self._require(event, missing or not waiting, f"all workers of round {self.number} have pushed, and it is open")
+        self._require(
+            event, not (waiting and self._started), f"all workers of round {self.number} have pushed, and it is open"
+        )
 
     def _halfway(self, event: RecordLine) -> None:
         here = self._round

@@ -27,6 +27,8 @@ from polytempo.records.paces import MAD, PARTS, JobPaces, PacedStep, WorkerPace
 
 #: A worker is slow from this share of a typical step on, and from this many seconds a step: less is noise of a host.
 SLOW, LEAST_SECONDS = 0.10, 0.0005
+#: A slowness that passes must make up this share of a typical step, on average over the run.
+ON_AVERAGE = 0.05
 #: And by this many deviations of the mean of its windows.
 DEVIATIONS = 5.0
 #: Windows that it must be slow for, and their share of the stretch.
@@ -34,7 +36,7 @@ LEAST_WINDOWS, MOSTLY = 3, 0.75
 #: All workers wait for data, or exchange, for this share of their time.
 INPUT_OF_ALL, NETWORK_OF_ALL = 0.25, 0.5
 #: Stalls: this many, that take this share of the time of the worker (or of all) that has them.
-LEAST_STALLS, STALLED = 3, 0.07
+LEAST_STALLS, STALLED = 3, 0.10
 #: A worker has this many times the stalled time of the one in the middle: the stalls are its own.
 OWN_STALLS = 4.0
 #: Steps are uneven when they differ from the median by this share on average, and work explains that much of it; where work
@@ -108,7 +110,7 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
     level = median(inside)
     if level < max(least, DEVIATIONS * noise / len(inside) ** 0.5):
         return None
-    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside):
+    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside) or level * len(inside) / count < ON_AVERAGE * paces.typical:
         return None
     compared = "computing" if part == "computing" else "total"
     usual = median_low(fmean(getattr(step, compared) for step in _unstalled(one)) for one in paces.workers)

@@ -16,7 +16,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.errors import RankLost
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.peer_messages import PeerMessages
-from polytempo.reducer.round_sums import ClosedRound, RoundSums
+from polytempo.reducer.round_sums import EndedRound, RoundSums
 
 #: Tags from here downwards, one for each round, belong to sums that are made again without a lost rank.
 AGAIN = -1
@@ -29,21 +29,21 @@ class RoundGroups:
         self._messages = messages
         self.groups: dict[tuple[int, ...], RankGroup] = {}
 
-    def of(self, closed: ClosedRound) -> RankGroup:
+    def of(self, closed: EndedRound) -> RankGroup:
         """The group of a round's ranks."""
         key, messages = tuple(closed.ranks), self._messages
         if key not in self.groups:
             self.groups[key] = messages.world.group_of_round(key, messages.number, closed.group)
         return self.groups[key]
 
-    def gather(self, data: bytes, closed: ClosedRound) -> dict[int, bytes]:
+    def gather(self, data: bytes, closed: EndedRound) -> dict[int, bytes]:
         """The bytes of each rank of a round, which have the same length on all."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in closed.ranks]
         self.of(closed).all_gather(rows, mine, self.algorithm(closed)).wait()
         return {rank: row.numpy().tobytes() for rank, row in zip(closed.ranks, rows, strict=True)}
 
-    def algorithm(self, closed: ClosedRound) -> str:
+    def algorithm(self, closed: EndedRound) -> str:
         """Sets of ranks that are not all may be many, and short-lived: on one host they get no memory of their own."""
         group = self.of(closed)
         return "auto" if group.size == self._messages.group.size or len(group.place.hosts) > 1 else "ring"
@@ -59,7 +59,7 @@ class GroupSums(RoundSums):
     def put(self, total: FlatBuffer | None, step: int) -> None:
         self._total = total
 
-    def make(self, result: FlatBuffer, closed: ClosedRound) -> bool:
+    def make(self, result: FlatBuffer, closed: EndedRound) -> bool:
         flats = list(result.tensors.values())
         self._fill(result, closed.divisor)
         try:
@@ -78,7 +78,7 @@ class GroupSums(RoundSums):
             else:
                 torch.div(self._total.tensors[dtype], divisor, out=flat)
 
-    def _make_again(self, flats: list[torch.Tensor], closed: ClosedRound, error: RankLost) -> None:
+    def _make_again(self, flats: list[torch.Tensor], closed: EndedRound, error: RankLost) -> None:
         """A rank is lost: the lowest of the others adds up what they have. A note of twice a round's number says that a rank
         has not the sum, a higher one that it has."""
         messages, failed, tag = self._messages, 2 * closed.step, AGAIN - closed.step

@@ -23,7 +23,7 @@ from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.round_sums import ClosedRound, RoundSums
+from polytempo.reducer.round_sums import EndedRound, RoundSums
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.reducer.shared_memory_reducer import buffer_number
 from polytempo.reducer.shared_sums import SharedSums
@@ -66,11 +66,11 @@ class PeerReducer(Reducer):
         return self.client_state.answer
 
     @property
-    def last_round(self) -> ClosedRound:
+    def last_round(self) -> EndedRound:
         """The round that has ended, as the last answer says."""
         answer, plan = self.answer, self.answer.plan or RoundPlan()
         total = sum(share.weight for share in answer.shares)
-        return ClosedRound(self.step, answer.shares, plan.group, plan.divisor or total)
+        return EndedRound(self.step, answer.shares, plan.group, plan.divisor or total)
 
     def new_buffer(self) -> FlatBuffer:
         """Memory for sums or values of all parameters."""

@@ -15,7 +15,7 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 
 
 @dataclass(frozen=True)
-class ClosedRound:
+class EndedRound:
     """A round that has ended, as its workers heard from the sequencer."""
 
     step: int  #: the number of the round that follows, the same on all
@@ -38,7 +38,7 @@ class RoundSums(ABC):
         where it has no sample."""
 
     @abstractmethod
-    def make(self, result: FlatBuffer, closed: ClosedRound) -> bool:
+    def make(self, result: FlatBuffer, closed: EndedRound) -> bool:
         """Make a flat buffer the sum of a round over its divisor.
 
         Returns:

@@ -84,4 +84,7 @@ class ServerRounds(RoundExchange):
             )
 
     def reload(self) -> None:
-        self._server_reducer.read_values()
+        reducer = self._server_reducer
+        newest = reducer.newest()
+        if newest is not None:
+            reducer.copier.scatter(newest)

@@ -20,7 +20,7 @@ from polytempo.collectives.reduce_ops import reduce_into
 from polytempo.collectives.shared_buffer import SharedMeanBuffer
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.round_sums import ClosedRound, RoundSums
+from polytempo.reducer.round_sums import EndedRound, RoundSums
 from polytempo.reducer.shared_memory_reducer import ALIGNMENT, SlotAllocator, aligned
 from polytempo.transport.local_peers import Also, LocalPeers
 
@@ -63,7 +63,7 @@ class SharedSums(RoundSums):
             self._handed += flat.nbytes
         number[0] = step + 1
 
-    def make(self, result: FlatBuffer, closed: ClosedRound) -> bool:
+    def make(self, result: FlatBuffer, closed: EndedRound) -> bool:
         places = [self._places[share.worker][(closed.step - 1) % PLACES] for share in closed.shares if share.weight > 0]
         if any(number[0] != closed.step for number, _ in places):
             return False

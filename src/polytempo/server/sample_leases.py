@@ -8,7 +8,8 @@
 
 An epoch that is gone through several times without `set_epoch` has a queue for each *turn*: a worker asks for the next turn
 once it was told that nothing is left of one. What returns after that is leased first in the next turn, or by a worker that
-asks for an earlier epoch: each answer names those that have such places. A push does not name the turn: it is of the first
+asks for an earlier epoch: each answer names those that have such places. A job that goes on from a checkpoint asks for what
+is left of the epoch before, too. A push does not name the turn: it is of the first
 in which its worker holds the places. What earlier jobs have done of an epoch is left out by the samplers: places are of what
 they have left (`train/epoch_order.py`).
 """
@@ -40,6 +41,7 @@ class SampleLeases:
     def __init__(self, size: int) -> None:
         self._size = size
         self._queues: dict[QueueKey, SampleQueue] = {}
+        self._begun: set[tuple[str, int]] = set()  # samplers and epochs that places were leased of
         self._last: dict[int, SamplesLeased] = {}  # the last answer to each worker, which may be lost on its way
 
     def lease(self, worker: int, asked: LeaseSamples) -> SamplesLeased:
@@ -56,9 +58,12 @@ class SampleLeases:
 
     def _take(self, worker: int, asked: LeaseSamples) -> list[Range]:
         """What has returned of earlier turns comes first: their order is the same."""
-        own = self._queue(asked.sampler, asked.epoch, asked.turn, asked.length)
-        before = [self._queues.get((asked.sampler, asked.epoch, turn)) for turn in range(asked.turn)]
-        queue = next((queue for queue in before if queue is not None and queue.left), own)
+        key = asked.sampler, asked.epoch
+        own = [] if asked.turn < 0 and key in self._begun else [self._queue(*key, max(asked.turn, 0), asked.length)]
+        turns = sorted(k for k in self._queues if k[:2] == key and (asked.turn < 0 or k[2] < asked.turn))
+        queue = next((queue for queue in [*(self._queues[k] for k in turns), *own] if queue.left), None)
+        if queue is None:
+            return []
         ahead = min(asked.ahead, queue.left // (AHEAD * self._size)) // asked.count
         return queue.take(worker, (1 + ahead) * asked.count)
 
@@ -71,6 +76,7 @@ class SampleLeases:
         key = (sampler, epoch, turn)
         if key not in self._queues:
             self._queues[key] = SampleQueue(length)
+            self._begun.add((sampler, epoch))
             for old in [k for k in self._queues if k[0] == sampler and k[1] <= epoch - EPOCHS]:
                 del self._queues[old]
         return self._queues[key]

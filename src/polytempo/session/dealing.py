@@ -21,9 +21,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from polytempo.errors import PolytempoError
+from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position, RoundPlan
 from polytempo.sync.sample_queue import Range
 from polytempo.sync.shares import ShareWeights
@@ -33,6 +33,12 @@ from polytempo.sync.spec import Spec
 Draw = tuple[int, int]
 #: Leases places: of a sampler, in an epoch, whose order has a length, up to a count. None are left: an empty list.
 Take = Callable[[str, int, int, int], list[Range]]
+
+#: Leases, for a new pass, what has returned of earlier epochs; and names those epochs, before one whose order has a length.
+Earlier = Callable[[str, int, int], Sequence[int]]
+
+#: Samples that are leased at a time where batches are made by a loader, until a step has said how large they are.
+CHUNK = 32
 
 #: Seconds that a loader's thread waits for the end of an exchange.
 PATIENCE = 600.0
@@ -46,6 +52,8 @@ class DealtBatch:
     samples: int
     cost: float  #: what it is expected to cost: its samples, or in the units of the sampler's `cost`
     ends_share: bool = True  #: is it the last of this worker's share of the joint batch?
+    epoch: int | None = None  #: whose order it is of, where that is not the pass's: places that returned too late for theirs
+    length: int = 0  #: of that order
 
 
 @dataclass(eq=False)
@@ -60,13 +68,17 @@ class DealtPass:
     share: deque[DealtBatch] = field(default_factory=deque)  #: what is left of this worker's share of the one before
     drawn: deque[DealtBatch] = field(default_factory=deque)  #: handed out, and not trained on
     again: deque[DealtBatch] = field(default_factory=deque)  #: abandoned: handed out again first
+    earlier: deque[tuple[int, int]] = field(default_factory=deque)  #: epochs of which places may have returned, and lengths
+    singles: bool = False  #: samples are handed out one by one, and a loader makes batches of them
+    each: int = CHUNK  #: there, samples of the last step
     ended: bool = False
     trained: int = 0  #: batches
     at: int = 0  #: the moment of its last draw, counted over all passes
 
     def position(self, batch: DealtBatch) -> Position:
         """What a push says of a batch."""
-        return Position(self.epoch, batch.samples, self.sampler, done=batch.places, length=self.length)
+        epoch, length = (self.epoch, self.length) if batch.epoch is None else (batch.epoch, batch.length)
+        return Position(epoch, batch.samples, self.sampler, done=batch.places, length=length)
 
 
 #: The batches of one joint batch that are a worker's: by its number in the pass, and weights; empty at the end of the pass.
@@ -85,6 +97,8 @@ class Dealing:
         self.rank, self.size = rank, size
         self.spec: Spec | None = None  #: the mode by which batches are dealt; None: samplers share evenly
         self.take: Take | None = None  #: leases places, in `anytime`
+        self.take_returned: Take | None = None  #: and those that have returned of earlier epochs
+        self.earlier: Earlier | None = None  #: which are these?
         self.last: list[tuple[DealtPass, DealtBatch]] = []  #: what the last step was made of, by sampler
         self._even = tuple((worker, 1.0) for worker in range(size))
         self._table: list[tuple[Draw, ShareWeights]] = [((0, 0), self._even)]
@@ -93,6 +107,7 @@ class Dealing:
         self._moment = 0
         self._last_draw: Draw | None = None
         self._trainers: set[str] = set()  # samplers that steps were made of
+        self._returned: list[Position] = []
         self._state = threading.Condition()
         self._frozen_by: int | None = None  # the thread that pushes
 
@@ -130,27 +145,48 @@ class Dealing:
             return batch
 
     def lease(self, one: DealtPass, count: int, cost: Callable[[Sequence[Range]], float]) -> DealtBatch | None:
-        """The next micro-batch of a pass whose places are leased; None where none are left."""
-        assert self.take is not None
+        """The next micro-batch of a pass whose places are leased; None where none are left.
+
+        Args:
+            one: The pass.
+            count: Samples of a micro-batch; 0: a loader makes batches of single samples, which are handed out one by one.
+            cost: What places cost.
+        """
         with self._state:
-            batch = one.again.popleft() if one.again else None
+            batch = one.again.popleft() if one.again else one.share.popleft() if one.share else None
+            wanted = count or one.each
         if batch is None:
-            ranges = self.take(one.sampler, one.epoch, one.length, count)
-            if not ranges:
+            batches = self._leased(one, wanted, cost)
+            if not count:
+                batches = [_single(batch, place) for batch in batches for span in batch.places for place in range(*span)]
+            if not batches:
                 return None
-            batch = DealtBatch(tuple(ranges), sum(stop - start for start, stop in ranges), cost(ranges))
+            batch = batches[0]
+            with self._state:
+                one.share.extend(batches[1:])
         with self._state:
             self._moment += 1
             one.at, one.number = self._moment, max(one.number, 0)
             one.drawn.append(batch)
         return batch
 
+    def _leased(self, one: DealtPass, count: int, cost: Callable[[Sequence[Range]], float]) -> list[DealtBatch]:
+        """Places of a micro-batch: what has returned of earlier epochs comes first."""
+        assert self.take is not None
+        while one.earlier and self.take_returned is not None:
+            epoch, length = one.earlier[0]
+            if ranges := self.take_returned(one.sampler, epoch, length, count):
+                return [DealtBatch(tuple(ranges), _size(ranges), float(_size(ranges)), epoch=epoch, length=length)]
+            one.earlier.popleft()
+        ranges = self.take(one.sampler, one.epoch, one.length, count)
+        return [DealtBatch(tuple(ranges), _size(ranges), cost(ranges))] if ranges else []
+
     def end(self, one: DealtPass, complete: bool) -> None:
         """A pass has ended; where the script has left it early, what is drawn and not trained on never will be."""
         with self._state:
             one.ended = True
             if not complete:
-                one.drawn.clear()
+                self._drop(one)
 
     def weights_at(self, number: Draw) -> ShareWeights:
         """The weights by which this joint batch is cut."""
@@ -185,21 +221,54 @@ class Dealing:
         """A step is made: of which places. `last` holds the batches; it is empty where no sampler has dealt any.
 
         Args:
-            samples: The weight that the script gave, which may be in other units than samples; a step is one batch.
+            samples: The weight that the script gave, which may be in other units than samples; a step is one batch. Where a
+                loader makes batches of single samples, it is how many.
         """
         with self._state:
             chosen = self._training()
             self.last = []
             for one in chosen:
-                batch = one.drawn.popleft()
+                if one.singles:
+                    one.each = self._number_of(samples)
+                for _ in range(min(one.each, len(one.drawn)) if one.singles else 1):
+                    self.last.append((one, one.drawn.popleft()))
                 one.trained += 1
-                self.last.append((one, batch))
             self._trainers |= {one.sampler for one in chosen}
             over = [other for one in chosen for other in self._passes if other.sampler == one.sampler and other.at < one.at]
-            self._passes = [
-                one for one in self._passes if (not one.ended or (one.drawn and one.trained)) and one not in over
-            ]
+            kept = [one for one in self._passes if (not one.ended or (one.drawn and one.trained)) and one not in over]
+            for one in self._passes:
+                if one not in kept:
+                    self._drop(one)
+            self._passes = kept
         return tuple(one.position(batch) for one, batch in self.last)
+
+    def _number_of(self, samples: float | None) -> int:
+        if samples is None or samples != int(samples):
+            raise UsageError(
+                f"worker {self.rank}: the samples of a micro-batch are not known: expected step(samples=len(x)), or "
+                f"DistributedSampler(..., batch_size=) with the loader's batch_size, got samples={samples}"
+            )
+        return int(samples)
+
+    def _drop(self, one: DealtPass) -> None:
+        """A pass is over: what it has leased and not trained on goes back."""
+        if self.take is not None and one.number >= 0:
+            self._returned += [one.position(batch) for batch in (*one.drawn, *one.again, *one.share)]
+        one.drawn.clear()
+        one.again.clear()
+        one.share.clear()
+
+    def returned(self) -> list[Position]:
+        """Leased places that no pass of this worker will train on, since the last call: to be given back."""
+        with self._state:
+            returned, self._returned = self._returned, []
+            return returned
+
+    @property
+    def in_pass(self) -> bool:
+        """Is the script inside a pass that trains?"""
+        with self._state:
+            return any(one.number >= 0 and not one.ended for one in self._passes)
 
     def _training(self) -> list[DealtPass]:
         """Of each sampler that trains the pass that the step was made of."""
@@ -235,7 +304,7 @@ class Dealing:
         """
         with self._state:
             gone = [(one, batch) for one, batch in self.last if one.ended]
-            for one, batch in self.last:
+            for one, batch in reversed(self.last):
                 if not one.ended:
                     one.again.appendleft(batch)
             self.last = []
@@ -267,3 +336,12 @@ class Dealing:
         first = min([*numbers, (self._numbered, 0)])
         used = [index for index, (since, _) in enumerate(self._table) if since <= first]
         self._table = self._table[max(used, default=0) :]
+
+
+def _size(ranges: Sequence[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _single(batch: DealtBatch, place: int) -> DealtBatch:
+    """One sample of a batch."""
+    return replace(batch, places=((place, place + 1),), samples=1, cost=batch.cost / batch.samples)

@@ -47,6 +47,12 @@ class LeasedPlaces:
                 self._turns[key] = self._turns.get(key, 0) + 1
             return taken
 
+    def take_returned(self, sampler: str, epoch: int, length: int, count: int) -> list[Range]:
+        """Lease up to this many places of an epoch that was gone through before: what has returned of it."""
+        with self._lock:
+            self._lengths.setdefault((sampler, epoch), length)
+            return list(self._ask((sampler, epoch), count, 0, returned=True).ranges)
+
     def earlier(self, sampler: str, epoch: int, length: int) -> tuple[int, ...]:
         """Epochs before this one of which places have returned to the queue since all workers came to their end."""
         with self._lock:
@@ -68,7 +74,9 @@ class LeasedPlaces:
             if stock := self._stock.pop(other):
                 self._ask(other, 0, 0, tuple(stock))
 
-    def _ask(self, key: tuple[str, int], count: int, ahead: int, back: tuple[Range, ...] = ()) -> SamplesLeased:
+    def _ask(
+        self, key: tuple[str, int], count: int, ahead: int, back: tuple[Range, ...] = (), returned: bool = False
+    ) -> SamplesLeased:
         self._requests += 1
         return self._client.lease(
             LeaseSamples(
@@ -76,7 +84,7 @@ class LeasedPlaces:
                 sampler=key[0],
                 epoch=key[1],
                 length=self._lengths[key],
-                turn=self._turns.get(key, 0),
+                turn=-1 if returned else self._turns.get(key, 0),
                 count=count,
                 ahead=ahead,
                 back=back,

@@ -28,6 +28,7 @@ from polytempo.simulate.engine import ARRIVED, COMPUTED, OBSERVE, EventHandler, 
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NOT_HELD, DealtTrainer, Worker
+from polytempo.summation import in_order
 from polytempo.sync.actions import Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.anytime import AnytimeSpec, Pace, fits, latest
 from polytempo.sync.events import Pushed
@@ -236,7 +237,7 @@ class AnytimeEngine(SimulationEngine):
     def _pushed(self, now: float, worker: Worker, step: int, version: int, push: Pushed | None = None) -> None:
         progress = self._rounds[worker.rank]
         made_of, progress.sent = progress.sent, []
-        samples, computed = sum([batch.samples for batch in made_of]), sum([batch.seconds for batch in made_of])
+        samples, computed = sum([batch.samples for batch in made_of]), in_order(batch.seconds for batch in made_of)
         self._samples.pushed(worker.rank, step, made_of)
         push = Pushed(worker.rank, step, samples, (), len(made_of), None, None, samples, computed)
         super()._pushed(now, worker, step, version, push)
@@ -270,7 +271,7 @@ class AnytimeEngine(SimulationEngine):
         worker = self.workers[action.worker]
         wasted, dropped = worker.wasted, self._samples.dropped(action.worker, action.step)
         super()._drop(action, now)
-        worker.wasted = wasted + sum(batch.seconds for batch in dropped)
+        worker.wasted = wasted + in_order(batch.seconds for batch in dropped)
         self._forget(dropped)
 
     def _end_life(self, worker: Worker) -> None:

@@ -54,6 +54,7 @@ class Release:
     enters: bool = False  #: in modes with neighbours: it joined and has no model yet, its push-sum weight is 0
     weights: tuple[tuple[int, float], ...] = ()  #: shares by speed: (rank, relative share), where they change or it starts
     since: tuple[int, int] | None = None  #: the first batch (pass, number) that is cut by them; None: the next
+    repeats: bool = False  #: another release of this moment says the same weights; a record has them once
     deadline: float = 0.0  #: seconds until the round ends, in modes with deadlines; 0: after `micro` micro-batches
     behind: int = 0  #: rounds that closed without this worker, which it has to catch up with
     catching_up: tuple[int, ...] = ()  #: the workers of which that is so, in this round

@@ -21,7 +21,7 @@ without any, and with weight zero; a block that ends early, with its worker's da
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
@@ -76,6 +76,14 @@ def with_data(pushes: tuple[Pushed, ...]) -> tuple[Pushed, ...]:
     return tuple(push for push in pushes if push.samples) or pushes
 
 
+def said_once(actions: Sequence[Action]) -> list[Action]:
+    """The same actions; of several releases with weights, which are the same, all but one repeat them."""
+    told = [action for action in actions if type(action) is Release and action.weights]
+    for release in told[1:]:
+        release.repeats = True
+    return list(actions)
+
+
 class Barrier(Policy):
     """Rounds that close with all pushes, or with all but `backups`; `rule` says what workers do in each.
 
@@ -119,7 +127,7 @@ class Barrier(Policy):
 
     def _start(self, now: float) -> list[Action]:
         self.rule.gather(self.members)
-        return super()._start(now)
+        return said_once(super()._start(now))
 
     def _started(self, worker: int, step: int, now: float) -> list[Action]:
         if step > self.round:
@@ -195,7 +203,7 @@ class Barrier(Policy):
         releases = [self._release(worker, step, worker in following, back) for worker, step in released]
         for release in releases:
             release.behind = following.get(release.worker, 0)
-        return [update, *releases]
+        return [update, *said_once(releases)]
 
     # Late pushes, and workers that are overdue.
 

@@ -118,8 +118,7 @@ def cut_by_cost(costs: Sequence[float], weights: ShareWeights) -> dict[int, list
                 first, soonest = index, finish
         busy[first] = soonest
         dealt[first].append(place)
-    for places in dealt:
-        richest = max(dealt, key=len)
-        if not places and len(richest) > 1:
-            places.append(richest.pop())
+    for places in dealt if len(costs) >= len(ranks) else ():
+        if not places:
+            places.append(max(dealt, key=len).pop())
     return {worker: sorted(places) for worker, places in zip(ranks, dealt, strict=True)}

@@ -96,7 +96,7 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         if spec is None:
             return iter(BatchSampler(self._samples, self.batch_size, self.drop_last))
         check_unsplit(self._share, self._session.rank, self._session.size, spec)
-        dealt = DealtEpoch(self._session.dealing, order.rest(), self._shape(spec), self._costs)
+        dealt = DealtEpoch(self._session.dealing, order.rest(), self._shape(spec), self._costs, order)
         return dealt.batches(order.name, self.epoch, self._trains, order.completed)
 
     def _trains(self) -> bool:

@@ -14,6 +14,9 @@
 A micro-batch that a `GradScaler` skips is left out of the sum, as in a job of one; its samples are used up. Hyper-parameters
 of a push are those of its last micro-batch. `step()` calls are micro-batches: the budget's `--steps` counts those in pushes.
 
+`consolidate()` inside a pass over the data shows the values of the round, which are the job's newest; after a pass, or when
+the budget is used up, it ends this worker's part of the round first, so that all that was computed is in.
+
 All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
 """
 
@@ -35,8 +38,8 @@ from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
 from polytempo.session.leased_places import LeasedPlaces
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
-from polytempo.sync.sample_queue import merged
 from polytempo.sync.spec import Spec
+from polytempo.train.share_rounds import united
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
@@ -59,6 +62,7 @@ class RoundSum:
     version: int | None = None  #: of the oldest values that one of them was computed on
     positions: list[Position] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
+    in_vain: dict[str, float] = field(default_factory=dict)  #: seconds and work of a micro-batch that was abandoned
 
     def add_gradients(self, copier: Copier, samples: float) -> None:
         """Add `samples` times the gradients as they are now."""
@@ -78,7 +82,8 @@ class RoundSum:
         for name in SUMMED if counts else ():
             if about.get(name) is not None:
                 self.about[name] = self.about.get(name, 0.0) + about[name]
-        self.positions += about.get("positions", ())
+        found = about.get("positions", ())
+        self.positions = [*self.positions, *found] if any(one.length for one in found) else [*found]  # else: how far it is
         self.about["gradient_digest"] = self.about.get("gradient_digest") or about.get("gradient_digest", 0)
 
 
@@ -116,8 +121,9 @@ class DeadlineUpdate(StepUpdate):
         self._leases: LeasedPlaces | None = None
         if deals and session.client is not None:
             self._leases = LeasedPlaces(session.client, session.lock)
-            session.dealing.take = self._leases.take
-            session.dealing.use(spec)
+            dealing, leases = session.dealing, self._leases
+            dealing.take, dealing.take_returned, dealing.earlier = leases.take, leases.take_returned, leases.earlier
+            dealing.use(spec)
         context = contextvars.copy_context()
         name = f"polytempo rounds {rounds.reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
@@ -141,28 +147,40 @@ class DeadlineUpdate(StepUpdate):
         if request.agreed:
             raise UsageError("synchronize() is not possible in anytime; clip with clip_norm= of DistributedOptimizer")
         self._made += 1
-        dealt = self._session.dealing.trained(request.samples) if self._deals else ()
-        if dealt:
-            batches = [batch for _, batch in self._session.dealing.last]
-            request.about |= {"positions": dealt, "work": float(sum(batch.cost for batch in batches))}
+        dealt = self._dealt(request)
         with self._turn:
             self._raise_error()
             self._pace.add(request.about["computed"])
             late = self._exchanging or bool(self._outcomes)
+            returned: Sequence[Position] = ()
             if late and self._spec.late == "drop":
                 self._abandoned += 1
+                self._sum.in_vain = {name: request.about[name] for name in SUMMED if request.about.get(name) is not None}
                 returned = self._session.dealing.abandoned() if dealt else ()
             else:
                 self._late += late
-                returned = ()
                 self._add(request)
             if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
                 self._wait(lambda: not self._exchanging)
             self._install()
             if not self._goes_on():
                 self._end_round()
-        if returned and self._leases is not None:
-            self._leases.give_back(returned)
+        if self._leases is not None:
+            self._leases.give_back([*returned, *self._session.dealing.returned()])
+
+    def _dealt(self, request: StepRequest) -> bool:
+        """Find out what the micro-batch was made of, where a sampler has dealt it."""
+        if not self._deals:
+            return False
+        dealing = self._session.dealing
+        positions = dealing.trained(request.samples if request.weighed else None)
+        batches = [batch for _, batch in dealing.last]
+        if not batches:
+            return False
+        if not request.weighed:
+            request.samples = float(sum(batch.samples for batch in batches))
+        request.about |= {"positions": positions, "work": float(sum(batch.cost for batch in batches))}
+        return True
 
     def _add(self, request: StepRequest) -> None:
         counts = not request.skip and request.samples > 0
@@ -219,7 +237,8 @@ class DeadlineUpdate(StepUpdate):
         raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
 
     def consolidate(self, reducer: Reducer) -> None:
-        self.flush()
+        if not self._session.dealing.in_pass or reducer.client_state.answer.stop:
+            self.flush()
         with self._turn:
             self._wait(lambda: not self._exchanging)
             self._install()
@@ -287,10 +306,10 @@ class DeadlineUpdate(StepUpdate):
             total.hyper,
             absent=tuple(sorted(total.absent)) if total.count else (),
             nonfinite=total.nonfinite,
-            positions=together(total.positions),
+            positions=united(total.positions),
             busy=busy,
             exchanged=exchanged,
-            **{"computed": 0.0, **total.about},
+            **{"computed": 0.0, **total.about, **({} if total.count else total.in_vain)},
         )
 
     def _close(self) -> None:
@@ -300,16 +319,3 @@ class DeadlineUpdate(StepUpdate):
             self._turn.notify_all()
         self._thread.join(10 * LOOK)
         self._rounds.close()
-
-
-def together(positions: Sequence[Position]) -> tuple[Position, ...]:
-    """The places of several micro-batches: one position for each sampler and epoch, the last where no places are named."""
-    found: dict[tuple[str, int, int], Position] = {}
-    for one in positions:
-        key = one.sampler, one.epoch, one.length
-        before = found.get(key)
-        if one.done and before is not None:
-            done = tuple(merged([*before.done, *one.done]))
-            one = Position(one.epoch, before.taken + one.taken, one.sampler, done=done, length=one.length)
-        found[key] = one
-    return tuple(found.values())

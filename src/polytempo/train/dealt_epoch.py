@@ -17,6 +17,7 @@ from polytempo.session.dealing import Dealing, DealtBatch
 from polytempo.sync.joint_batches import joint_batches, ranges_of
 from polytempo.sync.sample_queue import Range
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
+from polytempo.train.epoch_order import EpochOrder
 
 #: The cost of a sample, by its index in the data set.
 SampleCost = Callable[[int], float]
@@ -43,7 +44,7 @@ class CostTable:
 class BatchShape:
     """How a sampler cuts batches."""
 
-    each: int  #: samples of a micro-batch, or of a worker's mean batch
+    each: int  #: samples of a micro-batch, or of a worker's mean batch; 0: a loader makes micro-batches of single samples
     micro: int  #: micro-batches of a worker in a joint batch, on average; 0: a share is one batch
     drop_last: bool
 
@@ -69,11 +70,20 @@ class DealtEpoch:
         order: The samples, in the order of the epoch.
         shape: How batches are cut.
         costs: What samples cost; None: 1 each.
+        orders: Knows the orders of other epochs, for places that return too late for theirs.
     """
 
-    def __init__(self, dealing: Dealing, order: Sequence[int], shape: BatchShape, costs: CostTable | None) -> None:
-        self._dealing, self._order, self._shape, self._costs = dealing, order, shape, costs
-        self._joint = shape.joint_batches(len(order), dealing.size) if order else []
+    def __init__(
+        self,
+        dealing: Dealing,
+        order: Sequence[int],
+        shape: BatchShape,
+        costs: CostTable | None,
+        orders: EpochOrder | None = None,
+    ) -> None:
+        self._dealing, self._order, self._shape, self._costs, self._orders = dealing, order, shape, costs, orders
+        self._before: dict[int, Sequence[int]] = {}  # the orders of earlier epochs
+        self._joint = shape.joint_batches(len(order), dealing.size) if order and dealing.take is None else []
 
     def batches(
         self,
@@ -92,23 +102,42 @@ class DealtEpoch:
             ended: Called at the end of a whole pass with the epoch, and a function that tells whether it was trained on.
             as_stream: A loader makes batches of single indices again: one that is short is the last.
         """
-        dealing = self._dealing
-        one, complete = dealing.begin(sampler, epoch, len(self._order)), False
+        dealing, leases = self._dealing, self._dealing.take is not None and trains()
+        one, complete = dealing.begin(sampler, epoch, self._length if leases else len(self._order)), False
+        if leases:
+            one.singles = not self._shape.each
+            one.earlier.extend((old, len(order)) for old, order in self._earlier(sampler, epoch).items())
         try:
             while True:
-                if dealing.take is not None and trains():
+                if leases:
                     batch = dealing.lease(one, self._shape.each, self._cost_of)
                 else:
                     batch = dealing.draw(one, self._share, trains())
                 if batch is None:
                     break
-                yield [self._order[place] for start, stop in batch.places for place in range(start, stop)]
-                if as_stream and batch.samples < self._shape.each:
+                order = self._order if batch.epoch is None else self._before[batch.epoch]
+                yield [order[place] for start, stop in batch.places for place in range(start, stop)]
+                if as_stream and batch.samples < self._shape.each and batch.epoch is None:
                     break
             complete = True
             ended(epoch, lambda: one.trained > 0 or not self._order)
         finally:
             dealing.end(one, complete)
+
+    @property
+    def _length(self) -> int:
+        """The places that are leased."""
+        each, length = self._shape.each, len(self._order)
+        return length // each * each if self._shape.drop_last and each else length
+
+    def _earlier(self, sampler: str, epoch: int) -> dict[int, Sequence[int]]:
+        """Earlier epochs of which places have returned since, or which a checkpoint has not done in full: their orders."""
+        dealing, orders = self._dealing, self._orders
+        if dealing.earlier is None or orders is None:
+            return {}
+        epochs = {*dealing.earlier(sampler, epoch, self._length), *orders.unfinished()}
+        self._before = {old: orders.rest_of(old) for old in sorted(epochs)}
+        return self._before
 
     def _share(self, number: int, weights: ShareWeights) -> Sequence[DealtBatch]:
         """This worker's share of a joint batch."""

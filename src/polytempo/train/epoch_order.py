@@ -52,12 +52,20 @@ class EpochOrder:
             # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
             self._complete = []
-        return list(remaining(self._order(), [part for part in self._earlier if part["epoch"] == self.epoch]))
+        return self.rest_of(self.epoch)
 
-    def _order(self) -> list[int]:
+    def rest_of(self, epoch: int) -> list[int]:
+        """What earlier jobs have left of an epoch, in its order."""
+        return list(remaining(self._order(epoch), [part for part in self._earlier if part["epoch"] == epoch]))
+
+    def unfinished(self) -> set[int]:
+        """Epochs before this one that earlier jobs may not have done in full, where places were dealt out."""
+        return {part["epoch"] for part in self._earlier if part["epoch"] < self.epoch and "done" in part}
+
+    def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(self._length))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         return torch.randperm(self._length, generator=generator).tolist()  # type: ignore[no-any-return]
 
 

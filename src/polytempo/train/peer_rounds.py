@@ -35,7 +35,7 @@ from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import GroupValues
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
-from polytempo.reducer.round_sums import ClosedRound
+from polytempo.reducer.round_sums import EndedRound
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
 from polytempo.train.update import Wrapped, step_unwrapped
@@ -127,7 +127,7 @@ class PeerRounds(RoundExchange):
             with self._installing:
                 self._pending.append(content)
 
-    def _mean(self, closed: ClosedRound) -> RoundMean | None:
+    def _mean(self, closed: EndedRound) -> RoundMean | None:
         """The mean of the round; None where no worker had a sample, or this one was stopped and has missed it."""
         answer = self.reducer.answer
         if answer.skipped or not closed.divisor:
@@ -145,7 +145,7 @@ class PeerRounds(RoundExchange):
                 return self._free.pop()
         return GradientMean(self.reducer.copier, self.reducer.new_buffer())
 
-    def _compare(self, closed: ClosedRound, name: str, busy: bool) -> None:
+    def _compare(self, closed: EndedRound, name: str, busy: bool) -> None:
         """A script has written to parameters on some rank: refuse them if they are not the same on all. Workers that compute
         have yet to apply means."""
         digest = bytes(8) if busy else hashlib.blake2b(self.reducer.digests(), digest_size=8).digest()

@@ -101,7 +101,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         dealing = self._session.dealing
         if dealing.spec is not None and dealing.spec.micro and self._trains():
             shape = BatchShape(self._size_of_micro_batch(dealing.spec), dealing.spec.micro, self._drop_last)
-            deal = DealtEpoch(dealing, self._order.rest(), shape, None)
+            deal = DealtEpoch(dealing, self._order.rest(), shape, None, self._order)
             batches = deal.batches(self._order.name, self.epoch, self._trains, self._order.completed, as_stream=True)
             with closing(batches):  # type: ignore[type-var]
                 for batch in batches:
@@ -120,6 +120,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         return self._training is True or torch.is_grad_enabled()
 
     def _size_of_micro_batch(self, spec: Spec) -> int:
+        if self._batch_size is None and self._session.dealing.take is not None:
+            check_unsplit(self._share, self._session.rank, self._session.size, spec)
+            return 0  # step(samples=...) says how large they are
         if self._batch_size is None:
             raise UsageError(
                 f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the "

@@ -1,0 +1,145 @@
+"""`anytime`: every sample is trained on once an epoch, whatever is abandoned or discarded, however uneven workers are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import check_record, small_model, until
+from paced import LONG, PacedWorker
+from torch.utils.data import DataLoader, TensorDataset
+
+from polytempo.errors import UsageError
+from polytempo.session.session import Session
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.batch_sampler import DistributedBatchSampler
+from polytempo.train.sampler import DistributedSampler
+
+pytestmark = pytest.mark.timeout(60)
+
+LENGTH, BATCH = 103, 4
+
+
+def dataset(length: int = LENGTH) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    values = [torch.randn(length, size, generator=generator, dtype=torch.float64) for size in (5, 3)]
+    return TensorDataset(torch.arange(length), *values)
+
+
+def loader_of(kind: str, data: TensorDataset) -> tuple[Any, DataLoader]:
+    if kind == "batch_sampler":
+        sampler: Any = DistributedBatchSampler(data, BATCH, seed=3)
+        return sampler, DataLoader(data, batch_sampler=sampler)
+    sampler = DistributedSampler(data, seed=3, batch_size=BATCH if kind == "sampler with batch_size" else None)
+    return sampler, DataLoader(data, BATCH, sampler=sampler)
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "sampler with batch_size", "sampler"])
+@pytest.mark.parametrize("late", ["drop", "keep"])
+def test_every_sample_counts_once_an_epoch(tmp_path: Path, kind: str, late: str) -> None:
+    """Worker 1 stalls now and then, until the round has ended: what it abandons is used again."""
+    used: list[tuple[int, list[int]]] = []
+
+    def work(session: Session) -> dict[str, Any]:
+        worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        sampler, loader = loader_of(kind, dataset())
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for number, (indices, *batch) in enumerate(loader):
+                stalls = session.rank == 1 and number % 3 == 1 and epoch < 2  # what is abandoned last needs another epoch
+                if stalls:
+                    before = worker.optimizer.stats
+                    worker.stall(tuple(batch), 1, late)
+                    dropped = worker.optimizer.stats["abandoned"] > before["abandoned"]
+                    assert dropped == (late == "drop")
+                else:
+                    worker.micro_batch(tuple(batch), (0.2, 0.45, 0.3)[session.rank] * LONG)
+                if not stalls or late == "keep":
+                    used.append((epoch, indices.tolist()))
+        return worker.optimizer.stats
+
+    with ThreadJob(3, 1, f"anytime:{LONG},late={late}", record=tmp_path) as job:
+        stats = job.run(work)
+        queues = dict(job.sequencer.leases._queues)
+    check_record(tmp_path)
+    assert sum(one["abandoned"] for one in stats) > 2 if late == "drop" else sum(one["late"] for one in stats) > 2
+    assert sorted(epoch for _, epoch, _ in queues) == [0, 1, 2]
+    assert all(queue.is_done for queue in queues.values())
+    assert job.summary["samples"] == 3 * LENGTH
+    assert Counter(index for _, indices in used for index in indices) == Counter(dict.fromkeys(range(LENGTH), 3))
+    shares = [one["step"] for one in stats]
+    assert shares[0] > shares[1]  # fast workers take more
+
+
+def test_a_job_goes_on_with_what_is_not_done(tmp_path: Path) -> None:
+    """A job is ended in its first epoch; the one that goes on from its checkpoint takes the samples that are left of it."""
+    used: list[int] = []
+
+    def work(stop_after: int, epochs: int) -> Any:
+        def run(session: Session) -> None:
+            worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+            sampler, loader = loader_of("batch_sampler", dataset())
+            pending: list[int] = []
+            for epoch in range(sampler.epoch, epochs):
+                sampler.set_epoch(epoch)
+                for indices, *batch in loader:
+                    before = worker.round
+                    worker.micro_batch(tuple(batch), (0.2, 0.5)[session.rank] * LONG)
+                    pending += indices.tolist()
+                    if worker.round > before:
+                        used.extend(pending)
+                        pending.clear()
+                        if worker.round >= stop_after:
+                            return
+            used.extend(pending)  # what is left is sent when the worker leaves
+
+        return run
+
+    with ThreadJob(2, 1, f"anytime:{LONG}", checkpoint=tmp_path / "saved") as job:
+        job.run(work(2, 2))
+    assert len(used) == 2 * 7 * BATCH
+    with ThreadJob(2, 1, f"anytime:{LONG}", resume=tmp_path / "saved") as job:
+        job.run(work(1000, 1))
+    assert sorted(used) == list(range(LENGTH))
+
+
+def test_samples_of_a_discarded_push_are_used_by_others() -> None:
+    """Worker 1 holds a micro-batch while rounds close without it: its push is discarded, and its samples return."""
+    data, used = dataset(40), []
+
+    def work(session: Session) -> None:
+        worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        policy = job.sequencer.clocks["0"].policy
+        _, loader = loader_of("batch_sampler", data)
+        for number, (indices, *batch) in enumerate(loader):
+            late = session.rank == 1 and number == 0
+            worker.compute(tuple(batch), 0.05)
+            if late:
+                until(lambda: policy.round >= 2, "rounds to close without worker 1")
+            worker.optimizer.step(samples=len(indices))
+            used.extend([] if late else indices.tolist())
+            if session.rank == 0 and number == 4:
+                until(lambda: job.sequencer.statistics[1].discarded > 0, "the push of worker 1 to be discarded")
+
+    with ThreadJob(2, 1, "anytime:0.05") as job:
+        job.run(work)
+        queues = dict(job.sequencer.leases._queues)
+    assert job.summary["discarded"] >= 1
+    assert all(queue.is_done for queue in queues.values())
+    assert Counter(used) == Counter(range(40))
+
+
+def test_a_loader_without_a_known_batch_size_needs_samples() -> None:
+    def work(session: Session) -> None:
+        worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        for _, *batch in loader_of("sampler", dataset())[1]:
+            worker.compute(tuple(batch), 1.0)
+            with pytest.raises(UsageError, match="batch_size="):
+                worker.optimizer.step()
+            return
+
+    with ThreadJob(1, 1, f"anytime:{LONG}") as job:
+        job.run(work)
