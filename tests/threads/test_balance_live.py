@@ -15,6 +15,8 @@ from local_blocks import HostsJob
 
 from polytempo.errors import PolytempoError
 from polytempo.launch.job_facts import JobFacts
+from polytempo.reducer import collective_reducer
+from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.batch_sampler import DistributedBatchSampler
@@ -54,6 +56,41 @@ def test_shares_follow_the_speed_and_the_update_is_that_of_one_process(way: str)
     expected = one_process(seen)
     for one in seen:
         assert_close(one.values, expected, 1e-9)
+
+
+@pytest.mark.parametrize("way", ["delta", "device"])
+def test_updates_on_the_worker_and_values_on_a_device_are_the_same(way: str) -> None:
+    """`apply="delta"`; and memory that is shared as on one GPU, where a step does not wait for its answer otherwise."""
+    options: dict[str, Any] = {"apply": "delta"} if way == "delta" else {}
+    job = {"device": "stand-in"} if way == "device" else {}
+    seen: list[Seen] = run("servers", SYNC, lambda session: trained(session, **options), **job)
+    assert [len(seen[2].rounds[step]) for step in (0, 7)] == [6, 2]
+    assert samples_of(seen) == sorted([*range(200)] * 2)
+    assert_close(seen[1].values, one_process(seen), 1e-9)
+
+
+@pytest.mark.parametrize("way", ["hosts", "ballots"])
+def test_buckets_that_leave_during_backward_have_the_weight_of_their_batch(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cost the numbers of samples differ in each step: but for the first, no bucket is reduced twice."""
+    reduced: list[int] = []
+    reduce = BucketRounds._reduce
+
+    def counted(rounds: BucketRounds, number: int, background: bool) -> Any:
+        reduced.append(number)
+        return reduce(rounds, number, background)
+
+    monkeypatch.setattr(collective_reducer, "BUCKET", 64)
+    monkeypatch.setattr(BucketRounds, "_reduce", counted)
+    work = lambda session: trained(session, 96, 8, 1, cost=lambda index: 1.0 + (index * 37 % 50) ** 2)  # noqa: E731
+    seen: list[Seen] = run(way, SYNC, work, 2)
+    sizes = [len(part) for part in seen[0].rounds]
+    assert len(set(sizes)) > 2
+    buckets = max(reduced) + 1
+    assert buckets > 1
+    assert len(reduced) == 2 * buckets * (len(sizes) + 2), "the first again, and one without data at the end"
+    assert_close(seen[1].values, one_process(seen), 1e-9)
 
 
 def micro_batches(session: Session, length: int = 190, epochs: int = 2, loaded: bool = True, **options: Any) -> Seen:
@@ -240,6 +277,7 @@ def test_a_scheduler_that_is_stepped_by_micro_batch_is_refused_once_workers_diff
 
     text = refused("bsp+balance,micro=2", scheduled, 3)
     assert "hyper-parameters differ: lr" in text
+    assert "call scheduler.step() once a round" in text
 
 
 def test_a_scheduler_that_is_stepped_by_round_is_not() -> None:

@@ -136,7 +136,8 @@ class PolicyRunner:
         for head in clock.heads(action) if clock.spec.anytime is not None else ():
             self._leases.applied(head)
         if clock.is_main and clock.spec.measured:
-            self._done.apply(position for head in clock.heads(action) for position in head.positions)
+            positions = [position for head in clock.heads(action) for position in head.positions]
+            self._done.apply(positions, leased=clock.spec.anytime is not None)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):

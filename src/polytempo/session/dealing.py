@@ -12,7 +12,7 @@ and is not trained on yet, whatever the loader has read ahead.
 
 Which of several passes a step was made of: one that goes on before one that has ended, of those that have ended one that has
 trained before (a loader has read the rest of it ahead) before others (they were looked at); of these the last that was drawn
-from.
+from. One that has ended and that no loader holds any more was left early if a loader holds a later one.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class DealtPass:
     ended: bool = False
     trained: int = 0  #: batches
     at: int = 0  #: the moment of its last draw, counted over all passes
+    held_by: Callable[[], object | None] = lambda: None  #: the iterator, as long as a loader holds it
 
     def position(self, batch: DealtBatch) -> Position:
         """What a push says of a batch."""
@@ -273,6 +274,8 @@ class Dealing:
     def _training(self) -> list[DealtPass]:
         """Of each sampler that trains the pass that the step was made of."""
         drawn = [one for one in self._passes if one.drawn]
+        held = {one.sampler: one.at for one in sorted(drawn, key=lambda one: one.at) if one.held_by() is not None}
+        drawn = [one for one in drawn if not (one.ended and one.held_by() is None and one.at < held.get(one.sampler, 0))]
         training = [one for one in drawn if not one.ended or one.trained]
         if not training:  # a loader has read a whole pass ahead, before the first step on it
             training = [one for one in drawn if one.sampler in self._trainers] or drawn

@@ -15,7 +15,7 @@ A micro-batch that a `GradScaler` skips is left out of the sum, as in a job of o
 of a push are those of its last micro-batch. `step()` calls are micro-batches: the budget's `--steps` counts those in pushes.
 
 `consolidate()` inside a pass over the data shows the values of the round, which are the job's newest; after a pass, or when
-the budget is used up, it ends this worker's part of the round first, so that all that was computed is in.
+the budget is used up, it ends this worker's part of the round and waits for its end, so that all that was computed is in.
 
 All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
 """
@@ -237,24 +237,26 @@ class DeadlineUpdate(StepUpdate):
         raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
 
     def consolidate(self, reducer: Reducer) -> None:
-        if not self._session.dealing.in_pass or reducer.client_state.answer.stop:
-            self.flush()
+        over = not self._session.dealing.in_pass or reducer.client_state.answer.stop
         with self._turn:
-            self._wait(lambda: not self._exchanging)
-            self._install()
+            self._settle(ends_round=over)
             reducer.renew()
             if reducer.copier.watch.touched:
                 self._rounds.reload()
                 reducer.copier.watch.touched = ""
 
     def flush(self) -> None:
-        """End this worker's part of the round now, if it has finished a micro-batch, and take the newest values."""
+        """Send what is finished, and wait for the end of its round."""
         with self._turn, torch.no_grad():
-            self._raise_error()
-            self._wait(lambda: not self._exchanging)
-            self._install()
-            if self._sum.taken:
-                self._end_round()
+            self._settle(ends_round=self._sum.taken > 0)
+
+    def _settle(self, ends_round: bool) -> None:
+        """Take the newest values; `ends_round`: those at the end of the round, to which this worker adds no more."""
+        self._raise_error()
+        self._wait(lambda: not self._exchanging)
+        self._install()
+        if ends_round:
+            self._end_round()
 
     # The communication thread.
 

@@ -520,8 +520,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; also
         bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
         blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
-        the push before was not merged yet. device_bytes: GPU memory that this optimizer has taken in this process for
-        exchanges, beside parameters and gradients."""
+        the push before was not merged yet; under `bsp+balance` share: of the joint batch, relative to an even one.
+        device_bytes: GPU memory that this optimizer has taken in this process for exchanges, beside parameters and
+        gradients."""
         reducer = self._reducer
         if reducer is not None:
             with self._not_computing():

@@ -83,6 +83,11 @@ def check_combination(
         raise UsageError(
             "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
         )
+    if spec.micro and has_tables:
+        raise UsageError(
+            f"{spec.text} sums the gradients of micro-batches, which rows of tables are not; use sync='bsp+balance' with "
+            "pt.DistributedBatchSampler, or sync='bsp'"
+        )
     if clip_norm is not None and has_tables:
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
