@@ -31,7 +31,7 @@ def dataset(length: int = LENGTH) -> TensorDataset:
 
 def loader_of(kind: str, data: TensorDataset) -> tuple[Any, DataLoader]:
     if kind == "batch_sampler":
-        sampler: Any = DistributedBatchSampler(data, BATCH, seed=3)
+        sampler: Any = DistributedBatchSampler(data, 8 * BATCH, seed=3)  # cut in eight micro-batches
         return sampler, DataLoader(data, batch_sampler=sampler)
     sampler = DistributedSampler(data, seed=3, batch_size=BATCH if kind == "sampler with batch_size" else None)
     return sampler, DataLoader(data, BATCH, sampler=sampler)

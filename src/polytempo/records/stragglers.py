@@ -36,7 +36,7 @@ LEAST_WINDOWS, MOSTLY = 3, 0.75
 #: All workers wait for data, or exchange, for this share of their time.
 INPUT_OF_ALL, NETWORK_OF_ALL = 0.25, 0.5
 #: Stalls: this many, that take this share of the time of the worker (or of all) that has them.
-LEAST_STALLS, STALLED = 3, 0.10
+LEAST_STALLS, STALLED = 3, 0.07
 #: A worker has this many times the stalled time of the one in the middle: the stalls are its own.
 OWN_STALLS = 4.0
 #: Steps are uneven when they differ from the median by this share on average, and work explains that much of it; where work

@@ -28,7 +28,7 @@ MODES = ("bsp", "bsp+balance", "anytime:auto", "ssp:3", "asp")
 #: Simulated steps of a worker, and of all; a batch that shares can be cut from.
 STEPS, STEPS_IN_ALL, BATCH = 400, 40_000, 64
 #: Stalls beside another trouble are said from this share of the time on: behind it most of them do not show.
-WORTH_SAYING = 0.05
+WORTH_SAYING = 0.10
 #: The shortest step in a trace, as a share of a typical one.
 LEAST = 1e-3
 #: Steps between two averages of the advice for slow links.
