@@ -185,6 +185,19 @@ def test_what_is_pushed_and_not_applied_is_not_done(tmp_path: Path) -> None:
     assert sorted(samples_of(first) + samples_of(second)) == list(range(60))
 
 
+@pytest.mark.parametrize("way", ["servers", "memory"])
+def test_the_others_take_over_the_share_of_a_worker_that_ends(way: str) -> None:
+    def work(session: Session) -> Seen:
+        sampler = DistributedBatchSampler(range(180), 6)
+        return Trainee(session, lambda rank, step: 1.0).train(sampler, 4 if session.rank == 1 else None)
+
+    seen: list[Seen] = run(way, SYNC, work)
+    sizes = [[len(part) for part in one.rounds] for one in seen]
+    assert sizes[1] == [6] * 4
+    assert [one + other for one, other in zip(sizes[0], sizes[2], strict=True)][-4:] == [18] * 4
+    assert_close(seen[0].values, seen[2].values, 1e-12)
+
+
 def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:
     def work(session: Session, epochs: int, steps: int | None) -> tuple[int, Seen]:
         trainee = Trainee(session)
