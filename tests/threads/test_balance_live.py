@@ -20,6 +20,7 @@ from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.batch_sampler import DistributedBatchSampler
+from polytempo.train.communication import Group
 from polytempo.train.prepare import prepare
 from polytempo.train.sampler import DistributedSampler
 
@@ -257,6 +258,13 @@ def test_shards_that_are_not_one_for_each_rank_are_refused() -> None:
         return Trainee(session).train(DistributedBatchSampler(range(20), 2, num_replicas=1, rank=0))
 
     assert "gives shard 0 of 1" in refused(SYNC, sharded)
+
+
+def test_groups_of_some_ranks_are_refused() -> None:
+    def grouped(session: Session) -> None:
+        Trainee(session, options={"group": Group((session.rank,), None)})
+
+    assert "shares a data set among all 2 ranks" in refused(SYNC, grouped)
 
 
 def test_no_sync_is_refused_where_batches_differ_in_size() -> None:
