@@ -16,7 +16,7 @@ from polytempo.records.replay import replay
 from polytempo.simulate.anytime_engine import MicroBatchTimes
 from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
 from polytempo.simulate.dealing import EpochDealer, EpochRange
-from polytempo.simulate.description import random_cluster
+from polytempo.simulate.description import cluster_from_record, random_cluster
 from polytempo.simulate.durations import Constant, Lognormal, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker
@@ -173,3 +173,16 @@ def test_constant_step_times_of_a_straggler_are_as_ever() -> None:
     once = simulate_job(replace(STRAGGLER, batch=64), "bsp+balance", steps_each=100)
     assert once == simulate_job(replace(STRAGGLER, batch=64, step_time=Constant(1.0)), "bsp+balance", steps_each=100)
     assert once.seconds < 125
+
+
+@pytest.mark.parametrize("sync", ["bsp+balance", "anytime:auto", "anytime:auto,late=keep"])
+def test_a_record_of_uneven_shares_tells_what_other_modes_would_do(sync: str) -> None:
+    """Shares and counts differ from worker to worker: it is the pace that is read from the record, and stalls with it."""
+    real = Cluster(workers=4, batch=64, slow={3: 3.0}, hiccup=Hiccup(0.05, 10.0))
+    lines: list[RecordLine] = []
+    simulate_job(real, sync, steps_each=200, record=lines.append)
+    seen = cluster_from_record(lines, 4)
+    assert [seen.batches[rank] for rank in range(4)] == pytest.approx([64] * 4, abs=8)
+    for mode in ("bsp", "asp", "anytime:auto"):
+        truth, told = (simulate_job(cluster, mode, seconds=600).samples_per_second for cluster in (real, seen))
+        assert told == pytest.approx(truth, rel=0.25), mode

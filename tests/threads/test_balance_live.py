@@ -20,6 +20,7 @@ from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.batch_sampler import DistributedBatchSampler
+from polytempo.train.communication import Group
 from polytempo.train.prepare import prepare
 from polytempo.train.sampler import DistributedSampler
 
@@ -184,6 +185,19 @@ def test_what_is_pushed_and_not_applied_is_not_done(tmp_path: Path) -> None:
     assert sorted(samples_of(first) + samples_of(second)) == list(range(60))
 
 
+@pytest.mark.parametrize("way", ["servers", "memory"])
+def test_the_others_take_over_the_share_of_a_worker_that_ends(way: str) -> None:
+    def work(session: Session) -> Seen:
+        sampler = DistributedBatchSampler(range(180), 6)
+        return Trainee(session, lambda rank, step: 1.0).train(sampler, 4 if session.rank == 1 else None)
+
+    seen: list[Seen] = run(way, SYNC, work)
+    sizes = [[len(part) for part in one.rounds] for one in seen]
+    assert sizes[1] == [6] * 4
+    assert [one + other for one, other in zip(sizes[0], sizes[2], strict=True)][-4:] == [18] * 4
+    assert_close(seen[0].values, seen[2].values, 1e-12)
+
+
 def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:
     def work(session: Session, epochs: int, steps: int | None) -> tuple[int, Seen]:
         trainee = Trainee(session)
@@ -257,6 +271,13 @@ def test_shards_that_are_not_one_for_each_rank_are_refused() -> None:
         return Trainee(session).train(DistributedBatchSampler(range(20), 2, num_replicas=1, rank=0))
 
     assert "gives shard 0 of 1" in refused(SYNC, sharded)
+
+
+def test_groups_of_some_ranks_are_refused() -> None:
+    def grouped(session: Session) -> None:
+        Trainee(session, options={"group": Group((session.rank,), None)})
+
+    assert "shares a data set among all 2 ranks" in refused(SYNC, grouped)
 
 
 def test_no_sync_is_refused_where_batches_differ_in_size() -> None:

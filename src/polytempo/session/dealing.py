@@ -333,7 +333,10 @@ class Dealing:
     def resume(self, plan: RoundPlan | None = None) -> None:
         """The answer is here, with new weights maybe."""
         with self._state:
-            if plan is not None and plan.weights and plan.weights != self._table[-1][1]:
+            if plan is not None and plan.weights and self._last_draw is None:
+                self._table = [((0, 0), plan.weights)]
+                self._numbered = max(self._numbered, plan.since[0] if plan.since else 0)  # it joins others in this pass
+            elif plan is not None and plan.weights and plan.weights != self._table[-1][1]:
                 following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
                 self._table.append((plan.since or following, plan.weights))
                 self._forget()
