@@ -81,7 +81,7 @@ class RoundChecker:
         elif event["kind"] == "push" and event["worker"] in self._members:
             self._push(event, not any(line["kind"] in ("discard", "refuse") for line in group))
         enters = event["kind"] == "join" and self._round is not None and self._round.number == event["step"]
-        if released and self._started and not enters:
+        if self._started and not enters and (released or self._is_over()):
             self._close(event, released)
         self._started = self._started or not missing
         for line in released:
@@ -92,6 +92,13 @@ class RoundChecker:
             if line["kind"] == "apply":
                 self._apply(line)
         self._halfway(event)
+
+    def _is_over(self) -> bool:
+        """Have all workers of the round left, some after their push? It closes, and there are none to be released."""
+        here = self._round
+        if here is None or not here.pushed or here.computing or self._missed:
+            return False
+        return not self._members.intersection(here.pushed)
 
     # What happened.
 

@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
         check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
         if together:
-            check_deadlines(spec, apply, buffers, among_workers, bool(tables.all))
+            check_deadlines(spec, apply, buffers, among_workers)
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
         self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)

@@ -92,7 +92,7 @@ def check_combination(
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
-def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, has_tables: bool) -> None:
+def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool) -> None:
     """Refuse what does not go with rounds that have deadlines."""
     if spec.anytime is None:
         return
@@ -100,8 +100,6 @@ def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, h
         raise UsageError(
             f"{spec.text} over servers has the servers run the optimizer; use apply='server', or via='allreduce'"
         )
-    if has_tables:
-        raise UsageError(f"rows of tables are pushed in each step, and {spec.text} pushes at deadlines; use sync='bsp'")
     if buffers == "mean":
         raise UsageError(f"buffers='mean' waits for all workers, and {spec.text} waits for none; leave it out")
 
