@@ -222,7 +222,7 @@ class Barrier(Policy):
     def _patience(self, now: float) -> list[Action]:
         """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
         deadline = self.rule.deadline
-        if not deadline or self._half:
+        if not deadline or self._half or not (self._waiting or self._behind):
             return []
         here = len(self._arrived) + len(self._behind)
         half = 2 * here >= self._quorum() + len(self._behind)
@@ -235,6 +235,9 @@ class Barrier(Policy):
 
     def _ticked(self, now: float) -> list[Action]:
         if now < self._overdue_at:
+            return []
+        if not self._waiting and not self._behind:  # they have left: the round delays none
+            self._overdue_at, self._half = math.inf, False
             return []
         self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
         return self._close(now)
