@@ -79,7 +79,8 @@ def _end(model: Any, optimizer: Any) -> None:
 def job(sync: str, via: str, slow: dict[int, float], seconds: float, change_at: int = 1000) -> tuple[dict[str, Any], Any]:
     """One job; its meta.json and its events."""
     with tempfile.TemporaryDirectory(prefix="pt-") as place:
-        flags = ["-n", str(WORKERS), "--servers", "1", "--sync", sync, "--via", via, "--seconds", str(seconds), "-q"]
+        flags = ["-n", str(WORKERS), "--sync", sync, "--via", via, "--seconds", str(seconds), "-q"]
+        flags += ["--servers", "1"] if via == "ps" else []
         flags += ["--slow", ",".join(f"{rank}:{factor}" for rank, factor in slow.items())] if slow else []
         command = [sys.executable, "-m", "polytempo", "run", *flags, "--record", place, __file__, "worker", str(change_at)]
         subprocess.run(command, check=True, timeout=seconds + 90, stdout=subprocess.DEVNULL)

@@ -2,6 +2,7 @@
 
     polytempo run -n 4 --sync bsp     --samples 30720 examples/digits.py
     polytempo run -n 4 --sync ssp:3   --samples 30720 --slow 3:3 examples/digits.py
+    polytempo run -n 4 --sync anytime:auto --samples 30720 --slow 3:3 examples/digits.py
     polytempo compare -n 4 --slow 3:3 --samples 30720 examples/digits.py
 
 A plain PyTorch script; the lines that make it distributed are marked with a number.
@@ -17,9 +18,9 @@ import polytempo as pt
 from polytempo.simulate.datasets import digits
 
 parser = argparse.ArgumentParser(description="Train a small network on 1,797 handwritten digits.")
-parser.add_argument("--batch", type=int, default=32)
+parser.add_argument("--batch", type=int, default=32, help="samples of a worker's step, on average")
 parser.add_argument("--lr", type=float, default=0.4)
-parser.add_argument("--compute", type=float, default=0.015, help="seconds a step takes at least, as for a larger model")
+parser.add_argument("--compute", type=float, default=0.015, help="seconds such a step takes at least, as for a larger model")
 parser.add_argument("--epochs", type=int, default=60, help="at most; a budget (--samples) ends earlier")
 options = parser.parse_args()
 
@@ -33,8 +34,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
 optimizer = pt.DistributedOptimizer(optimizer, model)  # 2: gradients go to the servers, new values come back
 
 data = torch.utils.data.TensorDataset(images, labels)
-sampler = pt.DistributedSampler(data, seed=0)  # 3: each worker its shard of the data
-loader = torch.utils.data.DataLoader(data, options.batch, sampler=sampler)
+sampler = pt.DistributedBatchSampler(data, options.batch, seed=0)  # 3: each worker its shard, by speed where the mode says
+loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
 
 
 def evaluate() -> float:
@@ -46,7 +47,7 @@ def evaluate() -> float:
 
 def train() -> None:
     """Until the job's budget is used up, or the epochs are."""
-    steps = 0
+    trained = evaluated = 0
     for epoch in range(sampler.epoch, options.epochs):  # 0, or where a resumed job was
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -54,10 +55,11 @@ def train() -> None:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
-            time.sleep(max(0.0, options.compute - (time.perf_counter() - began)))
+            time.sleep(max(0.0, options.compute * len(x) / options.batch - (time.perf_counter() - began)))
             optimizer.step(samples=len(x))
-            steps += 1
-            if pt.rank() == 0 and steps % 5 == 0:
+            trained += len(x)
+            if pt.rank() == 0 and trained >= evaluated + 5 * options.batch:
+                evaluated = trained
                 pt.log(accuracy=evaluate())
             if pt.should_stop():  # 4: the budget is the job's, not the worker's
                 return

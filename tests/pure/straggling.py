@@ -30,7 +30,7 @@ class Drawn:
 
 def draw_job(seed: int, trouble: str | None = None) -> Drawn:
     """2 to 8 workers, 60 to 240 steps each, any noise from almost none to a step in ten of a tenth; one trouble or none."""
-    dice = Random(f"straggling/{seed}")
+    dice = Random(f"straggling job {seed}")
     trouble = trouble or TROUBLES[seed % len(TROUBLES)]
     workers, steps = dice.randint(2, 8), dice.randint(60, 240)
     sync = dice.choice(MODES)

@@ -27,8 +27,8 @@ FALSE_ALARMS, NAMED = 0.02, 0.95
 
 
 def found_in(job: Drawn) -> list[Straggler]:
-    paces = paces_of(figures_of(job.lines), dealt="balance" in job.sync, deadlines="anytime" in job.sync)
-    return [] if paces is None else stragglers_in(paces)
+    """What `polytempo explain` says."""
+    return [cost.straggler for cost in straggler_report(figures_of(job.lines), job.sync).costs]
 
 
 def steps(seconds: dict[int, list[float]], work: dict[int, list[float]] | None = None) -> list[StepFigures]:

@@ -11,7 +11,6 @@ from helpers import assert_close, assert_equal, check_record, small_batches, sma
 from paced import LONG, Made, PacedWorker, alone
 
 from polytempo.errors import UsageError
-from polytempo.records.files import read_events
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -210,7 +209,7 @@ def test_a_push_that_comes_too_late_is_discarded_and_its_worker_goes_on(tmp_path
 
     with ThreadJob(2, 1, sync, record=tmp_path) as job:
         results = job.run(work)
-    lines = list(read_events(tmp_path))
+    lines = check_record(tmp_path)
     discarded = [line for line in lines if line["kind"] == "discard"]
     assert discarded
     assert discarded[0]["worker"] == 1

@@ -15,9 +15,12 @@ from local_blocks import HostsJob
 
 from polytempo.errors import PolytempoError
 from polytempo.launch.job_facts import JobFacts
+from polytempo.reducer import collective_reducer
+from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.batch_sampler import DistributedBatchSampler
+from polytempo.train.communication import Group
 from polytempo.train.prepare import prepare
 from polytempo.train.sampler import DistributedSampler
 
@@ -56,6 +59,41 @@ def test_shares_follow_the_speed_and_the_update_is_that_of_one_process(way: str)
         assert_close(one.values, expected, 1e-9)
 
 
+@pytest.mark.parametrize("way", ["delta", "device"])
+def test_updates_on_the_worker_and_values_on_a_device_are_the_same(way: str) -> None:
+    """`apply="delta"`; and memory that is shared as on one GPU, where a step does not wait for its answer otherwise."""
+    options: dict[str, Any] = {"apply": "delta"} if way == "delta" else {}
+    job = {"device": "stand-in"} if way == "device" else {}
+    seen: list[Seen] = run("servers", SYNC, lambda session: trained(session, **options), **job)
+    assert [len(seen[2].rounds[step]) for step in (0, 7)] == [6, 2]
+    assert samples_of(seen) == sorted([*range(200)] * 2)
+    assert_close(seen[1].values, one_process(seen), 1e-9)
+
+
+@pytest.mark.parametrize("way", ["hosts", "ballots"])
+def test_buckets_that_leave_during_backward_have_the_weight_of_their_batch(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cost the numbers of samples differ in each step: but for the first, no bucket is reduced twice."""
+    reduced: list[int] = []
+    reduce = BucketRounds._reduce
+
+    def counted(rounds: BucketRounds, number: int, background: bool) -> Any:
+        reduced.append(number)
+        return reduce(rounds, number, background)
+
+    monkeypatch.setattr(collective_reducer, "BUCKET", 64)
+    monkeypatch.setattr(BucketRounds, "_reduce", counted)
+    work = lambda session: trained(session, 96, 8, 1, cost=lambda index: 1.0 + (index * 37 % 50) ** 2)  # noqa: E731
+    seen: list[Seen] = run(way, SYNC, work, 2)
+    sizes = [len(part) for part in seen[0].rounds]
+    assert len(set(sizes)) > 2
+    buckets = max(reduced) + 1
+    assert buckets > 1
+    assert len(reduced) == 2 * buckets * (len(sizes) + 2), "the first again, and one without data at the end"
+    assert_close(seen[1].values, one_process(seen), 1e-9)
+
+
 def micro_batches(session: Session, length: int = 190, epochs: int = 2, loaded: bool = True, **options: Any) -> Seen:
     """Some epochs of micro-batches of 3, by `sampler=` and a fixed `batch_size` or by `batch_sampler=`."""
     trainee = Trainee(session, uneven, options)
@@ -64,7 +102,7 @@ def micro_batches(session: Session, length: int = 190, epochs: int = 2, loaded: 
         sampler: Any = DistributedSampler(range(length), batch_size=3)
         loader = torch.utils.data.DataLoader(indices, batch_size=3, sampler=sampler)
     else:
-        sampler = DistributedBatchSampler(range(length), 3)
+        sampler = DistributedBatchSampler(range(length), 6)  # cut in two micro-batches
         loader = torch.utils.data.DataLoader(indices, batch_sampler=sampler)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -99,7 +137,7 @@ def test_the_mean_of_a_round_of_micro_batches_is_clipped() -> None:
 def resumed(session: Session, length: int, each: int, steps: int | None, sync: str) -> Seen:
     trainee = Trainee(session)
     if "micro" in sync:
-        sampler: Any = DistributedBatchSampler(range(length), 2)
+        sampler: Any = DistributedBatchSampler(range(length), 4)
     elif "balance" in sync:
         sampler = DistributedBatchSampler(range(length), each)
     else:
@@ -145,6 +183,19 @@ def test_what_is_pushed_and_not_applied_is_not_done(tmp_path: Path) -> None:
         second = job.run(lambda session: resumed(session, 60, 4, None, SYNC))
     assert len(samples_of(first)) == 32
     assert sorted(samples_of(first) + samples_of(second)) == list(range(60))
+
+
+@pytest.mark.parametrize("way", ["servers", "memory"])
+def test_the_others_take_over_the_share_of_a_worker_that_ends(way: str) -> None:
+    def work(session: Session) -> Seen:
+        sampler = DistributedBatchSampler(range(180), 6)
+        return Trainee(session, lambda rank, step: 1.0).train(sampler, 4 if session.rank == 1 else None)
+
+    seen: list[Seen] = run(way, SYNC, work)
+    sizes = [[len(part) for part in one.rounds] for one in seen]
+    assert sizes[1] == [6] * 4
+    assert [one + other for one, other in zip(sizes[0], sizes[2], strict=True)][-4:] == [18] * 4
+    assert_close(seen[0].values, seen[2].values, 1e-12)
 
 
 def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:
@@ -222,6 +273,13 @@ def test_shards_that_are_not_one_for_each_rank_are_refused() -> None:
     assert "gives shard 0 of 1" in refused(SYNC, sharded)
 
 
+def test_groups_of_some_ranks_are_refused() -> None:
+    def grouped(session: Session) -> None:
+        Trainee(session, options={"group": Group((session.rank,), None)})
+
+    assert "shares a data set among all 2 ranks" in refused(SYNC, grouped)
+
+
 def test_no_sync_is_refused_where_batches_differ_in_size() -> None:
     def accumulating(session: Session) -> None:
         with Trainee(session).optimizer.no_sync():
@@ -240,6 +298,7 @@ def test_a_scheduler_that_is_stepped_by_micro_batch_is_refused_once_workers_diff
 
     text = refused("bsp+balance,micro=2", scheduled, 3)
     assert "hyper-parameters differ: lr" in text
+    assert "call scheduler.step() once a round" in text
 
 
 def test_a_scheduler_that_is_stepped_by_round_is_not() -> None:
@@ -264,7 +323,7 @@ def test_a_micro_batch_that_is_not_finite_is_left_out() -> None:
     def scaled(session: Session) -> list[torch.Tensor]:
         trainee = Trainee(session, lambda rank, step: 1.0)
         optimizer: Any = trainee.optimizer
-        for number, batch in zip(range(2), DistributedBatchSampler(range(16), 4, shuffle=False), strict=False):
+        for number, batch in zip(range(2), DistributedBatchSampler(range(16), 8, shuffle=False), strict=False):
             optimizer.grad_scale = torch.tensor(1.0)
             optimizer.found_inf = torch.tensor(float(session.rank == 0 and number == 0))
             trainee.train([batch])
@@ -318,7 +377,8 @@ def test_a_job_of_one_takes_the_joint_batch() -> None:
         session = Session(None, JobFacts(1, (), sync), 0)
         with as_current(session):
             seen = trained(session, 40, 4, 1)
-        assert [len(part) for part in seen.rounds][:2] == ([4, 4] if sync == SYNC else [8, 8])
+        assert [len(part) for part in seen.rounds][:2] == [4, 4]
+        assert [len(part) for part in seen.steps][:2] == ([4, 4] if sync == SYNC else [2, 2])
         assert_close(seen.values, one_process([seen]), 1e-9)
 
 

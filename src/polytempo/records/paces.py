@@ -120,7 +120,7 @@ def paces_of(figures: Iterable[StepFigures], dealt: bool = False, deadlines: boo
     """
     steps: dict[int, list[StepFigures]] = {}
     for one in figures:
-        row = one._replace(computed=one.elapsed, exchanged=0.0) if deadlines and one.elapsed else one
+        row = one._replace(computed=max(one.elapsed - one.exchanged, one.computed)) if deadlines else one
         steps.setdefault(one.worker, []).append(row)
     judged = {worker: rows for worker, found in sorted(steps.items()) if len(rows := _settled(found)) >= LEAST_STEPS}
     absent = tuple(worker for worker in sorted(steps) if worker not in judged)

@@ -81,16 +81,24 @@ class RoundChecker:
         elif event["kind"] == "push" and event["worker"] in self._members:
             self._push(event, not any(line["kind"] in ("discard", "refuse") for line in group))
         enters = event["kind"] == "join" and self._round is not None and self._round.number == event["step"]
-        if self._started and not enters and (released or self._is_complete()):
+        if self._started and not enters and (released or self._is_over()):
             self._close(event, released)
         self._started = self._started or not missing
         for line in released:
             self._release(line)
         self._same_plan(event, released)
+        self._none_forgotten(event)
         for line in group:
             if line["kind"] == "apply":
                 self._apply(line)
         self._halfway(event)
+
+    def _is_over(self) -> bool:
+        """Have all workers of the round left, some after their push? It closes, and there are none to be released."""
+        here = self._round
+        if here is None or not here.pushed or here.computing or self._missed:
+            return False
+        return not self._members.intersection(here.pushed)
 
     # What happened.
 
@@ -132,11 +140,6 @@ class RoundChecker:
         if count and samples:
             self._largest = max(self._largest, samples / count)
 
-    def _is_complete(self) -> bool:
-        """Is there none that the round waits for, and one that waits for its end?"""
-        here = self._round
-        return here is not None and not here.computing and bool(here.pushed or self._missed)
-
     def _close(self, event: RecordLine, released: list[RecordLine]) -> None:
         """The next round has begun: was it time, and is it for all that were in this one?"""
         here = self._round
@@ -154,8 +157,7 @@ class RoundChecker:
             self._overdue |= dict.fromkeys(here.computing, here.number)
         wanted = {worker for worker in here.pushed if worker in self._members} | self._missed.keys()
         got = {line["worker"] for line in released}
-        text = f"round {here.number} ends here, which releases workers {sorted(wanted)}, not {sorted(got)}"
-        self._require(event, got == wanted, text)
+        self._require(event, got == wanted, f"released were {sorted(got)}, expected {sorted(wanted)}")
         self._closed.append(RoundUpdate(sorted(here.pushed), here.deadline or 0.0))
         self._round = OpenRound(here.number + 1, event["t"])
 
@@ -218,6 +220,15 @@ class RoundChecker:
         closed.divisor = divisor
         each = LATEST * closed.deadline * self._fastest * self._largest
         self._require(line, 0 <= divisor <= SETTLED * self._most_members * each, f"no workers are as fast as {divisor:g}")
+
+    # After an event.
+
+    def _none_forgotten(self, event: RecordLine) -> None:
+        here = self._round
+        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
+        self._require(
+            event, not (waiting and self._started), f"all workers of round {self.number} have pushed, and it is open"
+        )
 
     def _halfway(self, event: RecordLine) -> None:
         here = self._round

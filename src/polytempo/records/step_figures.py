@@ -11,7 +11,7 @@ in others the time from a release to its push counts as computing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from polytempo.records.lines import MAIN, RecordLine, of_optimizer
@@ -65,27 +65,26 @@ class FigureLog:
     def __init__(self, workers: int) -> None:
         self._most = max(min(KEPT, KEPT_IN_ALL // max(workers, 1)), MIN_KEPT)
         self._every = 1  # steps that are multiples of this are kept
-        self._rows: dict[int, list[StepFigures]] = {}
+        self._rows: dict[int, list[tuple[float, ...]]] = {}
         self._released: dict[int, float] = {}
 
     def released(self, worker: int, now: float) -> None:
         """A worker may start its next step."""
         self._released[worker] = now
 
-    def add(self, figures: StepFigures) -> None:
-        """A push was counted."""
-        if figures.step % self._every:
+    def add(self, worker: int, step: int, t: float, *figures: float) -> None:
+        """A push was counted: the fields of `StepFigures`, without the last."""
+        if step % self._every:
             return
-        rows = self._rows.setdefault(figures.worker, [])
-        rows.append(figures._replace(elapsed=figures.t - self._released.get(figures.worker, figures.t)))
+        rows = self._rows.get(worker)
+        if rows is None:
+            rows = self._rows[worker] = []
+        rows.append((worker, step, t, *figures, t - self._released.get(worker, t)))
         if len(rows) > self._most:
             self._every *= 2
-            for worker, kept in self._rows.items():
-                self._rows[worker] = [one for one in kept if one.step % self._every == 0]
-
-    def __iter__(self) -> Iterator[StepFigures]:
-        return iter(sorted((one for rows in self._rows.values() for one in rows), key=lambda one: one.t))
+            for kept_of, kept in self._rows.items():
+                self._rows[kept_of] = [row for row in kept if row[1] % self._every == 0]
 
     def as_rows(self) -> tuple[tuple[float, ...], ...]:
-        """For a message."""
-        return tuple(tuple(one) for one in self)
+        """For a message, in the order of their moments; `figures_from` reads them."""
+        return tuple(sorted((row for rows in self._rows.values() for row in rows), key=lambda row: row[2]))

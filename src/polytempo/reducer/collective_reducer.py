@@ -155,6 +155,11 @@ class BucketRounds:
 
     # While backward runs.
 
+    @property
+    def begun(self) -> bool:
+        """Have buckets of this round left?"""
+        return bool(self._tasks)
+
     def complete(self, index: int) -> None:
         """A gradient is in the flat buffer."""
         self._scheduler.complete(index)
@@ -397,6 +402,7 @@ class CollectiveReducer(Reducer):
         self._rule = RuleByBallot(spec.sync, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True
+        self._expected: Callable[[], float] | None = None  # what the next push will weigh
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
@@ -414,7 +420,12 @@ class CollectiveReducer(Reducer):
 
     def _complete(self, index: int) -> None:
         if self.sending:
+            if self._expected is not None and not self._rounds.begun:
+                self._rounds.weight = self._expected()
             self._rounds.complete(index)
+
+    def expect(self, weight: Callable[[], float]) -> None:
+        self._expected = weight
 
     # A step.
 

@@ -58,7 +58,13 @@ class PeerReducer(Reducer):
         peers, members = self.session.local_peers(), self.answer.members
         peers.meet(members)
         number = buffer_number(self.session, self.name, self.spec)
-        return SharedSums(peers, members, number, self.layout, self._clock.client.watched())
+        heard = [(descriptor, self._hear) for descriptor, _ in self._clock.client.watched()]
+        return SharedSums(peers, members, number, self.layout, heard)
+
+    def _hear(self) -> None:
+        """Handle what has come from the servers; another optimizer's communication thread may do the same."""
+        with self.session.lock:
+            self._clock.client.poll()
 
     @property
     def answer(self) -> Answer:

@@ -116,6 +116,9 @@ class Reducer(ABC):
         """Buckets do not leave during backward while gradients are accumulated."""
         self.sending = sending
 
+    def expect(self, weight: Callable[[], float]) -> None:
+        """`weight` tells, while backward runs, what the next push will weigh; where buckets leave weighted, they need it."""
+
     def take_answer(self) -> None:
         """Take the answer to the last push, where that was deferred (`device_exchange.py`)."""
 

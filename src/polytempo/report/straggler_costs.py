@@ -27,6 +27,8 @@ from polytempo.sync.spec import Spec, parse_spec
 MODES = ("bsp", "bsp+balance", "anytime:auto", "ssp:3", "asp")
 #: Simulated steps of a worker, and of all; a batch that shares can be cut from.
 STEPS, STEPS_IN_ALL, BATCH = 400, 40_000, 64
+#: Stalls beside another trouble are said from this share of the time on: behind it most of them do not show.
+WORTH_SAYING = 0.10
 #: The shortest step in a trace, as a share of a typical one.
 LEAST = 1e-3
 #: Steps between two averages of the advice for slow links.
@@ -78,7 +80,7 @@ def costs_of(stragglers: list[Straggler], paces: JobPaces, sync: str) -> list[Co
         best = sorted([*more, *modes], key=lambda mode: (mode.stale, -mode.gain))
         gain = after / before - 1 if before else 0.0
         found.append(CostOfStraggler(one, share * paces.seconds, share, max(gain, 0.0), tuple(best)))
-    return found
+    return [cost for cost in found if len(found) == 1 or cost.straggler.cause != "stalls" or cost.share >= WORTH_SAYING]
 
 
 def _modes(spec: Spec, paces: JobPaces, before: float) -> list[PredictedMode]:

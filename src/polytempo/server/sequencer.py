@@ -28,7 +28,7 @@ from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricRepo
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
-from polytempo.records.step_figures import FigureLog, StepFigures
+from polytempo.records.step_figures import FigureLog
 from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
@@ -136,7 +136,8 @@ class PolicyRunner:
         for head in clock.heads(action) if clock.spec.anytime is not None else ():
             self._leases.applied(head)
         if clock.is_main and clock.spec.measured:
-            self._done.apply(position for head in clock.heads(action) for position in head.positions)
+            positions = [position for head in clock.heads(action) for position in head.positions]
+            self._done.apply(positions, leased=clock.spec.anytime is not None)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -361,14 +362,15 @@ class Sequencer:
             event.count = push.count
         if clock.spec.measured:
             event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
-        figures = push_figures(push, slot.waited)
+        figures = push_figures(push, slot.waited) if self.plan.recorded else None
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced, slot.busy = push.fence > 0, push.busy
         self._runner.tally(clock, push)
         try:
             if clock.is_main:
-                self.paces.add(StepFigures(worker, push.id.step, now, push.samples, push.count, **figures))
+                own = (push.work or 0.0, push.computed, push.input, max(push.exchanged - slot.waited, 0.0))
+                self.paces.add(worker, push.id.step, now, push.samples, push.count, *own)
             effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
             return effects + self._checkpoint(clock, now, effects)

@@ -12,20 +12,20 @@ and is not trained on yet, whatever the loader has read ahead.
 
 Which of several passes a step was made of: one that goes on before one that has ended, of those that have ended one that has
 trained before (a loader has read the rest of it ahead) before others (they were looked at); of these the last that was drawn
-from.
+from. One that has ended and that no loader holds any more was left early if a loader holds a later one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position, RoundPlan
-from polytempo.sync.sample_queue import Range
+from polytempo.sync.sample_queue import Range, merged
 from polytempo.sync.shares import ShareWeights
 from polytempo.sync.spec import Spec
 
@@ -72,8 +72,10 @@ class DealtPass:
     singles: bool = False  #: samples are handed out one by one, and a loader makes batches of them
     each: int = CHUNK  #: there, samples of the last step
     ended: bool = False
+    complete: bool = False  #: and all of it was drawn
     trained: int = 0  #: batches
     at: int = 0  #: the moment of its last draw, counted over all passes
+    held_by: Callable[[], object | None] = lambda: None  #: the iterator, as long as a loader holds it
 
     def position(self, batch: DealtBatch) -> Position:
         """What a push says of a batch."""
@@ -107,7 +109,8 @@ class Dealing:
         self._moment = 0
         self._last_draw: Draw | None = None
         self._trainers: set[str] = set()  # samplers that steps were made of
-        self._returned: list[Position] = []
+        self._returned: list[Position] = []  # places of passes that are over
+        self._looked_at: list[Position] = []
         self._state = threading.Condition()
         self._frozen_by: int | None = None  # the thread that pushes
 
@@ -184,7 +187,7 @@ class Dealing:
     def end(self, one: DealtPass, complete: bool) -> None:
         """A pass has ended; where the script has left it early, what is drawn and not trained on never will be."""
         with self._state:
-            one.ended = True
+            one.ended, one.complete = True, complete
             if not complete:
                 self._drop(one)
 
@@ -251,18 +254,23 @@ class Dealing:
         return int(samples)
 
     def _drop(self, one: DealtPass) -> None:
-        """A pass is over: what it has leased and not trained on goes back."""
+        """A pass is over: what it has leased and not trained on goes back. One that was gone through to its end without a
+        step was looked at: its places are done."""
         if self.take is not None and one.number >= 0:
-            self._returned += [one.position(batch) for batch in (*one.drawn, *one.again, *one.share)]
+            left = (*one.drawn, *one.again, *one.share)
+            looked_at = [batch for batch in left if one.complete and not one.trained and batch.epoch is None]
+            self._looked_at += [one.position(batch) for batch in looked_at]
+            self._returned += [one.position(batch) for batch in left if batch not in looked_at]
         one.drawn.clear()
         one.again.clear()
         one.share.clear()
 
-    def returned(self) -> list[Position]:
-        """Leased places that no pass of this worker will train on, since the last call: to be given back."""
+    def returned(self) -> tuple[list[Position], list[Position]]:
+        """Leased places of passes that are over, since the last call: those that none was trained on, to be given back, and
+        those that were only looked at."""
         with self._state:
-            returned, self._returned = self._returned, []
-            return returned
+            found, self._returned, self._looked_at = (self._returned, self._looked_at), [], []
+            return found
 
     @property
     def in_pass(self) -> bool:
@@ -273,6 +281,8 @@ class Dealing:
     def _training(self) -> list[DealtPass]:
         """Of each sampler that trains the pass that the step was made of."""
         drawn = [one for one in self._passes if one.drawn]
+        held = {one.sampler: one.at for one in sorted(drawn, key=lambda one: one.at) if one.held_by() is not None}
+        drawn = [one for one in drawn if not (one.ended and one.held_by() is None and one.at < held.get(one.sampler, 0))]
         training = [one for one in drawn if not one.ended or one.trained]
         if not training:  # a loader has read a whole pass ahead, before the first step on it
             training = [one for one in drawn if one.sampler in self._trainers] or drawn
@@ -323,7 +333,10 @@ class Dealing:
     def resume(self, plan: RoundPlan | None = None) -> None:
         """The answer is here, with new weights maybe."""
         with self._state:
-            if plan is not None and plan.weights and plan.weights != self._table[-1][1]:
+            if plan is not None and plan.weights and self._last_draw is None:
+                self._table = [((0, 0), plan.weights)]
+                self._numbered = max(self._numbered, plan.since[0] if plan.since else 0)  # it joins others in this pass
+            elif plan is not None and plan.weights and plan.weights != self._table[-1][1]:
                 following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
                 self._table.append((plan.since or following, plan.weights))
                 self._forget()
@@ -345,3 +358,20 @@ def _size(ranges: Sequence[Range]) -> int:
 def _single(batch: DealtBatch, place: int) -> DealtBatch:
     """One sample of a batch."""
     return replace(batch, places=((place, place + 1),), samples=1, cost=batch.cost / batch.samples)
+
+
+def united(positions: Iterable[Position]) -> tuple[Position, ...]:
+    """The places of several micro-batches: one position for each sampler, epoch and length."""
+    found: dict[tuple[str, int, int], list[Position]] = {}
+    for one in positions:
+        found.setdefault((one.sampler, one.epoch, one.length), []).append(one)
+    return tuple(
+        Position(
+            epoch,
+            sum(one.taken for one in parts),
+            sampler,
+            done=tuple(merged(place for one in parts for place in one.done)),
+            length=length,
+        )
+        for (sampler, epoch, length), parts in found.items()
+    )

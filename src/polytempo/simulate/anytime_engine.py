@@ -41,6 +41,7 @@ class RoundProgress:
     """What a worker has done in its round, and what it is in the middle of."""
 
     __slots__ = (
+        "abandoned",
         "deadline",
         "held",
         "made_of",
@@ -65,6 +66,7 @@ class RoundProgress:
         self.unfinished: MicroBatch | None = None  # at the deadline
         self.started = 0.0  # when it was begun
         self.until = 0.0  # when it will be done
+        self.abandoned: tuple[float, float] | None = None  # work and seconds of one that has ended since the last push
         self.held = False  # is its push in a round that is open, while it is busy?
 
 
@@ -185,7 +187,7 @@ class AnytimeEngine(SimulationEngine):
                 self._plan(last, DEADLINE, worker, progress.round, version)
                 self._plan(end, FREE, worker, progress.round, version)
                 return
-            made_of.append(batch._replace(seconds=end - at))
+            made_of.append(MicroBatch(batch.samples, batch.places, version, end - at))
             pace.add(end - at)
             at = end
         self._plan(at, COMPUTED, worker, progress.round, version)
@@ -218,6 +220,7 @@ class AnytimeEngine(SimulationEngine):
         if self._anytime.late == "keep":
             progress.made_of.append(batch._replace(seconds=now - progress.started, late=True))
         else:
+            progress.abandoned = batch.samples, now - progress.started
             self._samples.give_back(worker.rank, [batch])
             worker.wasted += now - worker.since
             self._forget([batch._replace(late=True)])
@@ -238,8 +241,12 @@ class AnytimeEngine(SimulationEngine):
         progress = self._rounds[worker.rank]
         made_of, progress.sent = progress.sent, []
         samples, computed = sum([batch.samples for batch in made_of]), in_order(batch.seconds for batch in made_of)
+        work: float = samples
+        if not made_of and progress.abandoned:
+            work, computed = progress.abandoned
+        progress.abandoned = None
         self._samples.pushed(worker.rank, step, made_of)
-        push = Pushed(worker.rank, step, samples, (), len(made_of), None, None, samples, computed)
+        push = Pushed(worker.rank, step, samples, (), len(made_of), None, None, work, computed)
         super()._pushed(now, worker, step, version, push)
 
     def _hold(self, hold: Hold, now: float) -> None:

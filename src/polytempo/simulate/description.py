@@ -6,7 +6,8 @@ imports no third-party package.)
 
 A recorded run as a cluster answers what another mode would have done with the same machines: a worker's step, from its
 release to the arrival of its push, takes as long as it took; steps beyond the recorded ones repeat them. The cost of servers
-and network is inside these times, so the cluster has no links.
+and network is inside these times, so the cluster has no links. Where samples were dealt out by speed, steps are those of an
+even share of the joint batch, at each worker's own pace.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from statistics import median
 from typing import Any
 
 from polytempo.errors import ClusterError, RecordError, nearest
@@ -218,26 +220,65 @@ _EXPERIMENT: dict[str, FieldReader] = {
 def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
     """The cluster of a recorded run, as far as the record shows it."""
     released: dict[tuple[int, int], float] = {}
-    seconds: dict[int, list[float]] = {}
-    samples: dict[int, list[float]] = {}
+    pushes: dict[int, list[tuple[float, RecordLine]]] = {}  # of each worker: seconds from its release, and the line
+    expected: list[float] = []  # samples of the joint batch, where updates say so
+    dealt = False
     for line in lines:
         if "optimizer" in line:
             continue
         if line["kind"] == "release":
             released[line["worker"], line["step"]] = line["t"]
+            dealt = dealt or "weights" in line or "deadline" in line
         elif line["kind"] == "push" and (line["worker"], line["step"]) in released:
             started = released.pop((line["worker"], line["step"]))
-            count = line.get("count", 1)  # of local steps in a block, which are taken to be of one length
-            seconds.setdefault(line["worker"], []).extend([max(line["t"] - started, 1e-9) / count] * count)
-            samples.setdefault(line["worker"], []).append(line.get("samples", 1) / count)
-    missing = [worker for worker in range(workers) if worker not in seconds]
+            pushes.setdefault(line["worker"], []).append((max(line["t"] - started, 1e-9), line))
+        elif line["kind"] == "apply" and "divisor" in line:
+            expected.append(line["divisor"])
+    times, batches = _dealt_steps(pushes, workers, expected) if dealt else _recorded_steps(pushes)
+    missing = [worker for worker in range(workers) if worker not in times]
     if missing:
         raise RecordError(f"the record has no step of workers {missing[:8]}; expected a run in which every worker took some")
-    return Cluster(
-        workers=workers,
-        step_times={worker: Trace(tuple(times)) for worker, times in seconds.items()},
-        batches={worker: max(1, round(sum(sizes) / len(sizes))) for worker, sizes in samples.items()},
-    )
+    return Cluster(workers=workers, step_times={worker: Trace(tuple(of)) for worker, of in times.items()}, batches=batches)
+
+
+#: Seconds of each worker's steps, and the samples of its batch.
+StepsOfWorkers = tuple[dict[int, list[float]], dict[int, int]]
+
+
+def _recorded_steps(pushes: Mapping[int, list[tuple[float, RecordLine]]]) -> StepsOfWorkers:
+    seconds: dict[int, list[float]] = {}
+    batches: dict[int, int] = {}
+    for worker, of in pushes.items():
+        counts = [line.get("count", 1) for _, line in of]  # of local steps in a block, which are taken to be of one length
+        seconds[worker] = [
+            time / count for (time, _), count in zip(of, counts, strict=True) for _ in range(count)
+        ]  # fmt: skip
+        sizes = [line.get("samples", 1) / count for (_, line), count in zip(of, counts, strict=True)]
+        batches[worker] = max(1, round(sum(sizes) / len(sizes)))
+    return seconds, batches
+
+
+def _dealt_steps(
+    pushes: Mapping[int, list[tuple[float, RecordLine]]], workers: int, expected: list[float]
+) -> StepsOfWorkers:
+    """The same where samples were dealt out by speed: steps of an even share of the joint batch, at each worker's own pace.
+    Rounds in which a worker was stuck make its next step longer."""
+    joint: dict[int, float] = {}
+    for of in pushes.values():
+        for _, line in of:
+            joint[line["step"]] = joint.get(line["step"], 0.0) + line["samples"]
+    batch = max(1, round(median(expected or joint.values()) / workers)) if joint else 1
+    seconds: dict[int, list[float]] = {}
+    for worker, of in pushes.items():
+        stuck = 0.0
+        for time, line in of:
+            if not line["samples"]:
+                stuck += time
+                continue
+            own = min(line.get("computed") or time, time)  # one that was finished late began before
+            seconds.setdefault(worker, []).append(own / line["samples"] * batch + stuck)
+            stuck = 0.0
+    return seconds, dict.fromkeys(seconds, batch)
 
 
 def random_cluster(seed: int) -> Cluster:

@@ -102,6 +102,8 @@ class DeadlineRule(RoundRule):
         if self._auto:
             self._choose(sorted(speeds.values()), len(members))
         sizes = self._sizes.of(active)
+        if not sizes:  # all that ended were abandoned
+            return
         expected = in_order(finished(self.deadline, speed) * sizes[worker] for worker, speed in speeds.items())
         if abs(expected - self._expected) > HYSTERESIS * self._expected:
             self._expected = expected

@@ -236,7 +236,7 @@ class Barrier(Policy):
     def _ticked(self, now: float) -> list[Action]:
         if now < self._overdue_at:
             return []
-        if not self._waiting and not self._behind:  # they have left: the round delays none
+        if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
             self._overdue_at, self._half = math.inf, False
             return []
         self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
@@ -263,8 +263,10 @@ class Barrier(Policy):
 
     def _difference(self, push: Pushed) -> str:
         """The first hyper-parameter in which a push differs from the round's first push."""
+        if not self._is_compared(push):  # first: in a round in which none is, there is nothing to look for
+            return ""
         first = next((arrived for arrived in self._arrived if self._is_compared(arrived)), None)
-        if first is None or not self._is_compared(push) or first.hyper == push.hyper:
+        if first is None or first.hyper == push.hyper:
             return ""
         theirs, ours = dict(first.hyper), dict(push.hyper)
         for name in {**theirs, **ours}:

@@ -32,7 +32,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
     Args:
         dataset: The data set; only its length is read.
         batch_size: The mean batch of a worker: the joint batch has `batch_size` times the number of workers, whatever the
-            shares are. With `micro=M` in the mode, and under `anytime`, the size of each micro-batch.
+            shares are. With `micro=M` in the mode, and under `anytime` (8), it hands out micro-batches of `batch_size / M`
+            samples, rounded up: a worker takes M of them in a round, on average.
         shuffle: A new order in each epoch, the same on all workers.
         seed: The seed of the order; the job's `--seed` by default.
         drop_last: Leave out the last joint batch of an epoch where it is smaller than the others. By default it is used; one
@@ -103,7 +104,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         return self._training is True or (self._training is None and torch.is_grad_enabled())
 
     def _shape(self, spec: Spec) -> BatchShape:
-        return BatchShape(self.batch_size, spec.micro, self.drop_last)
+        size = math.ceil(self.batch_size / spec.micro) if spec.micro else self.batch_size
+        return BatchShape(size, spec.micro, self.drop_last)
 
     def __len__(self) -> int:
         spec = self._session.dealing.spec or parse_spec(self._session.job.sync)

@@ -8,14 +8,14 @@
     new values     are put into the parameters by the script's thread in its next `step()`, never under a backward
     late           the micro-batch of that `step()` was computed on older values: with `late=drop` it is abandoned, and its
                    samples are used again; with `late=keep` it is added to the sum of the round that is open, once, however
-                   many rounds have passed
+                   many rounds have passed; unless the budget is used up
     no deadline    in the first round of `anytime:auto` each worker takes `micro` micro-batches
 
 A micro-batch that a `GradScaler` skips is left out of the sum, as in a job of one; its samples are used up. Hyper-parameters
 of a push are those of its last micro-batch. `step()` calls are micro-batches: the budget's `--steps` counts those in pushes.
 
 `consolidate()` inside a pass over the data shows the values of the round, which are the job's newest; after a pass, or when
-the budget is used up, it ends this worker's part of the round first, so that all that was computed is in.
+the budget is used up, it ends this worker's part of the round and waits for its end, so that all that was computed is in.
 
 All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
 """
@@ -35,11 +35,11 @@ from polytempo.protocol.values import Position
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.session.dealing import united
 from polytempo.session.leased_places import LeasedPlaces
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.spec import Spec
-from polytempo.train.share_rounds import united
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
@@ -153,20 +153,25 @@ class DeadlineUpdate(StepUpdate):
             self._pace.add(request.about["computed"])
             late = self._exchanging or bool(self._outcomes)
             returned: Sequence[Position] = ()
-            if late and self._spec.late == "drop":
+            if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
+                self._wait(lambda: not self._exchanging)
+            if late and (self._spec.late == "drop" or self._is_last()):
                 self._abandoned += 1
                 self._sum.in_vain = {name: request.about[name] for name in SUMMED if request.about.get(name) is not None}
                 returned = self._session.dealing.abandoned() if dealt else ()
             else:
                 self._late += late
                 self._add(request)
-            if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
-                self._wait(lambda: not self._exchanging)
             self._install()
             if not self._goes_on():
                 self._end_round()
         if self._leases is not None:
-            self._leases.give_back([*returned, *self._session.dealing.returned()])
+            unused, looked_at = self._session.dealing.returned()
+            self._leases.give_back([*returned, *unused], looked_at)
+
+    def _is_last(self) -> bool:
+        """Has the last round ended? All workers leave after it, so nothing is kept for another."""
+        return self._session.client is not None and self._session.client.stop
 
     def _dealt(self, request: StepRequest) -> bool:
         """Find out what the micro-batch was made of, where a sampler has dealt it."""
@@ -237,24 +242,26 @@ class DeadlineUpdate(StepUpdate):
         raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
 
     def consolidate(self, reducer: Reducer) -> None:
-        if not self._session.dealing.in_pass or reducer.client_state.answer.stop:
-            self.flush()
+        over = not self._session.dealing.in_pass or reducer.client_state.answer.stop
         with self._turn:
-            self._wait(lambda: not self._exchanging)
-            self._install()
+            self._settle(ends_round=over)
             reducer.renew()
             if reducer.copier.watch.touched:
                 self._rounds.reload()
                 reducer.copier.watch.touched = ""
 
     def flush(self) -> None:
-        """End this worker's part of the round now, if it has finished a micro-batch, and take the newest values."""
+        """Send what is finished, and wait for the end of its round."""
         with self._turn, torch.no_grad():
-            self._raise_error()
-            self._wait(lambda: not self._exchanging)
-            self._install()
-            if self._sum.taken:
-                self._end_round()
+            self._settle(ends_round=self._sum.taken > 0)
+
+    def _settle(self, ends_round: bool) -> None:
+        """Take the newest values; `ends_round`: those at the end of the round, to which this worker adds no more."""
+        self._raise_error()
+        self._wait(lambda: not self._exchanging)
+        self._install()
+        if ends_round:
+            self._end_round()
 
     # The communication thread.
 

@@ -9,6 +9,7 @@ leases          micro-batches of places that the sequencer leases, until none ar
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -102,8 +103,23 @@ class DealtEpoch:
             ended: Called at the end of a whole pass with the epoch, and a function that tells whether it was trained on.
             as_stream: A loader makes batches of single indices again: one that is short is the last.
         """
+        holders: list[weakref.ref[Iterator[list[int]]]] = []
+        found = self._drawn(sampler, epoch, trains, ended, as_stream, holders)
+        holders.append(weakref.ref(found))
+        return found
+
+    def _drawn(
+        self,
+        sampler: str,
+        epoch: int,
+        trains: Callable[[], bool],
+        ended: Callable[[int, Callable[[], bool]], None],
+        as_stream: bool,
+        holders: Sequence[weakref.ref[Iterator[list[int]]]],
+    ) -> Iterator[list[int]]:
         dealing, leases = self._dealing, self._dealing.take is not None and trains()
         one, complete = dealing.begin(sampler, epoch, self._length if leases else len(self._order)), False
+        one.held_by = holders[0]
         if leases:
             one.singles = not self._shape.each
             one.earlier.extend((old, len(order)) for old, order in self._earlier(sampler, epoch).items())

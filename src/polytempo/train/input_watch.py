@@ -2,7 +2,7 @@
 
 From the end of a step to the next forward pass a training loop gets its next batch: these seconds are `Push.input`. What the
 model is given is counted as well: the elements of its first argument are the work of the step where no sampler says what
-samples cost, so that long sequences are not taken for a slow host. One hook of the root module: below a microsecond a call.
+samples cost, so that long sequences are not taken for a slow host. One hook of the root module, two microseconds a call.
 
 Not seen, and counted as computing: input while gradients are accumulated, after the first forward pass; models that are
 called without their hooks (`model.forward(x)`, captured CUDA graphs, inside `torch.compile`).

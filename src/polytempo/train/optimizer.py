@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         tables.find(model if mirrors else None, optimizer, self._params, self._groups)
         check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
         if together:
-            check_deadlines(spec, apply, buffers, among_workers, bool(tables.all))
+            check_deadlines(spec, apply, buffers, among_workers)
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
         self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)
@@ -520,8 +520,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Figures of this worker so far: step, waited_s, staleness, bytes_sent, bytes_received, nonfinite, spread; also
         bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
         blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
-        the push before was not merged yet. device_bytes: GPU memory that this optimizer has taken in this process for
-        exchanges, beside parameters and gradients."""
+        the push before was not merged yet; under `bsp+balance` share: of the joint batch, relative to an even one.
+        device_bytes: GPU memory that this optimizer has taken in this process for exchanges, beside parameters and
+        gradients."""
         reducer = self._reducer
         if reducer is not None:
             with self._not_computing():

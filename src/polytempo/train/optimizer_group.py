@@ -15,6 +15,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.optimizer_names import name_in_group
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session
+from polytempo.sync.balance import BALANCE
 from polytempo.sync.spec import Spec
 from polytempo.train.communication import Group
 from polytempo.train.step_clock import StepClock
@@ -77,6 +78,11 @@ def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: 
         raise UsageError(
             f"{spec.text} mixes models between neighbours among all {session.size} ranks, and the group has ranks {ranks}; "
             "leave group= out, or use sync='local:8'"
+        )
+    if spec.mode is BALANCE:
+        raise UsageError(
+            f"{spec.text} shares a data set among all {session.size} ranks, and the group has ranks {ranks}; leave group= "
+            "out, or use sync='bsp'"
         )
     if isinstance(group, ReplicaRanks):
         return OptimizerGroup(group.ranks, group.main, in_replica=True)

@@ -61,6 +61,10 @@ class HandedState:
     means: list[RoundMean]
 
 
+class MissedRound(Exception):
+    """This worker was stopped for so long that the sum of its round is gone."""
+
+
 class PeerRounds(RoundExchange):
     """The rounds of one optimizer, on one worker.
 
@@ -95,47 +99,55 @@ class PeerRounds(RoundExchange):
     def exchange(
         self, total: FlatBuffer | None, samples: float, count: int, hyper: GroupValues, **about: Any
     ) -> RoundOutcome:
-        reducer, watch = self.reducer, self.reducer.copier.watch
-        began, busy = time.perf_counter(), bool(about.get("busy"))
-        if not busy:
+        began, watch = time.perf_counter(), self.reducer.copier.watch
+        if not about.get("busy"):
             about["touched"], watch.touched, self._touched = watch.touched or self._touched, "", ""
-        reducer.push(total, hyper, samples=samples, count=count, **about)
-        answer, closed = reducer.answer, reducer.last_round
-        plan = answer.plan or RoundPlan()
-        behind = plan.catching_up
+        about |= {"samples": samples, "count": count}
+        while True:
+            self.reducer.push(total, hyper, **about)
+            plan = self.reducer.answer.plan or RoundPlan()
+            try:
+                content = self._end(plan, bool(about.get("busy")))
+                break
+            except (
+                MissedRound
+            ):  # the next round has closed without it, too: it reports that, without samples, and catches up
+                total, about = None, {"samples": 0.0, "count": 0, "busy": about.get("busy", False)}
+        self.reducer.took(time.perf_counter() - began)
+        return RoundOutcome(self.reducer.step, plan, content)
+
+    def _end(self, plan: RoundPlan, busy: bool) -> RoundMean | HandedState | None:
+        """A round has ended: its mean, or what this worker gets to catch up."""
+        closed, behind = self.reducer.last_round, plan.catching_up
         if self._rank not in (*closed.ranks, *behind):
             raise PeerError(
                 f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {closed.ranks} "
                 "without it; start the job again"
             )
         source = min(closed.ranks or behind)
-        content: RoundMean | HandedState | None = None
-        if self._rank not in behind:
-            if answer.touched:
-                self._compare(closed, answer.touched, busy)
-            content = self._mean(closed)
-        elif self._rank != source:
-            content = self._receive(source)
-        self._keep(content)
-        if self._rank == source and (others := [rank for rank in behind if rank != source]):
-            self._hand_over(others)
-        reducer.took(time.perf_counter() - began)
-        return RoundOutcome(reducer.step, plan, content)
-
-    def _keep(self, content: RoundMean | HandedState | None) -> None:
+        others = [rank for rank in behind if rank != source] if self._rank == source else []
+        try:
+            content = self._receive(source) if self._rank in behind and self._rank != source else self._mean(closed, busy)
+        except MissedRound:
+            self._hand_over(None, others)
+            raise
         if content is not None:
             with self._installing:
                 self._pending.append(content)
+        if others:
+            self._hand_over(self._snapshot(), others)
+        return content
 
-    def _mean(self, closed: EndedRound) -> RoundMean | None:
-        """The mean of the round; None where no worker had a sample, or this one was stopped and has missed it."""
+    def _mean(self, closed: EndedRound, busy: bool) -> RoundMean | None:
+        """The mean of the round; None where no worker had a sample."""
         answer = self.reducer.answer
+        if answer.touched:
+            self._compare(closed, answer.touched, busy)
         if answer.skipped or not closed.divisor:
             return None
         gradient = self._new_mean()
         if not self.reducer.sums.make(gradient.buffer, closed):
-            self._free.append(gradient)
-            return None
+            raise MissedRound
         gradient.absent = answer.absent
         return RoundMean(gradient, (answer.plan or RoundPlan()).hyper)
 
@@ -168,10 +180,11 @@ class PeerRounds(RoundExchange):
             ]
             return {"values": handed.values, "state": handed.state, "means": kept}
 
-    def _hand_over(self, ranks: Sequence[int]) -> None:
-        """To each of these ranks: the length of a description, the description, and the tensors."""
+    def _hand_over(self, handed: dict[str, Any] | None, ranks: Sequence[int]) -> None:
+        """To each of these ranks: the length of a description, the description, and the tensors; None where this rank has
+        missed the round itself."""
         tensors: list[torch.Tensor] = []
-        data, _ = encode_for_all(self._snapshot(), tensors)
+        data, _ = encode_for_all(handed, tensors)
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank in ranks:
             self.reducer.messages.send([torch.tensor([len(data)]), text, *tensors], rank, self.reducer.step)
@@ -184,6 +197,8 @@ class PeerRounds(RoundExchange):
         self.reducer.messages.receive([text], source, tag)
         tensors: list[torch.Tensor] = []
         handed = decode_from(source, text.numpy().tobytes(), tensors)
+        if handed is None:
+            raise MissedRound
         self.reducer.messages.receive(tensors, source, tag)
         means = []
         for flats, absent, hyper in handed["means"]:

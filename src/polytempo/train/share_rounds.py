@@ -17,16 +17,19 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import UsageError
+from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position
 from polytempo.reducer.reducer import Reducer
+from polytempo.session.dealing import united
 from polytempo.session.session import Session
-from polytempo.sync.sample_queue import merged
 from polytempo.sync.spec import Spec
 from polytempo.train.update import StepRequest, StepUpdate
 
 #: Sums of narrow gradients are kept wider: a sum over samples is larger than a mean.
 NARROW = (torch.float16, torch.bfloat16)
+
+#: What the barrier says of workers that stand at different steps of a schedule.
+DIFFER = "hyper-parameters differ"
 
 
 class GradientSum:
@@ -107,6 +110,8 @@ class ShareUpdate(StepUpdate):
             self._dealing.resume(reducer.plan if reducer is not None else None)
         if spec.micro and reducer is not None:
             reducer.set_sending(False)
+        elif deals and reducer is not None:
+            reducer.expect(lambda: self._dealing.samples(upcoming=True))
 
     @property
     def steps(self) -> int:
@@ -158,6 +163,13 @@ class ShareUpdate(StepUpdate):
         try:
             result = self._update.step(request)
             plan = self._reducer.plan if self._reducer is not None else None
+        except PolytempoError as error:
+            if self._spec.micro and DIFFER in str(error):
+                raise UsageError(
+                    f"{error}; workers take different numbers of micro-batches in a round: call scheduler.step() once a "
+                    "round, when optimizer.stats['step'] has grown, or once an epoch"
+                ) from error
+            raise
         finally:
             self._dealing.resume(plan)
         return result
@@ -190,20 +202,3 @@ class ShareUpdate(StepUpdate):
 
     def stats(self) -> dict[str, Any]:
         return {**self._update.stats(), "share": self._dealing.share()}
-
-
-def united(positions: Sequence[Position]) -> tuple[Position, ...]:
-    """The places of several micro-batches: one position for each sampler, epoch and length."""
-    found: dict[tuple[str, int, int], list[Position]] = {}
-    for one in positions:
-        found.setdefault((one.sampler, one.epoch, one.length), []).append(one)
-    return tuple(
-        Position(
-            epoch,
-            sum(one.taken for one in parts),
-            sampler,
-            done=tuple(merged(place for one in parts for place in one.done)),
-            length=length,
-        )
-        for (sampler, epoch, length), parts in found.items()
-    )

@@ -83,11 +83,16 @@ def check_combination(
         raise UsageError(
             "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
         )
+    if spec.micro and has_tables:
+        raise UsageError(
+            f"{spec.text} sums the gradients of micro-batches, which rows of tables are not; use sync='bsp+balance' with "
+            "pt.DistributedBatchSampler, or sync='bsp'"
+        )
     if clip_norm is not None and has_tables:
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
-def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, has_tables: bool) -> None:
+def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool) -> None:
     """Refuse what does not go with rounds that have deadlines."""
     if spec.anytime is None:
         return
@@ -95,8 +100,6 @@ def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool, h
         raise UsageError(
             f"{spec.text} over servers has the servers run the optimizer; use apply='server', or via='allreduce'"
         )
-    if has_tables:
-        raise UsageError(f"rows of tables are pushed in each step, and {spec.text} pushes at deadlines; use sync='bsp'")
     if buffers == "mean":
         raise UsageError(f"buffers='mean' waits for all workers, and {spec.text} waits for none; leave it out")
 

@@ -1,0 +1,41 @@
+"""`anytime` over servers with real processes: one worker is stopped and goes on; its samples are lost by none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from live import SCRIPTS, Bench, wait_until
+
+LENGTH = 600
+
+
+def test_a_stopped_worker_delays_no_other_and_its_samples_return(bench: Bench) -> None:
+    flags = ["-n", "3", "--servers", "1", "--sync", "anytime:0.05", "--record", "record", "--checkpoint", "saved"]
+    process = bench.start("run", *flags, str(SCRIPTS / "leasing.py"))
+    pid = bench.folder / "pid-2"
+    wait_until(pid.exists)
+    applied = lambda: [line for line in bench.events() if line["kind"] == "apply"]  # noqa: E731
+    wait_until(lambda: sum(2 in line["workers"] for line in applied()) >= 2)
+    os.kill(int(pid.read_text()), signal.SIGSTOP)
+    before = len(applied())
+    wait_until(lambda: len(applied()) >= before + 6)
+    assert all(2 not in line["workers"] for line in applied()[before + 2 :])  # a push was under way, maybe
+    os.kill(int(pid.read_text()), signal.SIGCONT)
+    again = len(applied())
+    wait_until(lambda: sum(2 in line["workers"] for line in applied()[again:]) >= 2)
+    (bench.folder / "go").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    events = bench.events()
+    discarded = [line for line in events if line["kind"] == "discard"]
+    assert 2 in {line["worker"] for line in discarded}
+    assert any(line.get("behind", 0) >= 4 for line in events if line["kind"] == "release" and line["worker"] == 2)
+    checked = bench.run("check", "record")
+    assert checked.returncode == 0, checked.stderr
+    saved = max((bench.folder / "saved").rglob("manifest.json"), key=lambda path: path.stat().st_mtime)
+    done = {part["epoch"]: part["done"] for part in json.loads(saved.read_text())["positions"]}
+    assert done[0] == [[0, LENGTH]]
+    samples = sum(stop - start for ranges in done.values() for start, stop in ranges)
+    assert bench.meta()["job"]["samples"] == samples  # none was applied twice
