@@ -19,12 +19,13 @@ def test_a_slow_worker_is_named_at_the_end_of_a_run_and_explained(bench: Bench) 
     options = ("-n", "2", "--slow", "1:8", "--steps", "60", "--record", "record")
     done = bench.run("run", *options, str(SCRIPTS / "straggling.py"), script)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if "worker 1 computes" in line]
+    told = [line for line in done.stderr.splitlines() if "worker 1 is slow: computing" in line]
     assert len(told) == 1
     assert "--sync" in told[0]
+    assert told[0].endswith("(more: polytempo explain record)")
     explained = bench.run("explain", "record", "--json", "told.json")
     assert explained.returncode == 0, explained.stderr
-    assert "1. worker 1 computes" in explained.stdout
+    assert "1. worker 1 is slow: computing" in explained.stdout
     assert "Throughput is not convergence" in explained.stdout
     (found,) = json.loads((bench.folder / "told.json").read_text())["stragglers"]
     assert (found["cause"], found["worker"]) == ("computing", 1)

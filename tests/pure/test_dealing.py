@@ -98,6 +98,16 @@ def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> Non
     assert bench.dealing.freeze() == (1, 0)
 
 
+def test_a_worker_that_joins_others_counts_its_passes_from_theirs() -> None:
+    bench = Bench()
+    bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (7, 3)))
+    one = bench.begin()
+    assert bench.draw(one) == [(0, 6)]
+    assert bench.dealing.freeze() == (7, 0)
+    bench.dealing.resume(RoundPlan(((0, 0.5), (1, 1.5)), (7, 2)))
+    assert bench.draw(one, 2) == [(8, 14), (16, 18)]
+
+
 def test_passes_that_do_not_train_are_cut_evenly_and_not_numbered() -> None:
     bench = Bench()
     bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (0, 0)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +143,61 @@ def test_a_loader_without_a_known_batch_size_needs_samples() -> None:
 
     with ThreadJob(1, 1, f"anytime:{LONG}") as job:
         job.run(work)
+
+
+def test_data_that_is_evaluated_is_not_trained_on() -> None:
+    """Gradients are enabled while it is drawn: an evaluation of all workers sees each sample once, each time."""
+    seen: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(3)}
+
+    def work(session: Session) -> None:
+        worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        sampler, loader = loader_of("batch_sampler", dataset(48))
+        held_out = dataset(20)
+        evaluated = DataLoader(held_out, BATCH, sampler=DistributedSampler(held_out, shuffle=False))
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for _, *batch in loader:
+                worker.micro_batch(tuple(batch), 0.3 * LONG)
+            for indices, *_ in evaluated:
+                seen[epoch].update(indices.tolist())
+
+    with ThreadJob(2, 1, f"anytime:{LONG}") as job:
+        job.run(work)
+        queues = dict(job.sequencer.leases._queues)
+    assert job.summary["samples"] == 3 * 48
+    assert all(seen[epoch] == Counter(range(20)) for epoch in range(3))
+    assert all(queue.is_done for (name, _, _), queue in queues.items() if name.endswith("48"))
+
+
+def test_a_loader_that_reads_ahead_loses_nothing() -> None:
+    """What is abandoned when the loader has read to the end of the pass is used in the next epoch."""
+    data, used = dataset(64), Counter[int]()
+
+    def work(session: Session) -> int:
+        worker = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        sampler = DistributedBatchSampler(data, BATCH, seed=3)
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            stream, ahead, ended = iter(sampler), deque[list[int]](), False
+            while True:
+                while len(ahead) < 3 and not ended:  # as a loader whose workers are two batches ahead
+                    indices = next(stream, None)
+                    ended = indices is None
+                    ahead += [indices] if indices else []
+                if not ahead:
+                    break
+                now = ahead.popleft()
+                batch = tuple(part[now] for part in data.tensors[1:])
+                if session.rank == 1 and ended and epoch < 3:
+                    worker.stall(batch, 1, "drop")
+                else:
+                    worker.micro_batch(batch, 0.3 * LONG)
+                    used.update(now)
+        return int(worker.optimizer.stats["abandoned"])
+
+    with ThreadJob(2, 1, f"anytime:{LONG}") as job:
+        dropped = job.run(work)
+        queues = dict(job.sequencer.leases._queues)
+    assert dropped[1] > 0
+    assert all(queue.is_done for queue in queues.values())
+    assert used == Counter(dict.fromkeys(range(64), 4))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from balanced import INPUTS, MODEL, TARGETS, Seen, Trainee, made_optimizer, one_process, samples_of, trained, uneven
-from helpers import assert_close, begun, loss_of
+from helpers import assert_close, begun, check_record, loss_of
 from local_blocks import HostsJob
 
 from polytempo.errors import PolytempoError
@@ -57,6 +57,13 @@ def test_shares_follow_the_speed_and_the_update_is_that_of_one_process(way: str)
     expected = one_process(seen)
     for one in seen:
         assert_close(one.values, expected, 1e-9)
+
+
+@pytest.mark.parametrize("sync", [SYNC, "bsp+balance,micro=2"])
+def test_a_record_is_checked_and_replayed(sync: str, tmp_path: Path) -> None:
+    run("memory", sync, trained, record=tmp_path)
+    lines = check_record(tmp_path)
+    assert any(line.get("weights") for line in lines if line["kind"] == "release"), "new shares are in it"
 
 
 @pytest.mark.parametrize("way", ["delta", "device"])
@@ -183,6 +190,19 @@ def test_what_is_pushed_and_not_applied_is_not_done(tmp_path: Path) -> None:
         second = job.run(lambda session: resumed(session, 60, 4, None, SYNC))
     assert len(samples_of(first)) == 32
     assert sorted(samples_of(first) + samples_of(second)) == list(range(60))
+
+
+@pytest.mark.parametrize("way", ["servers", "memory"])
+def test_the_others_take_over_the_share_of_a_worker_that_ends(way: str) -> None:
+    def work(session: Session) -> Seen:
+        sampler = DistributedBatchSampler(range(180), 6)
+        return Trainee(session, lambda rank, step: 1.0).train(sampler, 4 if session.rank == 1 else None)
+
+    seen: list[Seen] = run(way, SYNC, work)
+    sizes = [[len(part) for part in one.rounds] for one in seen]
+    assert sizes[1] == [6] * 4
+    assert [one + other for one, other in zip(sizes[0], sizes[2], strict=True)][-4:] == [18] * 4
+    assert_close(seen[0].values, seen[2].values, 1e-12)
 
 
 def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:

@@ -64,8 +64,36 @@ def test_a_copy_or_a_saved_model_does_not_measure():
         assert torch.equal(other(torch.ones(2, 4)), model.forward(torch.ones(2, 4)))
     assert watch.take(lambda now: 1.0, 2.0) == {}
     model(torch.ones(2, 4))
-    model.eval()(torch.ones(2, 4))
-    assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}
+    model(torch.ones(3, 4))
+    assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}  # of the first forward pass
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
+    model = torch.nn.Linear(4, 1)
+    watch = InputWatch(model)
+    assert len(model._forward_pre_hooks) == 1
+    watch.watch()
+    assert len(model._forward_pre_hooks) == 1
+    model(torch.ones(2, 4))
+    assert not model._forward_pre_hooks
+    torch.jit.script(model)
+    watch.watch()
+    watch.stop()
+    assert not model._forward_pre_hooks
+    scripted = torch.jit.script(model)
+    assert InputWatch(scripted).take(lambda now: 1.0, 2.0) == {}
+
+
+@pytest.mark.proof  # torch.compile takes seconds to import
+def test_a_compiled_model_is_one_graph():
+    graphs = []
+    model = torch.nn.Linear(4, 1)
+    InputWatch(model)
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward, fullgraph=True)
+    for _ in range(3):
+        compiled(torch.ones(2, 4))
+    assert len(graphs) == 1
 
 
 def test_figures_of_several_steps_are_added_up():

@@ -134,7 +134,8 @@ def _show_stragglers(job: LocalJob) -> None:
     from polytempo.report.straggler_report import closing_lines, straggler_report
 
     sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
-    for line in closing_lines(straggler_report(figures_from(job.paces), sync)):
+    record = str(job.request.record) if job.request.record else ""
+    for line in closing_lines(straggler_report(figures_from(job.paces), sync), record):
         job.display.say(line)
 
 

@@ -193,6 +193,7 @@ class LeaseSamples(WireMessage):
     count: int = 0  #: places that are needed now; 0: none
     ahead: int = 0  #: more, while there is much left
     back: tuple[tuple[int, int], ...] = ()  #: places that this worker was given and will not use
+    done: tuple[tuple[int, int], ...] = ()  #: places that it was given and has only looked at
 
 
 class Keep(WireMessage):

@@ -77,7 +77,8 @@ def costs_of(stragglers: list[Straggler], paces: JobPaces, sync: str) -> list[Co
         after = _throughput(spec, paces, one)
         share = min(max(1 - before / after, 0.0), 1.0) if after else 0.0
         more = _changes(one, spec, paces, before)
-        best = sorted([*more, *modes], key=lambda mode: (mode.stale, -mode.gain))
+        plain = [mode for mode in modes if mode.sync not in [change.sync for change in more]]
+        best = sorted([*more, *plain], key=lambda mode: (mode.stale, -mode.gain))
         gain = after / before - 1 if before else 0.0
         found.append(CostOfStraggler(one, share * paces.seconds, share, max(gain, 0.0), tuple(best)))
     return [cost for cost in found if len(found) == 1 or cost.straggler.cause != "stalls" or cost.share >= WORTH_SAYING]
@@ -105,7 +106,8 @@ def _changes(one: Straggler, spec: Spec, paces: JobPaces, before: float) -> list
         gain = _throughput(barrier, paces, one) / before - 1
         return [PredictedMode("bsp+balance", gain, stale=False, change="with cost= of the sampler")]
     if one.cause == "network" and spec.averaging is None:
-        return [PredictedMode(f"local:{BLOCK}", _throughput(barrier, paces, network=1 / BLOCK) / before - 1, stale=False)]
+        gain = _throughput(barrier, paces, network=1 / BLOCK) / before - 1
+        return [PredictedMode(f"local:{BLOCK}", gain, stale=False, change="(models are averaged)")]
     return []
 
 

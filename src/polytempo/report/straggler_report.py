@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +65,12 @@ def straggler_report(figures: Iterable[StepFigures], sync: str) -> StragglerRepo
 # The end of a run.
 
 
-def closing_lines(report: StragglerReport) -> list[str]:
-    """What is said at the end of a run: nothing where nothing was found."""
-    lines = [f"{found_in_words(cost.straggler)}: {_cost(cost)}{_remedy(cost)}" for cost in report.costs]
+def closing_lines(report: StragglerReport, record: str = "") -> list[str]:
+    """What is said at the end of a run: nothing where nothing was found. `record`: where more can be read of it."""
+    lines = [f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost)}" for cost in report.costs]
     if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], f"and {len(lines) - LINES + 1} more findings (polytempo explain)"]
-    return lines
+        lines = [*lines[: LINES - 1], f"and {len(lines) - LINES + 1} more findings"]
+    return [*lines[:-1], f"{lines[-1]} (more: polytempo explain {record})"] if lines and record else lines
 
 
 def _remedy(cost: CostOfStraggler) -> str:
@@ -104,21 +105,22 @@ def found_in_words(one: Straggler) -> str:
     if one.worker is None:
         doing = "wait for data" if one.cause == "input" else "exchange gradients"
         return f"all workers {doing} for {100 * one.share:.0f} % of their own time"
-    if one.cause == "computing":
-        return f"worker {one.worker} computes {_times(one.factor)} as long as the others for the same work{_since(one)}"
-    why = "waits for its data" if one.cause == "input" else "takes long to exchange gradients"
-    return f"worker {one.worker} {why}: a step takes {_times(one.factor)} as long as on the others{_since(one)}"
+    why = {
+        "computing": "computing the same work takes it",
+        "input": "it waits for its data, and a step takes it",
+        "network": "its exchanges take long, and a step takes it",
+    }[one.cause]
+    return f"worker {one.worker} is slow: {why} {_times(one.factor)} as long as the others, {_when(one)}"
 
 
-def _since(one: Straggler) -> str:
-    begun = f" from {one.since:.0f} s on" if one.since else " since the start" if one.until is None else ""
-    if one.until is None:
-        return begun
-    return f" from {one.since:.0f} s to {one.until:.0f} s"
+def _when(one: Straggler) -> str:
+    if one.until is not None:
+        return f"from {one.since:.0f} s to {one.until:.0f} s"
+    return f"from {one.since:.0f} s on" if one.since else "since the start"
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.0f}x" if factor >= WHOLE else f"{factor:.2g}x"
+    return f"{factor:.0f}x" if factor >= WHOLE else f"{factor:.1f}x"
 
 
 def _cost(cost: CostOfStraggler) -> str:
@@ -154,11 +156,12 @@ def full_report(report: StragglerReport, job: Mapping[str, Any], width: int = 10
     if paces is None:
         least = LEAST_STEPS + WARM_UP
         return f"{report.sync}: too few steps to judge; expected {least} of a worker at least, of a longer run"
-    parts = [_headline(report, paces, job), _table(paces).text(width), *_notes(paces)]
+    notes = [textwrap.fill(note, width) for note in _notes(paces)]
+    parts = [_headline(report, paces, job), _table(paces).text(width), *notes]
     if not report.costs:
         return "\n\n".join([*parts, "Nothing is wrong: no worker is slow beyond a tenth of a step and beyond chance."])
-    parts += [_finding(number, cost, report.sync) for number, cost in enumerate(report.costs, 1)]
-    return "\n\n".join([*parts, CAVEAT])
+    parts += [_finding(number, cost, report.sync, width) for number, cost in enumerate(report.costs, 1)]
+    return "\n\n".join([*parts, textwrap.fill(CAVEAT, width)])
 
 
 def _headline(report: StragglerReport, paces: JobPaces, job: Mapping[str, Any]) -> str:
@@ -200,17 +203,17 @@ def _notes(paces: JobPaces) -> list[str]:
     return notes
 
 
-def _finding(number: int, cost: CostOfStraggler, sync: str) -> str:
+def _finding(number: int, cost: CostOfStraggler, sync: str, width: int) -> str:
     one = cost.straggler
-    lines = [
-        f"{number}. {found_in_words(one)}.",
-        f"   {_cost(cost).capitalize()}; without it {sync} itself would bring {_gain(cost.gain)}.",
-        f"   What to do: {ADVICE[one.cause]}.",
+    prose = [
+        f"{_cost(cost).capitalize()}; without it {sync} itself would bring {_gain(cost.gain)}.",
+        f"What to do: {ADVICE[one.cause]}.",
     ]
+    lines = [textwrap.fill(f"{number}. {found_in_words(one)}.", width, subsequent_indent="   ")]
+    lines += [textwrap.fill(text, width, initial_indent="   ", subsequent_indent="   ") for text in prose]
     if cost.modes:
-        lines.append("   Other modes on these machines, throughput predicted by the simulator from the recorded times:")
-        wide = max(len(_named(mode)) for mode in cost.modes)
-        stale = "  (stale gradients)"
+        lines.append("   Other modes on these machines, as the simulator predicts them from the recorded times:")
+        wide, stale = max(len(_named(mode)) for mode in cost.modes), "  (stale gradients)"
         lines += [f"     {_named(mode).ljust(wide)}  {_gain(mode.gain)}{stale * mode.stale}" for mode in cost.modes]
     best = best_mode(cost)
     if best is not None:

@@ -51,6 +51,8 @@ class SampleLeases:
             return last
         for queue, ranges in self._held(worker, [Position(asked.epoch, 0, asked.sampler, done=asked.back)]):
             queue.give_back(worker, ranges)
+        for queue, ranges in self._held(worker, [Position(asked.epoch, 0, asked.sampler, done=asked.done)]):
+            queue.finish(worker, ranges)
         taken = self._take(worker, asked) if asked.count else []
         earlier = tuple(self._earlier(asked.sampler, asked.epoch))
         answer = self._last[worker] = SamplesLeased(request=asked.request, ranges=tuple(taken), earlier=earlier)

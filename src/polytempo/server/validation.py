@@ -86,7 +86,7 @@ def check_hyper(push: Push, spec: OptimizerSpec) -> None:
 def check_lease(lease: LeaseSamples) -> None:
     """Refuse places that cannot be."""
     numbers = (lease.epoch, lease.turn + 1, lease.count, lease.ahead)
-    ranges = all(0 <= start <= stop <= lease.length for start, stop in lease.back)
+    ranges = all(0 <= start <= stop <= lease.length for start, stop in (*lease.back, *lease.done))
     if not (0 <= lease.length < ELEMENTS and all(0 <= number < ELEMENTS for number in numbers) and ranges):
         raise PeerError(f"a lease of {lease.count} places of {lease.length} was refused: there are no such places")
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position, RoundPlan
-from polytempo.sync.sample_queue import Range
+from polytempo.sync.sample_queue import Range, merged
 from polytempo.sync.shares import ShareWeights
 from polytempo.sync.spec import Spec
 
@@ -72,6 +72,7 @@ class DealtPass:
     singles: bool = False  #: samples are handed out one by one, and a loader makes batches of them
     each: int = CHUNK  #: there, samples of the last step
     ended: bool = False
+    complete: bool = False  #: and all of it was drawn
     trained: int = 0  #: batches
     at: int = 0  #: the moment of its last draw, counted over all passes
     held_by: Callable[[], object | None] = lambda: None  #: the iterator, as long as a loader holds it
@@ -108,7 +109,8 @@ class Dealing:
         self._moment = 0
         self._last_draw: Draw | None = None
         self._trainers: set[str] = set()  # samplers that steps were made of
-        self._returned: list[Position] = []
+        self._returned: list[Position] = []  # places of passes that are over
+        self._looked_at: list[Position] = []
         self._state = threading.Condition()
         self._frozen_by: int | None = None  # the thread that pushes
 
@@ -185,7 +187,7 @@ class Dealing:
     def end(self, one: DealtPass, complete: bool) -> None:
         """A pass has ended; where the script has left it early, what is drawn and not trained on never will be."""
         with self._state:
-            one.ended = True
+            one.ended, one.complete = True, complete
             if not complete:
                 self._drop(one)
 
@@ -252,18 +254,23 @@ class Dealing:
         return int(samples)
 
     def _drop(self, one: DealtPass) -> None:
-        """A pass is over: what it has leased and not trained on goes back."""
+        """A pass is over: what it has leased and not trained on goes back. One that was gone through to its end without a
+        step was looked at: its places are done."""
         if self.take is not None and one.number >= 0:
-            self._returned += [one.position(batch) for batch in (*one.drawn, *one.again, *one.share)]
+            left = (*one.drawn, *one.again, *one.share)
+            looked_at = [batch for batch in left if one.complete and not one.trained and batch.epoch is None]
+            self._looked_at += [one.position(batch) for batch in looked_at]
+            self._returned += [one.position(batch) for batch in left if batch not in looked_at]
         one.drawn.clear()
         one.again.clear()
         one.share.clear()
 
-    def returned(self) -> list[Position]:
-        """Leased places that no pass of this worker will train on, since the last call: to be given back."""
+    def returned(self) -> tuple[list[Position], list[Position]]:
+        """Leased places of passes that are over, since the last call: those that none was trained on, to be given back, and
+        those that were only looked at."""
         with self._state:
-            returned, self._returned = self._returned, []
-            return returned
+            found, self._returned, self._looked_at = (self._returned, self._looked_at), [], []
+            return found
 
     @property
     def in_pass(self) -> bool:
@@ -326,7 +333,10 @@ class Dealing:
     def resume(self, plan: RoundPlan | None = None) -> None:
         """The answer is here, with new weights maybe."""
         with self._state:
-            if plan is not None and plan.weights and plan.weights != self._table[-1][1]:
+            if plan is not None and plan.weights and self._last_draw is None:
+                self._table = [((0, 0), plan.weights)]
+                self._numbered = max(self._numbered, plan.since[0] if plan.since else 0)  # it joins others in this pass
+            elif plan is not None and plan.weights and plan.weights != self._table[-1][1]:
                 following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
                 self._table.append((plan.since or following, plan.weights))
                 self._forget()
@@ -348,3 +358,20 @@ def _size(ranges: Sequence[Range]) -> int:
 def _single(batch: DealtBatch, place: int) -> DealtBatch:
     """One sample of a batch."""
     return replace(batch, places=((place, place + 1),), samples=1, cost=batch.cost / batch.samples)
+
+
+def united(positions: Iterable[Position]) -> tuple[Position, ...]:
+    """The places of several micro-batches: one position for each sampler, epoch and length."""
+    found: dict[tuple[str, int, int], list[Position]] = {}
+    for one in positions:
+        found.setdefault((one.sampler, one.epoch, one.length), []).append(one)
+    return tuple(
+        Position(
+            epoch,
+            sum(one.taken for one in parts),
+            sampler,
+            done=tuple(merged(place for one in parts for place in one.done)),
+            length=length,
+        )
+        for (sampler, epoch, length), parts in found.items()
+    )

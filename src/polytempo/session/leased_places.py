@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from polytempo.client.client import Client
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.values import Position
+from polytempo.session.dealing import united
 from polytempo.sync.sample_queue import Range
 
 #: Micro-batches that are leased ahead of the one that is needed.
@@ -59,37 +61,31 @@ class LeasedPlaces:
             self._turn_to((sampler, epoch), length)
             return self._ask((sampler, epoch), 0, 0).earlier
 
-    def give_back(self, positions: Iterable[Position]) -> None:
-        """Places that were handed out and will not be trained on by this worker."""
+    def give_back(self, positions: Iterable[Position], looked_at: Iterable[Position] = ()) -> None:
+        """Places that were handed out and will not be trained on by this worker; `looked_at`: by none, in this turn."""
         with self._lock:
-            for position in positions:
-                key = position.sampler, position.epoch
-                self._lengths.setdefault(key, position.length)
-                self._ask(key, 0, 0, position.done)
+            for position in united(positions):
+                self._ask(self._key(position), 0, 0, back=position.done)
+            for position in united(looked_at):
+                self._ask(self._key(position), 0, 0, done=position.done)
+
+    def _key(self, position: Position) -> tuple[str, int]:
+        key = position.sampler, position.epoch
+        self._lengths.setdefault(key, position.length)
+        return key
 
     def _turn_to(self, key: tuple[str, int], length: int) -> None:
         """Give back what is left of the sampler's other epochs."""
         self._lengths[key] = length
         for other in [other for other in self._stock if other[0] == key[0] and other != key]:
             if stock := self._stock.pop(other):
-                self._ask(other, 0, 0, tuple(stock))
+                self._ask(other, 0, 0, back=tuple(stock))
 
-    def _ask(
-        self, key: tuple[str, int], count: int, ahead: int, back: tuple[Range, ...] = (), returned: bool = False
-    ) -> SamplesLeased:
+    def _ask(self, key: tuple[str, int], count: int, ahead: int, returned: bool = False, **more: Any) -> SamplesLeased:
         self._requests += 1
-        return self._client.lease(
-            LeaseSamples(
-                request=self._requests,
-                sampler=key[0],
-                epoch=key[1],
-                length=self._lengths[key],
-                turn=-1 if returned else self._turns.get(key, 0),
-                count=count,
-                ahead=ahead,
-                back=back,
-            )
-        )
+        turn = -1 if returned else self._turns.get(key, 0)
+        place: dict[str, Any] = {"sampler": key[0], "epoch": key[1], "length": self._lengths[key], "turn": turn}
+        return self._client.lease(LeaseSamples(request=self._requests, count=count, ahead=ahead, **place, **more))
 
 
 def _size(ranges: Iterable[Range]) -> int:

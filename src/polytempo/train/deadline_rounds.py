@@ -35,11 +35,11 @@ from polytempo.protocol.values import Position
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.session.dealing import united
 from polytempo.session.leased_places import LeasedPlaces
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.spec import Spec
-from polytempo.train.share_rounds import united
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
@@ -166,7 +166,8 @@ class DeadlineUpdate(StepUpdate):
             if not self._goes_on():
                 self._end_round()
         if self._leases is not None:
-            self._leases.give_back([*returned, *self._session.dealing.returned()])
+            unused, looked_at = self._session.dealing.returned()
+            self._leases.give_back([*returned, *unused], looked_at)
 
     def _is_last(self) -> bool:
         """Has the last round ended? All workers leave after it, so nothing is kept for another."""

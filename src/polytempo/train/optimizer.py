@@ -187,7 +187,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.dealing.use(spec)
         if spec.mode is BALANCE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
-        self._input = InputWatch(model) if model is not None and self._reducer is not None else None
+        told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
+        self._input = InputWatch(model) if model is not None and told else None
+        if self._input is not None:
+            session.flushing.append(self._input.stop)
         session.computing_from(time.perf_counter())
 
     def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
@@ -329,6 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
+        if self._input is not None and not (self._session.client and self._session.client.stop):
+            self._input.watch()
         return result if value is None else value
 
     def _begin_step(self, reducer: Reducer) -> float:

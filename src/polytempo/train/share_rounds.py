@@ -20,8 +20,8 @@ import torch
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position
 from polytempo.reducer.reducer import Reducer
+from polytempo.session.dealing import united
 from polytempo.session.session import Session
-from polytempo.sync.sample_queue import merged
 from polytempo.sync.spec import Spec
 from polytempo.train.update import StepRequest, StepUpdate
 
@@ -202,20 +202,3 @@ class ShareUpdate(StepUpdate):
 
     def stats(self) -> dict[str, Any]:
         return {**self._update.stats(), "share": self._dealing.share()}
-
-
-def united(positions: Sequence[Position]) -> tuple[Position, ...]:
-    """The places of several micro-batches: one position for each sampler, epoch and length."""
-    found: dict[tuple[str, int, int], list[Position]] = {}
-    for one in positions:
-        found.setdefault((one.sampler, one.epoch, one.length), []).append(one)
-    return tuple(
-        Position(
-            epoch,
-            sum(one.taken for one in parts),
-            sampler,
-            done=tuple(merged(place for one in parts for place in one.done)),
-            length=length,
-        )
-        for (sampler, epoch, length), parts in found.items()
-    )
