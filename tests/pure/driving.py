@@ -32,6 +32,7 @@ class Job:
 
     def __init__(self, sync: str | Policy, workers: int, recording: bool = True) -> None:
         self.policy = parse_spec(sync).policy(workers) if isinstance(sync, str) else sync
+        self.measured = isinstance(sync, str) and parse_spec(sync).measured
         self.workers = workers
         self.awaited = set(range(workers))  # initial workers of whom nothing was heard yet
         self.steps: dict[int, int] = {}
@@ -48,6 +49,7 @@ class Job:
         self.lines: list[RecordLine] = []
         self._pushes = 0
         self._late: set[int] = set()
+        self._began: dict[int, float] = {}  # when each member was last released
         self._read: dict[tuple[int, int], int] = {}  # the version that each released step is computed on
 
     def computing(self) -> list[int]:
@@ -89,7 +91,14 @@ class Job:
     def push(self, worker: int, now: float | None = None, hyper: HyperItems = (), **of_block: Any) -> list[Action]:
         """A member pushes the step it computes; of a block of local steps: their count, loss, lr."""
         self._pushes += 1
+        if self.measured and not of_block:
+            of_block = self._figures(worker, self.now if now is None else now)
         return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper, **of_block), now)
+
+    def _figures(self, worker: int, now: float) -> dict[str, Any]:
+        """What a push says of itself where the mode follows the workers' speed: some micro-batches, some read ahead."""
+        computed, drawn = now - self._began.get(worker, 0.0), (0, self.steps[worker] + self._pushes % 3)
+        return {"count": 1 + self._pushes % 3, "work": float(self._pushes), "computed": computed, "drawn": drawn}
 
     def leave(self, worker: int, reason: str = "finished", now: float | None = None) -> list[Action]:
         return self.feed(Left(worker, reason), now)
@@ -128,6 +137,7 @@ class Job:
         if isinstance(action, Admit):
             self.steps[action.worker] = action.step
         elif isinstance(action, Hold):
+            self._go_on(action.worker, action.step)
             self.held[action.worker] = action.step
         elif isinstance(action, Release):
             self._release(action)
@@ -141,12 +151,15 @@ class Job:
 
     def _release(self, release: Release) -> None:
         worker, step = release.worker, release.step
+        self._go_on(worker, step)
+        self.released[worker], self._began[worker] = step, self.now
+        self.held.pop(worker, None)
+        self._read[worker, step] = self.version
+
+    def _go_on(self, worker: int, step: int) -> None:
         if worker in self._late:  # its push came too late: it goes on wherever the job is
             self._late.discard(worker)
             self.steps[worker] = step
-        self.released[worker] = step
-        self.held.pop(worker, None)
-        self._read[worker, step] = self.version
 
     def _apply(self, apply: Apply) -> None:
         made_on = [self.pending.pop(push.samples) for push in apply.pushes]

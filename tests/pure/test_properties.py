@@ -29,7 +29,9 @@ EAGER = ("asp", "asp,scale=1", "ssp:0", "ssp:1", "ssp:3,scale=0.5", "every:1", "
 WARM = ("downpour", "downpour:push=2,warm=5", "downpour:warm=3,scale=2")
 TIMED = ("dssp:0..2", "dssp:1..4", "dssp-paper:1..4", "every:3,wait=0.5", "every:2,wait=2,scale=3")
 NEIGHBOURS = ("gossip:ring", "gossip:exp", "adpsgd:ring")
-MODES = (*BARRIERS, *EAGER, "asup,bound=1", *WARM, *TIMED, *NEIGHBOURS)
+DEADLINES = ("anytime:2", "anytime:auto", "anytime:0.3,divide=actual")
+PLANNED = ("bsp+balance", "bsp+balance,micro=2,most=4", *DEADLINES)
+MODES = (*BARRIERS, *PLANNED, *EAGER, "asup,bound=1", *WARM, *TIMED, *NEIGHBOURS)
 
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -338,6 +340,57 @@ class Rounds(Opinion):
         assert self.backups or job.slowest() == self.round
 
 
+class PlannedRounds(Opinion):
+    """bsp+balance, anytime: a round closes when all who are in it have pushed; at a deadline's wake without the others. Who
+    joins or is late waits for the next."""
+
+    def __init__(self, sync: str, workers: int) -> None:
+        super().__init__(sync, workers)
+        self.round = 0
+        self.inside: set[int] = set()  # they compute for the open round
+        self.arrived: list[int] = []  # ranks of pushes in it
+        self.later: set[int] = set()  # they wait for the next
+        self.wakes: list[float] = []
+
+    def happened(self, job: Job, event: Event, now: float, actions: list[Action]) -> None:
+        worker, dropped = getattr(event, "worker", -1), only(Discard, actions)
+        if isinstance(event, Pushed):
+            assert (worker in self.inside) == (not dropped), "an overdue worker's push is discarded, and no other"
+            self.inside.discard(worker)
+            self.arrived += [worker] if not dropped else []
+            self.later |= {worker} if dropped else set()
+        elif isinstance(event, Left):
+            self.inside.discard(worker)
+            self.later.discard(worker)
+        elif isinstance(event, Joined) and not job.awaited and (self.inside or self.arrived):
+            self.later.add(worker)
+        for apply in only(Apply, actions):
+            self.close(job, event, now, apply, actions)
+        if not only(Apply, actions):
+            assert self.inside or not (self.arrived or self.later), "a round that could close is open"
+            self.inside |= {release.worker for release in only(Release, actions)}
+        self.wakes += [wake.at for wake in only(Wake, actions)]
+
+    def close(self, job: Job, event: Event, now: float, apply: Apply, actions: list[Action]) -> None:
+        assert [push.worker for push in apply.pushes] == sorted(self.arrived)
+        if self.inside:
+            assert isinstance(event, Ticked), "closed without workers that are not overdue"
+            assert any(at <= now for at in self.wakes)
+        released = only(Release, actions)
+        assert {release.worker for release in released} == (set(self.arrived) | self.later) & job.steps.keys()
+        assert {release.step for release in released} <= {self.round + 1}
+        assert len({(release.deadline, release.catching_up) for release in released}) <= 1
+        self.round += 1
+        self.inside, self.arrived, self.later, self.wakes = {release.worker for release in released}, [], set(), []
+
+    def free(self, step: int, slowest: int) -> bool:
+        return step <= self.round
+
+    def look_at_members(self, job: Job) -> None:
+        super().look_at_members(job)
+        assert set(job.held) == (set(self.arrived) | self.later) & job.steps.keys()
+
+
 class Neighbours(Opinion):
     """gossip: held exactly while a neighbour, in or out, of the step it pushed has neither pushed it nor left."""
 
@@ -383,6 +436,8 @@ OPINIONS = {
     "every": Blocks,
     "bsp": Rounds,
     "bsp+backup": Rounds,
+    "bsp+balance": PlannedRounds,
+    "anytime": PlannedRounds,
 }
 
 
@@ -421,6 +476,9 @@ def test_every_accepted_push_is_applied_once_at_the_right_rate(sync: str, game: 
         updates = only(Apply, actions)
         if sync in BARRIERS:
             look_at_round(updates)
+            assert all(update.pushes for update in updates)
+        elif sync in PLANNED:
+            look_at_round(updates)
         else:
             look_at_single_updates(event, updates, rate_of(sync, job))
             assert not job.pending
@@ -432,7 +490,6 @@ def look_at_round(updates: list[Apply]) -> None:
     for update in updates:
         ranks = [push.worker for push in update.pushes]
         assert ranks == sorted(ranks)
-        assert ranks
         assert update.rate == 1
 
 
@@ -479,7 +536,7 @@ def test_a_leave_holds_nobody_back(sync: str, game: Game) -> None:
         twin = job.fork()
         assert not only(Hold, twin.leave(leaver, "lost"))
         assert able - {leaver} <= set(twin.computing())
-        if sync not in TIMED:  # a forecast, or a deadline, may come out otherwise with another slowest worker
+        if sync not in TIMED + DEADLINES:  # a forecast, or a deadline, may come out otherwise with another slowest worker
             assert going_on - {leaver} <= goes_on_at_once(twin, able - {leaver})
 
 
@@ -655,5 +712,5 @@ def test_a_game_reaches_what_it_is_meant_to_reach() -> None:
     everywhere = {"join", "push", "release", "apply", "leave", "hold", "return"}
     for sync, kinds in seen.items():
         assert everywhere <= kinds, sync
-    assert all("tick" in seen[sync] for sync in seen if "wait=" in sync)
-    assert all("discard" in seen[sync] for sync in seen if "backup" in sync)
+    assert all("tick" in seen[sync] for sync in seen if "wait=" in sync or sync in DEADLINES)
+    assert all("discard" in seen[sync] for sync in seen if "backup" in sync or sync in DEADLINES)

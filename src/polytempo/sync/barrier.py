@@ -222,7 +222,7 @@ class Barrier(Policy):
     def _patience(self, now: float) -> list[Action]:
         """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
         deadline = self.rule.deadline
-        if not deadline or self._half:
+        if not deadline or self._half or not (self._waiting or self._behind):
             return []
         here = len(self._arrived) + len(self._behind)
         half = 2 * here >= self._quorum() + len(self._behind)
