@@ -196,7 +196,7 @@ def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: str, source
         outcomes.append(driver.round([data[4][session.rank]]))
         return outcomes, caught_up, driver.state()
 
-    with ThreadJob(3, sync="anytime:0.1", via="allreduce") as job:
+    with ThreadJob(3, sync="anytime:0.25", via="allreduce") as job:
         results = job.run(work)
     assert_alike([state for _, state, _ in results])
     assert_alike([state for _, _, state in results])
@@ -316,7 +316,7 @@ def test_a_worker_that_was_stopped_between_its_push_and_the_sum_sees_that_it_has
         outcomes.append(driver.round([data[4][session.rank]]))
         return outcomes, driver.state()
 
-    with ThreadJob(3, sync="anytime:0.1", via="allreduce") as job:
+    with ThreadJob(3, sync="anytime:0.25", via="allreduce") as job:
         results = job.run(work)
     assert_alike([state for _, state in results])
     assert [type(outcome.content) for outcome in results[2][0]] == [HandedState, RoundMean]

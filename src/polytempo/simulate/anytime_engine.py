@@ -173,8 +173,11 @@ class AnytimeEngine(SimulationEngine):
         deadline, opened, pace, made_of = progress.deadline, progress.opened, progress.pace, progress.made_of
         last, at = opened + latest(deadline), now
         while True:
-            first = at == opened  # one is begun in any case
-            if not (first or fits(at - opened, pace.seconds, deadline) if deadline else len(made_of) < self._anytime.micro):
+            if not deadline:
+                goes_on = len(made_of) < self._anytime.micro
+            else:  # one that takes longer than a whole round is begun all the same
+                goes_on = fits(at - opened, pace.seconds, deadline) or (not made_of and pace.seconds > last - opened)
+            if not goes_on:
                 break
             batch, seconds = self._samples.take(worker.rank, times.size, version), times.next()
             if batch.samples < times.size:
