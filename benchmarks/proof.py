@@ -14,6 +14,7 @@ strategies bytes, memory and seconds of strategies of four processes: predicted 
 gpt       examples/gpt.py under every strategy: its validation loss against one process with the same samples
 auto      strategy="auto" against all factorisations of 4 x schedules x microbatch counts, each measured, on three models
 uneven    time to 87 % on Fashion-MNIST of all modes on four clusters, with slow and stalled workers
+uneven_live  workers of unequal speed, live: waiting, samples a second; a worker that changes its speed
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from strategies import strategies
 from tables_proof import tables
 from talk_less import talk_less
 from uneven import uneven
+from uneven_live import uneven_live
 
 OUT = Path("out/proof")
 COMPARED = ("bsp", "bsp+backup:1", "ssp:3", "dssp:3..15", "asp", "every:8", "delay:3")
@@ -157,7 +159,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            *("talk_less", "strategies", "auto", "gpt", "uneven"),
+            *("talk_less", "strategies", "auto", "gpt", "uneven", "uneven_live"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -178,6 +180,8 @@ def main() -> None:
         talk_less(arguments.seeds or 5)
     if arguments.only in (None, "uneven"):
         uneven(arguments.seeds or 5)
+    if arguments.only in (None, "uneven_live"):
+        uneven_live()
     if arguments.only in (None, "strategies"):
         strategies()
     if arguments.only in (None, "auto"):

@@ -25,7 +25,7 @@ class LiveJob:
 
 def draw_live_job(seed: int, seconds: float = 5.0) -> LiveJob:
     """3 or 4 workers with steps of 15 to 40 ms, in a mode with and without a barrier, over servers or by all-reduce."""
-    dice = Random(f"live job {seed}")
+    dice = Random(f"a live job, {seed}")
     trouble, workers = TROUBLES[seed % len(TROUBLES)], dice.choice((3, 4))
     who = dice.randrange(workers)
     step = dice.uniform(0.015, 0.04)

@@ -2,8 +2,8 @@
 
     work        time follows work as far as it did in this job (`elasticity`): seconds are given for a step of typical work,
                 so that a worker with long sequences, or with a larger share of the joint batch, is not slow for it
-    windows     the run is cut into windows of time; a window's figure of a worker is the median (computing) or the mean
-                (input, network, which come in bursts where loaders prefetch) of its steps in it
+    windows     the run is cut into windows of time; a window's figure of a worker is the median (computing, network) or
+                the mean (input, which comes in bursts where loaders prefetch) of its steps in it
     stalls      single steps that took much longer than those around them; they are taken out of the windows
 
 Pure: figures in (`step_figures.py`), figures out. What follows from them is said in `stragglers.py`.
@@ -74,7 +74,7 @@ class WorkerPace:
         for index, step in enumerate(self.steps):
             if index not in out:
                 found[step.window].append(getattr(step, part))
-        middle = median if part in ("computing", "total") else fmean
+        middle = fmean if part == "input" else median
         return [middle(values) if values else None for values in found]
 
     def split(self) -> dict[str, float]:

@@ -29,8 +29,9 @@ from polytempo.records.paces import MAD, PARTS, JobPaces, PacedStep, WorkerPace
 SLOW, LEAST_SECONDS = 0.10, 0.0005
 #: A slowness that passes must make up this share of a typical step, on average over the run.
 ON_AVERAGE = 0.05
-#: And by this many deviations of the mean of its windows.
-DEVIATIONS = 5.0
+#: And by this many deviations of the mean of its windows; of a stretch shorter than half the run, of which there are many,
+#: by more.
+DEVIATIONS, DEVIATIONS_IN_PASSING = 5.0, 8.0
 #: Windows that it must be slow for, and their share of the stretch.
 LEAST_WINDOWS, MOSTLY = 3, 0.75
 #: All workers wait for data, or exchange, for this share of their time.
@@ -100,15 +101,17 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
     count = paces.windows
     table = {one.worker: one.windows(part, count) for one in paces.workers}
     behind = {worker: _behind(worker, table) for worker in table}
-    noise = median(_scatter(row) for row in behind.values())
     mine = behind[pace.worker]
+    noise = median(_noise(row) for worker, row in behind.items() if worker != pace.worker)
+    noise = max(noise, _scatter(mine)) if len(behind) > 2 else _scatter(mine)
     least = max(SLOW * paces.typical, LEAST_SECONDS)
     begin, end = _stretch([None if e is None else e - least / 2 for e in mine])
     inside = [e for e in mine[begin:end] if e is not None]
     if len(inside) < min(LEAST_WINDOWS, count):
         return None
     level = median(inside)
-    if level < max(least, DEVIATIONS * noise / len(inside) ** 0.5):
+    sure = DEVIATIONS if 2 * len(inside) >= count else DEVIATIONS_IN_PASSING
+    if level < max(least, sure * noise / len(inside) ** 0.5):
         return None
     if sum(e > level / 2 for e in inside) < MOSTLY * len(inside) or level * len(inside) / count < ON_AVERAGE * paces.typical:
         return None
@@ -148,6 +151,13 @@ def _scatter(values: Sequence[float | None]) -> float:
     known = [value for value in values if value is not None]
     differences = [abs(one - other) for one, other in itertools.pairwise(known)]
     return MAD * median(differences) / 2**0.5 if differences else 0.0
+
+
+def _noise(values: Sequence[float | None]) -> float:
+    """The same with what drifts: load on a host lasts for several windows."""
+    known = [value for value in values if value is not None]
+    middle = median(known) if known else 0.0
+    return max(_scatter(values), MAD * median([abs(value - middle) for value in known] or [0.0]))
 
 
 def _stretch(values: Sequence[float | None]) -> tuple[int, int]:
