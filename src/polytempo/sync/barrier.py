@@ -116,6 +116,11 @@ class Barrier(Policy):
         self.round = step
         self.rule.begin_at(step)
 
+    @property
+    def reached(self) -> int:
+        """Overdue workers, whose steps are of earlier rounds, do not count."""
+        return self.round if self.rule.planned else self.progress.slowest
+
     # Workers that start, in this round or the next.
 
     def _entry_step(self) -> int:
