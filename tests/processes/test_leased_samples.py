@@ -36,6 +36,5 @@ def test_a_stopped_worker_delays_no_other_and_its_samples_return(bench: Bench) -
     assert checked.returncode == 0, checked.stderr
     saved = max((bench.folder / "saved").rglob("manifest.json"), key=lambda path: path.stat().st_mtime)
     done = {part["epoch"]: part["done"] for part in json.loads(saved.read_text())["positions"]}
-    assert done[0] == [[0, LENGTH]]
-    samples = sum(stop - start for ranges in done.values() for start, stop in ranges)
-    assert bench.meta()["job"]["samples"] == samples  # none was applied twice
+    assert 0 not in done  # an epoch that is done in full is not kept
+    assert bench.meta()["job"]["samples"] == LENGTH + sum(stop - start for start, stop in done[1])  # none was applied twice

@@ -15,7 +15,7 @@ from live import PACED, Bench
         (["--sync", "sps:3", PACED], "nearest: ssp"),
         (["--sync", "dssp:5..3", PACED], "write 3..5"),
         (["--sync", "bsp+backup:2", PACED], "needs more than 2 workers, got 2"),
-        (["--sync", "anytime:soon", PACED], "expected seconds, or auto"),
+        (["--sync", "anytime:soon", PACED], "expected auto or a number of seconds above 0"),
         (["-n", "0", PACED], "at least 1 worker, got 0"),
         (["--servers", "0", PACED], "at least 1 server, got 0"),
         (["nowhere.py"], "there is no script nowhere.py"),

@@ -1,5 +1,5 @@
 """Every order in which a small job can happen: up to 3 workers and 4 steps, where one may leave and one join at any moment.
-(dssp, gossip and adpsgd with 3 workers: fewer steps here, and 4 in `make proof`.)
+(dssp, gossip, adpsgd, bsp+balance and anytime with 3 workers: fewer steps here, and 4 in `make proof`.)
 
 The walk goes through all states that can be reached, each once. A state is everything that can influence what comes next:
 the policy's whole memory (moments left out: here nothing depends on them) and what each worker is doing. A worker that has
@@ -14,6 +14,7 @@ from __future__ import annotations
 import marshal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
@@ -24,6 +25,7 @@ from driving import Job
 
 from polytempo.sync.actions import Action, Apply, Discard, Release
 from polytempo.sync.asynchronous import AsynchronousPolicy
+from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.events import Pushed
 from polytempo.sync.gossip import GossipPolicy
@@ -53,11 +55,12 @@ class Case:
 
     sync: str
     states: int
-    lead: int  # the largest that a worker is released at
+    lead: int | None  # the largest that a worker is released at; None: it depends on the size
     free: Rule  # a worker may not be kept from this step while the slowest is there
     allowed: Rule | None = None  # it may be released for it, where that is not the same
     backups: int | None = None  # of a mode with rounds
     answers: tuple[int, ...] = (0,)  # all that the forecast says
+    planned: RoundRule | None = None  # of a mode whose rounds have shares or deadlines
     sizes: tuple[Size, ...] = SIZES
 
 
@@ -97,6 +100,8 @@ class World:
             yield ("push" if job.steps[worker] < self.steps else "finish"), worker
         members = {*job.steps, *job.awaited}
         yield from (("start", worker) for worker in job.awaited)
+        if job.wakes:
+            yield "tick", -1
         if self.may_leave:
             yield from (("die", worker) for worker in members)
         if self.may_join:
@@ -118,7 +123,9 @@ class World:
             self.left | {worker} if kind in ("die", "finish") else self.left,
             (*self.path, move),
         )
-        now = 1 - 0.5 ** len(self.path)  # time passes, and so that nobody ever seems overdue
+        now = self.job.now + 0.5 ** (len(self.path) + 1)  # time passes, and so that nobody ever seems overdue
+        if kind == "tick":
+            return twin, twin.job.tick(max(self.job.wakes))
         if kind == "push":
             return twin, twin.job.push(worker, now)
         if kind in ("start", "join"):
@@ -208,6 +215,8 @@ def walk(case: Case, size: Size, findings: Findings) -> None:
 
 def policy_of(case: Case, workers: int) -> Policy:
     spec = parse_spec(case.sync)
+    if case.planned is not None:
+        return Barrier(workers, rule=deepcopy(case.planned))
     if spec.mode.name == "dssp":
         return AsynchronousPolicy(workers, DynamicBound(*spec.arguments[0], forecast=ORACLE))
     return spec.policy(workers)
@@ -250,7 +259,9 @@ def look_at_move(case: Case, before: World, after: World, actions: list[Action],
             findings.lead = max(findings.lead, action.step - action.slowest)
     if before.job.awaited:
         return
-    if case.backups is not None:
+    if case.planned is not None:
+        look_at_planned(case.planned.deadline > 0, before.job, after, actions)
+    elif case.backups is not None:
         look_at_round(case.backups, before.job, after, actions)
     else:
         assert not job.pending, f"a push was not applied at once: {after.path}"
@@ -269,6 +280,43 @@ def look_at_round(backups: int, before: Job, after: World, actions: list[Action]
     needed = min(max(job.workers, present) - backups, present)
     closed = [len(action.pushes) for action in actions if isinstance(action, Apply)]
     assert closed == ([pushes] if 0 < needed <= pushes else []), f"{pushes} pushes, {needed} needed, after {after.path}"
+
+
+def inside(job: Job) -> set[int]:
+    """Those who compute for the open round; there has been one update for each round before it."""
+    return {worker for worker in job.computing() if job.steps[worker] == job.version}
+
+
+def look_at_planned(timed: bool, before: Job, after: World, actions: list[Action]) -> None:
+    """A round closes when all who are in it have pushed or left; on a tick without the others, who are overdue from then on.
+    Who waits is woken: by the last one who is inside, or by the clock."""
+    job, (kind, worker) = after.job, after.path[-1]
+    late = kind == "push" and before.steps[worker] < before.version
+    assert late == any(isinstance(action, Discard) for action in actions), after.path
+    if job.version > before.version:
+        assert job.version == before.version + 1, f"two rounds closed at once: {after.path}"
+        assert kind == "tick" or inside(before) <= {worker}, f"closed too early: {after.path}"
+        assert not job.pending, after.path
+        assert not job.held, f"somebody is held at the start of a round: {after.path}"
+    if job.held:
+        assert inside(job), f"held for nobody: {job.policy.holds()} after {after.path}"
+        assert not timed or job.wakes, f"held, and no clock will ring: {after.path}"
+        assert all(set(hold.waiting_for) <= inside(job) for hold in job.policy.holds()), after.path
+    assert not job.pending or inside(job) or not job.steps, f"a push is left in a round of nobody: {after.path}"
+
+
+class TimedRounds(RoundRule):
+    """Deadlines that are never changed."""
+
+    planned = True
+    compares = False
+    deadline = 2.0
+
+
+class SharedRounds(RoundRule):
+    """Shares that are never changed."""
+
+    planned = True
 
 
 CASES = [
@@ -299,17 +347,20 @@ def dssp(lower: int, upper: int, states: int) -> Case:
 #: Three workers with a leave and a join in four steps are a minute of their own: `make proof` walks them.
 SHORTER = (Size(1), Size(2), Size(3, join=False), Size(3, steps=3))
 SHORTEST = (Size(1), Size(2), Size(3, steps=3, join=False), Size(3, steps=2))
+SMALL = (Size(1), Size(2), Size(3, steps=2, join=False))
 CASES += [replace(dssp(lower, 2, states), sizes=SHORTEST) for lower, states in ((0, 13_000), (1, 6_000))]
 CASES += [
     Case("gossip:ring", 3500, 1, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
     Case("gossip:exp", 3900, 2, lambda c, low: False, allowed=lambda c, low: True, sizes=SHORTER),
     Case("adpsgd:ring", 9000, 4, lambda c, low: True, sizes=SHORTER),
+    Case("bsp+balance", 400, 0, lambda c, low: c <= low, planned=SharedRounds(), sizes=SMALL),
+    Case("anytime:2", 3000, None, lambda c, low: True, planned=TimedRounds(), sizes=SMALL),
 ]
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
     """`make check` walks some of the modes; the others take seconds each, the last two ten and more."""
-    return [] if case.sync in ("bsp", "ssp:0") else [pytest.mark.long]
+    return [] if case.sync in ("bsp", "ssp:0", "bsp+balance") else [pytest.mark.long]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.sync, marks=marks_of(case)) for case in CASES])
@@ -317,11 +368,11 @@ def test_all_orders_of_a_small_job(
     case: Case, record_property: Callable[[str, object], None], pytestconfig: pytest.Config
 ) -> None:
     findings = Findings()
-    for size in SIZES if case.sizes in (SHORTER, SHORTEST) and pytestconfig.getoption("--proof") else case.sizes:
+    for size in SIZES if case.sizes in (SHORTER, SHORTEST, SMALL) and pytestconfig.getoption("--proof") else case.sizes:
         walk(case, size, findings)
     record_property("states", findings.states)
     assert findings.states >= case.states, f"the walk came to {findings.states} states only"
-    assert findings.lead == case.lead
+    assert case.lead in (None, findings.lead)
     assert findings.ends > len(case.sizes)
     assert {"Admit", "Hold", "Release", "Apply"} <= findings.orders
-    assert ("Discard" in findings.orders) == bool(case.backups)
+    assert ("Discard" in findings.orders) == (bool(case.backups) or case.sync == "anytime:2")

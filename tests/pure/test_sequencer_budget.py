@@ -274,3 +274,12 @@ def test_steps_beyond_the_budget_are_counted_unless_a_worker_asks(asks: bool) ->
             bench.push(worker, asked=asks and worker == 1)
             found.append(bench.sequencer.budget.unheeded())
     assert found == ([0] * 8 if asks else [0, 0, 0, 0, 1, 2, 3, 4])
+
+
+def test_a_worker_that_is_overdue_keeps_no_checkpoint_back() -> None:
+    bench = Bench("anytime:2", size=2, checkpoint_every=2).start()
+    for _ in range(5):
+        bench.push(0)
+        bench.now += 3.0
+        bench.take(bench.sequencer.tick(bench.now))
+    assert [checkpoint.manifest["step"] for checkpoint in bench.checkpoints] == [2, 4]

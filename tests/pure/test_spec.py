@@ -220,6 +220,16 @@ def test_the_contract_is_covered() -> None:
     assert named <= MODES.keys()
 
 
+def test_what_workers_must_know_of_uneven_modes() -> None:
+    assert (parse_spec("bsp+balance,micro=4").micro, parse_spec("bsp+balance").micro, parse_spec("bsp").micro) == (4, 0, 0)
+    assert (parse_spec("anytime:auto").micro, parse_spec("anytime:0.5,micro=3").micro) == (8, 3)
+    assert [parse_spec(text).measured for text in ("bsp", "bsp+backup:1", "bsp+balance", "anytime:1")] == [0, 0, 1, 1]
+    late = parse_spec("anytime:auto,late=keep").anytime
+    assert late is not None
+    assert late.late == "keep"
+    assert parse_spec("bsp+balance").anytime is None
+
+
 def assert_names_all(said: str) -> None:
     known = said.split("known: ")[1].split("; ")[0].split(", ")
     assert known == [mode.example for mode in MODES.values()]
@@ -232,6 +242,20 @@ def assert_names_all(said: str) -> None:
     ("text", "says"),
     [
         ("ssp", ["ssp needs", "whole number", "ssp:3"]),
+        ("bsp+balance:3", ["bsp+balance takes no argument", "write bsp+balance"]),
+        ("bsp+balance,most=0.5", ["most of at least 1", "'0.5'", "most=2"]),
+        ("bsp+balance,micro=0", ["micro of at least 1", "micro=8"]),
+        ("bsp+balance,late=keep", ["no option 'late'", "micro, most"]),
+        ("bsp+balance,drop=3", ["no option 'drop'", "micro, most"]),
+        ("anytime", ["anytime needs auto or a number of seconds above 0", "anytime:auto"]),
+        ("anytime:0", ["auto or a number of seconds above 0", "'0'", "anytime:auto"]),
+        ("anytime:-1", ["auto or a number of seconds above 0", "'-1'"]),
+        ("anytime:inf", ["auto or a number of seconds above 0", "'inf'"]),
+        ("anytime:soon", ["auto or a number of seconds above 0", "'soon'"]),
+        ("anytime:auto,micro=0", ["micro of at least 1", "micro=8"]),
+        ("anytime:auto,late=later", ["late to be drop or keep", "'later'"]),
+        ("anytime:auto,divide=2", ["divide to be expected or actual", "'2'"]),
+        ("anytime:auto,most=2", ["no option 'most'", "micro, late, divide"]),
         ("ssp:", ["ssp needs", "whole number", "ssp:3"]),
         ("ssp:x", ["'x'", "whole number", "at least 0", "ssp:3"]),
         ("ssp:-1", ["'-1'", "at least 0", "ssp:3"]),

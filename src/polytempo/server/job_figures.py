@@ -38,8 +38,8 @@ class CheckpointContents:
         main = self._clocks.get(MAIN)
         if main is None or not main.seeded or not any(stats.pushes for stats in self._statistics):
             return None
-        progress = main.policy.progress
-        return self.at(progress.slowest if progress.pushed else progress.fastest)
+        policy = main.policy
+        return self.at(policy.reached if policy.members else policy.progress.fastest)
 
     def manifest(self, step: int) -> dict[str, Any]:
         """What a checkpoint must know beside the tensors."""

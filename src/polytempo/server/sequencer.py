@@ -398,7 +398,7 @@ class Sequencer:
         return [ToShards(clock.answer(push.id.worker, push.id.step))]
 
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
-        every, slowest = self.plan.checkpoint_every, clock.policy.progress.slowest
+        every, slowest = self.plan.checkpoint_every, clock.policy.reached
         if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest

@@ -265,6 +265,13 @@ class Dealing:
         one.again.clear()
         one.share.clear()
 
+    def leave(self) -> None:
+        """No further step is made."""
+        with self._state:
+            for one in self._passes:
+                self._drop(one)
+            self._passes = []
+
     def returned(self) -> tuple[list[Position], list[Position]]:
         """Leased places of passes that are over, since the last call: those that none was trained on, to be given back, and
         those that were only looked at."""

@@ -116,6 +116,11 @@ class Barrier(Policy):
         self.round = step
         self.rule.begin_at(step)
 
+    @property
+    def reached(self) -> int:
+        """Overdue workers, whose steps are of earlier rounds, do not count."""
+        return self.round if self.rule.planned else self.progress.slowest
+
     # Workers that start, in this round or the next.
 
     def _entry_step(self) -> int:
@@ -142,7 +147,8 @@ class Barrier(Policy):
         """A member whose step is that of the next round waits for it."""
         self._behind[worker] = missed
         self.room.enter(worker, self.round + 1)
-        return [self._held(worker), *self._patience(now)]
+        held = self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
+        return [held, *self._patience(now)]
 
     def _release(self, worker: int, step: int, starts: bool = False, catching_up: tuple[int, ...] = ()) -> Release:
         rule = self.rule
@@ -168,7 +174,7 @@ class Barrier(Policy):
         self.room.enter(push.worker, self.round + 1)
         if len(self._arrived) >= self._quorum():
             return self._close(now)
-        held = self._held(push.worker)
+        held = self._hold(push.worker, self.round + 1) if self.explains else Hold(push.worker, self.round + 1, (), 0, "")
         return [held, *self._patience(now)] if self.rule.deadline else [held]
 
     def _freed(self, worker: int, now: float) -> list[Action]:
@@ -243,9 +249,6 @@ class Barrier(Policy):
         return self._close(now)
 
     # Reasons.
-
-    def _held(self, worker: int) -> Hold:
-        return self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
 
     def _hold(self, worker: int, step: int) -> Hold:
         named, count = self.progress.at(self.round) if self.rule.planned else self.progress.behind(step)

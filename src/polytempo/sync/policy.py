@@ -58,6 +58,11 @@ class Policy(ABC):
         """The active workers."""
         return self.progress.pushed.keys()
 
+    @property
+    def reached(self) -> int:
+        """The step that the job has come to: all before it are done, for all workers that it waits for."""
+        return self.progress.slowest
+
     def holds(self) -> list[Hold]:
         """All workers that are held now, with the present reason."""
         why = self._start_hold if self._awaited else self._hold

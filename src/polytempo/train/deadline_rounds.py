@@ -165,9 +165,13 @@ class DeadlineUpdate(StepUpdate):
             self._install()
             if not self._goes_on():
                 self._end_round()
+        self._give_back(returned)
+
+    def _give_back(self, positions: Sequence[Position] = ()) -> None:
+        """Tell the sequencer of samples that this worker has leased and will not train on."""
         if self._leases is not None:
             unused, looked_at = self._session.dealing.returned()
-            self._leases.give_back([*returned, *unused], looked_at)
+            self._leases.give_back([*positions, *unused], looked_at)
 
     def _is_last(self) -> bool:
         """Has the last round ended? All workers leave after it, so nothing is kept for another."""
@@ -251,9 +255,12 @@ class DeadlineUpdate(StepUpdate):
                 reducer.copier.watch.touched = ""
 
     def flush(self) -> None:
-        """Send what is finished, and wait for the end of its round."""
+        """This worker leaves: send what is finished, and wait for the end of its round."""
         with self._turn, torch.no_grad():
             self._settle(ends_round=self._sum.taken > 0)
+        if self._deals:
+            self._session.dealing.leave()
+            self._give_back()
 
     def _settle(self, ends_round: bool) -> None:
         """Take the newest values; `ends_round`: those at the end of the round, to which this worker adds no more."""

@@ -526,6 +526,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         bytes_handed: those of values, for other workers, sent or in shared memory, or exchanged with servers; in modes with
         blocks of local steps also period and averages, with a quorum also left_out: turns at which nothing was sent, because
         the push before was not merged yet; under `bsp+balance` share: of the joint batch, relative to an even one.
+        Under `anytime` step counts micro-batches; rounds, abandoned (micro-batches that were late and whose samples are used
+        again), late (those that counted a round later, `late=keep`), deadline: seconds of the round, 0 where it has none.
         device_bytes: GPU memory that this optimizer has taken in this process for exchanges, beside parameters and
         gradients."""
         reducer = self._reducer

@@ -47,7 +47,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             sets came; name those that workers do not all make in the same order.
         num_replicas: The number of shards; by default one for each rank, under a `Strategy` one for each replica.
         rank: Which of them this sampler gives, with `num_replicas`.
-        batch_size: That of the loader; needed by modes that deal out micro-batches, `bsp+balance,micro=M` and `anytime`.
+        batch_size: That of the loader; needed by modes that deal out micro-batches: `bsp+balance,micro=M`, and `anytime`
+            unless the script calls `step(samples=...)` with the number of samples.
 
     Raises:
         UsageError: `init` was not called, or there is no such shard.
