@@ -40,7 +40,7 @@ def timed() -> list[RecordLine]:
     job = Job("anytime:2", 3).start()
     for worker in (0, 1):
         push(job, worker, now=2.0)
-    job.tick(now=3.0)
+    job.tick(now=4.5)
     for worker in (0, 1):
         push(job, worker, now=5.0)
     push(job, 2, now=6.0)

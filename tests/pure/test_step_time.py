@@ -82,7 +82,8 @@ def test_no_step_is_shorter_than_the_work_of_a_rank_or_a_host(case, cores, link,
         assert found.seconds >= max(found.busy) - 1e-9
     assert 0 < found.balance <= 1 + 1e-9
     assert all(held >= work - 1e-9 for held, work in zip(found.occupied, found.busy, strict=True))
-    assert found.seconds <= one_step * (1 + 1e-9) + 1e-9  # steps overlap, and never get in each other's way
+    if not crowd:  # else ranks of two steps, on one core at the same time, slow each other down
+        assert found.seconds <= one_step * (1 + 1e-9) + 1e-9  # steps overlap, and never get in each other's way
 
 
 @given(spread(), links, st.integers(1, 4))

@@ -19,7 +19,7 @@ from polytempo.sync.spec import Spec
 
 #: What `barrier.py`, `balance.py` and `anytime.py` promise, written down a second time.
 LEAST_SHARE, MOST_SHARE, ROUNDED = 0.1, 2.0, 0.001
-SOONEST_WITH_HALF, SOONEST_WITH_FEWER = 1.5, 3.0
+SOONEST_WITH_HALF, SOONEST_WITH_FEWER = 2.25, 3.5
 LATEST, SETTLED = 1.02, 1.05
 #: Moments are sums of floats.
 CLOSE = 1e-9

@@ -13,7 +13,8 @@ round of `auto` has no deadline: each worker takes `micro` micro-batches, and th
 
 `auto` moves the deadline by up to SLACK, to where the workers' last micro-batches end: what is left of a round after a
 worker's last micro-batch is lost. The micro-batch that is unfinished at the deadline is abandoned (`late=drop`: its samples
-return to the queue) or finished and counted in the next round, one round stale (`late=keep`).
+return to the queue) or finished and counted once, in the round that is open then: one round stale, or as many as it took
+(`late=keep`).
 
 Who counts for the deadline and for the expected number: members that are not overdue (`barrier.py`) and have finished a
 micro-batch in the last ROUNDS rounds. For the others `auto` gives the rest more time, up to GROWTH times as much, so that

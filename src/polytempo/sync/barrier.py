@@ -32,10 +32,11 @@ from polytempo.sync.policy import Policy
 from polytempo.sync.shares import ShareWeights
 
 #: A round with a deadline that half of its workers have pushed to waits for the others this much longer, in parts of the
-#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW.
-PATIENCE, FEW = 0.5, 2.0
+#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW. More than 1: where
+#: pushes pass one link after another, the second half of them takes as long as the first.
+PATIENCE, FEW = 1.25, 2.5
 #: The time that a round has taken so far counts for that up to this number of deadlines: a job may have been stopped.
-LONGEST = 10
+LONGEST = 100
 
 
 class RoundRule:
