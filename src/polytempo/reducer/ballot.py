@@ -5,8 +5,8 @@ A rank that has run out of data goes on with weight zero. A bucket whose gradien
 
 In modes with blocks of local steps a ballot ends a block. What the rule of the period needs is in it (the block's loss and
 learning rate, and the seconds since the rank's start, of which those of the first rank count), so every rank runs the same
-rule on the same numbers. Likewise with shares by speed: a ballot says what the rank's batch cost, the seconds it took, and
-which batch the rank has drawn last.
+rule on the same numbers. Likewise with shares by speed: a ballot says, in the same places, what the rank's batch cost, the
+seconds it took, and which batch the rank has drawn last.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polytempo.summation import in_order
 
-HEAD = struct.Struct("<dBQQdddddqq")
-RAN_OUT, SKIPS, TOUCHED = 1, 2, 4
+HEAD = struct.Struct("<dBQQddd")
+RAN_OUT, SKIPS, TOUCHED, MEASURED = 1, 2, 4, 8
+#: A pass, and the number of a batch in it, are one whole number that a double holds exactly.
+BATCHES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ class Ballot:
 
     def pack(self, buckets: int, params: int) -> bytes:
         """The ballot as bytes, of the same length on every rank."""
-        flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched
-        figures = (self.loss, self.lr, self.work, self.computed)
-        loss, lr, work, computed = (math.nan if value is None else value for value in figures)
-        head = HEAD.pack(
-            *(self.weight, flags, self.digest, self.gradient, loss, lr, self.seconds, work, computed),
-            *(self.drawn or (-1, -1)),
-        )
+        measured = self.work is not None
+        flags = RAN_OUT * self.ran_out | SKIPS * self.skips | TOUCHED * self.touched | MEASURED * measured
+        figures = (self.work, self.computed) if measured else (self.loss, self.lr)
+        first, second = (math.nan if value is None else value for value in figures)
+        drawn = -1 if self.drawn is None else self.drawn[0] * BATCHES + self.drawn[1]
+        third = float(drawn) if measured else self.seconds
+        head = HEAD.pack(self.weight, flags, self.digest, self.gradient, first, second, third)
         return head + _bits(self.changed, buckets) + _bits(self.absent, params)
 
 
@@ -74,15 +76,16 @@ def size_of(buckets: int, params: int) -> int:
 
 def unpack(data: bytes, buckets: int, params: int) -> Ballot:
     """The ballot that `pack` wrote."""
-    weight, flags, digest, gradient, loss, lr, seconds, work, computed, *drawn = HEAD.unpack_from(data)
+    weight, flags, digest, gradient, first, second, third = HEAD.unpack_from(data)
     middle = HEAD.size + -(-buckets // 8)
     changed, absent = _numbers(data[HEAD.size : middle]), _numbers(data[middle:])
-    ran_out, skips, touched = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED))
-    loss, lr, work, computed = (None if math.isnan(value) else value for value in (loss, lr, work, computed))
-    place = (drawn[0], drawn[1]) if drawn[0] >= 0 else None
-    return Ballot(
-        *(weight, ran_out, skips, digest, changed, absent, touched, gradient, loss, lr, seconds, work, computed, place)
-    )
+    ran_out, skips, touched, measured = (bool(flags & flag) for flag in (RAN_OUT, SKIPS, TOUCHED, MEASURED))
+    one, other = (None if math.isnan(value) else value for value in (first, second))
+    ballot = Ballot(weight, ran_out, skips, digest, changed, absent, touched, gradient)
+    if not measured:
+        return replace(ballot, loss=one, lr=other, seconds=third)
+    place = divmod(int(third), BATCHES) if third >= 0 else None
+    return replace(ballot, work=one, computed=other, drawn=place)
 
 
 def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:
