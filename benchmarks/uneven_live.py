@@ -99,9 +99,11 @@ def steady(events: list[dict[str, Any]]) -> dict[str, float]:
     first = min(line["t"] for line in events if line["kind"] == "release")
     begin = first + (last - first) / 4
     held: dict[int, float] = {}
-    waiting = 0.0
+    waiting, empty = 0.0, set[tuple[int, int]]()
     for line in events:
-        if line["kind"] == "hold":
+        if line["kind"] == "push" and not line["samples"]:
+            empty.add((line["worker"], line["step"] + 1))  # by the communication thread: the script computes meanwhile
+        if line["kind"] == "hold" and (line["worker"], line["step"]) not in empty:
             held.setdefault(line["worker"], line["t"])
         elif line["kind"] == "release" and line["worker"] in held:
             waiting += max(0.0, line["t"] - max(held.pop(line["worker"]), begin))

@@ -171,7 +171,8 @@ def test_who_has_no_key_gets_nothing(hosts: Hosts, bench: Bench) -> None:
     key = key_file(bench)
     stranger = (
         "import sys, zmq; s = zmq.Context().socket(zmq.DEALER); s.linger = 0; s.connect(sys.argv[1]);"
-        "s.send_multipart([b'\\x81\\xa4type\\xa5Hello', b'']); print(s.poll(3000))"
+        "s.send_multipart([b'\\x81\\xa4type\\xa5Hello', b'']); print(s.poll(3000), flush=True);"
+        "import os; os._exit(0)"  # the end of its context has been seen to hang
     )
     command = [*hosts.inside(hosts.b), sys.executable, "-c", stranger, f"tcp://{listen}"]
     heard = subprocess.run(command, capture_output=True, text=True, check=True)
