@@ -155,7 +155,8 @@ def uneven_live(seconds: float = 20.0) -> None:
             took = followed(events)
             sums = {line["checksum"] for line in events if line["kind"] == "metric" and "checksum" in line}
             good = took is not None and took <= ROUNDS and len(sums) == 1
-            changes.append((sync, via, "never" if took is None else took, len(sums) == 1, "ok" if good else "MISSED"))
+            same = "yes" if len(sums) == 1 else "no"
+            changes.append((sync, via, "never" if took is None else str(took), same, "ok" if good else "MISSED"))
             results.append({"change": sync, "via": via, "rounds": took, "replicas": len(sums)})
     heads = ("mode", "over", "rounds until\nit followed", "same parameters\non all workers", "bar")
     tables.append(TextTable(f"One worker becomes {FACTOR:g} times slower in the middle", heads, tuple(changes)))
