@@ -89,12 +89,13 @@ def job(sync: str, via: str, slow: dict[int, float], seconds: float, change_at: 
 
 
 def own_rates(slow: dict[int, float]) -> float:
-    """Samples a second that the workers manage alone, all together."""
+    """Samples a second of all workers if a step were its sleep alone: no forward, backward, loader or timer."""
     return sum(1 / (PER_SAMPLE * slow.get(rank, 1.0)) for rank in range(WORKERS))
 
 
 def steady(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Waiting and samples a second after the first quarter of a job: shares and deadlines are measured in its beginning."""
+    """Waiting and samples a second after the first quarter of a job, in which shares and deadlines are measured; and
+    the sum of the workers' own rates: their samples over the seconds that they computed."""
     last = max(line["t"] for line in events if line["kind"] == "push")
     first = min(line["t"] for line in events if line["kind"] == "release")
     begin = first + (last - first) / 4
@@ -107,8 +108,14 @@ def steady(events: list[dict[str, Any]]) -> dict[str, float]:
             held.setdefault(line["worker"], line["t"])
         elif line["kind"] == "release" and line["worker"] in held:
             waiting += max(0.0, line["t"] - max(held.pop(line["worker"]), begin))
-    samples = sum(line["samples"] for line in events if line["kind"] == "push" and line["t"] > begin)
-    return {"waiting": waiting / ((last - begin) * WORKERS), "samples_per_second": samples / (last - begin)}
+    pushes = [line for line in events if line["kind"] == "push" and line["t"] > begin]
+    samples = sum(line["samples"] for line in pushes)
+    own = 0.0
+    for worker in range(WORKERS):
+        mine = [line for line in pushes if line["worker"] == worker and line["samples"]]
+        own += sum(line["samples"] for line in mine) / sum(line["computed"] for line in mine)
+    found = {"waiting": waiting / ((last - begin) * WORKERS), "samples_per_second": samples / (last - begin)}
+    return found | {"own_rates": own}
 
 
 def followed(events: list[dict[str, Any]]) -> int | None:
@@ -127,7 +134,7 @@ def followed(events: list[dict[str, Any]]) -> int | None:
             continue
         if line["t"] <= at:
             before = now
-        elif before and (now < 0.6 * before if weight is not None else now > 1.15 * before):
+        elif before and (now < 0.6 * before if weight is not None else now > 1.08 * before):
             return rounds
     return None
 
@@ -140,13 +147,15 @@ def uneven_live(seconds: float = 20.0) -> None:
             for via in WAYS:
                 meta, events = job(sync, via, slow, seconds)
                 found = steady(events)
-                share = found["samples_per_second"] / own_rates(slow)
+                share = found["samples_per_second"] / found["own_rates"]
+                of_sleeps = found["samples_per_second"] / own_rates(slow)
                 good = found["waiting"] < WAITING and share >= THROUGHPUT
                 verdict = "" if sync == "bsp" else "ok" if good else "MISSED"
                 shown = f"{100 * found['waiting']:.1f}", f"{100 * meta['job']['waiting']:.1f}", f"{100 * share:.1f}"
+                shown = *shown, f"{100 * of_sleeps:.1f}"
                 rows.append((scene, sync, via, *shown, verdict))
                 results.append({"scene": scene, "sync": sync, "via": via, **found, "of_own_rates": share, "ok": good})
-    heads = ("scene", "mode", "over", "waiting\n(%)", "whole job\n(%)", "of own\nrates (%)", "bar")
+    heads = ("scene", "mode", "over", "waiting\n(%)", "whole job\n(%)", "of own\nrates (%)", "of sleeps\nalone (%)", "bar")
     tables = [TextTable(f"Four workers whose steps are sleeps, {seconds:g} s each", heads, tuple(rows))]
     changes = []
     for sync in MODES[1:]:
