@@ -1,7 +1,9 @@
 """All ranks of a job, as one of them sees them: links to the others, a progress engine, and groups.
 
 A group that has lost a member can be formed again without it: the surviving ranks first agree on the lost ones, by telling
-each other which ranks they miss until all miss the same.
+each other which ranks they miss until all miss the same. A rank that is only silent may be alive: `quorum.py` says who may
+go on without it. Where there is a coordinator its word is waited for; else a rank that one of them does not hear is given
+up by all, and told so.
 
 Every group has a context, which its messages carry. A new group of the world takes the next number, on all ranks. A subgroup
 takes one of its parent's, on the parent's ranks alone, so what one group makes for itself need not be known outside.
@@ -9,7 +11,8 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy
@@ -19,14 +22,16 @@ from polytempo.collectives.device_choice import Network
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
+from polytempo.collectives.quorum import objection, of_ranks
 from polytempo.collectives.tasks import Steps, Wait
-from polytempo.errors import UsageError
+from polytempo.errors import RankLost, UsageError
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_by_name, rendezvous_by_store
+from polytempo.transport.zmq_link import HOST_TIMEOUT, patience_for
 
 #: Seconds in which all ranks must come to the rendezvous.
 JOIN_TIMEOUT = 60.0
@@ -42,6 +47,8 @@ GENERATIONS = 1 << 12
 #: Contexts from here on belong to subgroups, this many for each group.
 WITHIN = 1 << 30
 SUBGROUPS = 1 << 10
+#: How a rank is missed: it may be alive, or its process is known to have ended.
+SILENT, ENDED = 1, 2
 
 
 class World:
@@ -57,6 +64,12 @@ class World:
     ) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
         self.timeout, self.network = timeout, network
+        #: Says which ranks the coordinator has given up, after listening for a moment, or None once this rank has left it; no
+        #: call where the job has no coordinator.
+        self.word: Callable[[], frozenset[int] | None] | None = None
+        self.patience = patience_for(HOST_TIMEOUT)  #: seconds in which a link comes back, or is given up
+        self._members: dict[int, tuple[int, ...]] = {}  # of the last generation, by number
+        self._views: dict[tuple[int, int, int], Receipt] = {}  # context, rank, and how many it misses
         self._generations: dict[tuple[int, int], int] = {}
         engine.when_closed = links.close
         engine.attach(links.links)
@@ -112,36 +125,128 @@ class World:
 
         `lost`: ranks known to be lost, though that may not have been seen here yet. Should another rank die meanwhile, some
         ranks may get a group that the others are not in; they fail there, call this again, and agree with the rest.
+
+        Raises:
+            RankLost: These ranks may not go on without the lost (`quorum.py`), or others go on without this one.
         """
-        queue = CallQueue(-1, tuple(range(self.size)))
-        steps = self._agree(2 * (AGAIN + number) + 1, lost)
-        ranks = self.engine.start(queue, "forming a group without the lost", steps, False, self.timeout).wait()
+        members = self._members.get(number, tuple(range(self.size)))
+        word = self._await_word(members)
+        queue, awaited = CallQueue(-1, members), sorted(word & set(members)) if word is not None else lost
+        steps = self._agree(2 * (AGAIN + number) + 1, members, awaited, word is not None)
+        ranks, ended = self.engine.start(queue, "forming a group without the lost", steps, False, self.timeout).wait()
+        if word is not None:
+            word = self._await_word(members)
+        self._check(members, ranks, ended, word)
+        self._members[number] = tuple(ranks)
         missing = self.size - len(ranks)
         again = self._generations[number, missing] = self._generations.get((number, missing), 0) + 1
         context = AGAIN * (2 + number) + missing * GENERATIONS + again
         return self._group(ranks, context)
 
-    def _agree(self, context: int, lost: Sequence[int]) -> Steps:
-        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
-        yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
+    def check_loss(self, members: Sequence[int]) -> None:
+        """Some of these ranks are missing: return once the others may go on without, by the coordinator's word.
+
+        Raises:
+            RankLost: They may not.
+        """
+        word, left = self._await_word(members), self.engine.messages.left
+        present = [rank for rank in members if rank not in left and rank not in (word or ())]
+        self._check(members, present, self._ended(), word)
+
+    def _check(
+        self, members: Sequence[int], present: Sequence[int], ended: Iterable[int], word: frozenset[int] | None
+    ) -> None:
+        missing = tuple(rank for rank in members if rank not in present)
+        given_up = self.engine.messages.given_up
+        if given_up:
+            raise RankLost(f"the other ranks go on without rank {self.rank}: {given_up}", missing)
+        if why := objection(members, present, frozenset(ended), word):
+            raise RankLost(f"rank {self.rank} ends: {why}", missing)
+
+    def _ended(self) -> list[int]:
+        """Ranks whose end is known to a kernel that was heard."""
+        messages = self.engine.messages
+        return [rank for rank in messages.left if rank not in messages.silent]
+
+    def _await_word(self, members: Sequence[int]) -> frozenset[int] | None:
+        """Wait until the coordinator has given up every member of another host that this rank misses, and one at least. It
+        hears of a killed process at once, so its word is waited for where a connection has closed, too: what one side has
+        closed because it has given this rank up looks the same.
+
+        Of two hosts that have lost each other alone, and not the coordinator, the one with the higher rank ends first: then
+        the coordinator gives it up, and the other goes on.
+
+        Returns:
+            All ranks that it has given up; None where there is no coordinator.
+
+        Raises:
+            RankLost: It has not given them up in time.
+        """
+        if self.word is None:
+            return None
+        deadline, here = Deadline(self.rank), next(host for host in self.hosts if self.rank in host)
         while True:
-            missing = sorted(self.engine.messages.left)
-            alive = [rank for rank in range(self.size) if rank not in missing]
+            word = self.word()
+            if word is None:  # it has left: nobody can tell it, and it goes on without those only that have ended
+                return frozenset()
+            missed = [rank for rank in members if rank in self.engine.messages.left]
+            unknown = [rank for rank in missed if rank not in word and rank not in here]
+            if not unknown and (missed or word & set(members)):
+                return word
+            patience = self.patience * (3 if not unknown else 2 if self.rank < max(unknown) else 1)
+            if deadline.waited >= patience:
+                which = of_ranks(unknown) if unknown else "the rank that another has lost"
+                cause = f"rank {self.rank} cannot reach {which}" if unknown else f"rank {self.rank} has lost no rank"
+                text = f"{cause}, and the coordinator has not given up {which} in {deadline.waited:.0f} s"
+                raise RankLost(f"{text}; look at the network between the hosts", tuple(unknown))
+            deadline.report(lambda: f"for the coordinator to give up {of_ranks(unknown) if unknown else 'a rank'}")  # noqa: B023
+
+    def _agree(self, context: int, members: Sequence[int], lost: Sequence[int], by_word: bool) -> Steps:
+        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
+        messages = self.engine.messages
+        if by_word:
+            for rank in lost:
+                messages.give_up(rank, "the coordinator has given it up")
+        yield from self._miss(lost)
+        while True:
+            missing = [rank for rank in range(self.size) if rank in messages.left]
+            alive = [rank for rank in members if rank not in missing]
             others = [rank for rank in alive if rank != self.rank]
-            view = numpy.zeros(self.size, dtype=numpy.uint8)
-            view[missing] = 1
-            receipts = [self.engine.messages.expect(context, len(missing), rank, self.size) for rank in others]
+            view, ended = numpy.zeros(self.size, dtype=numpy.uint8), self._ended()
+            view[missing] = SILENT
+            view[ended] = ENDED
+            ahead = [self._view(context, rank, tag) for rank in others for tag in range(len(missing) + 1, self.size)]
+            receipts = [self._view(context, rank, len(missing)) for rank in others]
             for rank in others:
-                self.engine.messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
+                messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
             outdated = partial(self._knows_more_than, len(missing))
-            yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
-            for receipt in receipts:
-                self.engine.messages.mailbox.withdraw(receipt, context, len(missing))
+            told = partial(_any_done, ahead)
+            yield Wait(partial(_any, partial(_all_done, receipts), outdated, told), partial(_senders, receipts))
             if outdated():
                 continue
-            if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
-                return alive
-            yield Wait(outdated, partial(_senders, receipts))  # what others miss is soon missed here, too
+            views = [numpy.asarray(receipt.buffer) for receipt in (*receipts, *ahead) if receipt.done]
+            agreed = all(receipt.done for receipt in receipts)
+            if agreed and all(numpy.array_equal(theirs > 0, view > 0) for theirs in views[: len(receipts)]):
+                for rank in others:
+                    self._views.pop((context, rank, len(missing)))
+                return alive, {rank for rank in missing if any(theirs[rank] == ENDED for theirs in (view, *views))}
+            yield from self._miss(sorted({int(rank) for theirs in views for rank in numpy.flatnonzero(theirs)}))
+
+    def _view(self, context: int, rank: int, missing: int) -> Receipt:
+        """What a rank says that misses so many; it may come before this rank misses as many."""
+        key = context, rank, missing
+        if key not in self._views:
+            self._views[key] = self.engine.messages.expect(context, missing, rank, self.size)
+        return self._views[key]
+
+    def _miss(self, ranks: Sequence[int]) -> Steps:
+        """Another rank misses these: so does this one soon, if they have ended; else it gives them up."""
+        until = time.monotonic() + self.patience
+        unseen = [rank for rank in ranks if rank != self.rank and rank not in self.engine.messages.left]
+        if unseen:
+            yield Wait(lambda: time.monotonic() > until or not self._unseen(unseen), lambda: self._unseen(unseen))
+        for rank in self._unseen(unseen):
+            self.engine.messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
 
     def _unseen(self, lost: Sequence[int]) -> list[int]:
         return [rank for rank in lost if rank not in self.engine.messages.left]
@@ -159,7 +264,7 @@ class World:
 
 def open_by_name(name: str, rank: int, size: int, join_timeout: float = JOIN_TIMEOUT, timeout: float | None = None) -> World:
     """Ranks of one host that all know a name no other job uses."""
-    _check(rank, size)
+    _check_rank(rank, size)
     engine = ProgressEngine(rank)
     return _opened(
         engine, size, lambda: rendezvous_by_name(name, rank, size, engine.messages, Deadline(rank, join_timeout)), timeout
@@ -177,16 +282,21 @@ def open_by_store(
     timeout: float | None = None,
     gone: Callable[[], Mapping[int, str]] = dict,
     emulated: EmulatedHost | None = None,
+    host_timeout: float = HOST_TIMEOUT,
 ) -> World:
     """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `emulated`:
-    this rank's place where the network is emulated."""
-    _check(rank, size)
+    this rank's place where the network is emulated. `host_timeout`: a link comes back within so many seconds, or is given
+    up."""
+    _check_rank(rank, size)
     engine = ProgressEngine(rank)
     meet = partial(
         rendezvous_by_store,
         *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
+        host_timeout=host_timeout,
     )
-    return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
+    world = _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
+    world.patience = patience_for(host_timeout)
+    return world
 
 
 def _opened(
@@ -220,6 +330,10 @@ def _all_done(receipts: Sequence[Receipt]) -> bool:
     return all(receipt.done for receipt in receipts)
 
 
+def _any_done(receipts: Sequence[Receipt]) -> bool:
+    return any(receipt.done for receipt in receipts)
+
+
 def _senders(receipts: Sequence[Receipt]) -> list[int]:
     """The ranks that are waited for."""
     return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
@@ -229,6 +343,6 @@ def _any(*conditions: Callable[[], bool]) -> bool:
     return any(condition() for condition in conditions)
 
 
-def _check(rank: int, size: int) -> None:
+def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise UsageError(f"expected a rank between 0 and {size - 1}, got {rank}")

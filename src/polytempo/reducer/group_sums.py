@@ -65,6 +65,7 @@ class GroupSums(RoundSums):
         try:
             self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)).wait()
         except RankLost as error:
+            self._messages.world.check_loss(closed.ranks)
             self._fill(result, closed.divisor)
             self._make_again(flats, closed, error)
         self._messages.note(closed.ranks, 2 * closed.step + 1)

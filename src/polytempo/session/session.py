@@ -63,6 +63,8 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Seconds for which a rank that has lost another listens to the coordinator at a time.
+LISTEN = 0.05
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
 
@@ -200,10 +202,28 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        way = self.way
-        return open_by_store(
-            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+        way, patience = self.way, self.job.host_timeout
+        world = open_by_store(
+            store,
+            *(self.rank, self.size, way.address, way.keys, way.insecure, MEETING),
+            emulated=way.emulated,
+            host_timeout=patience,
         )
+        if self.client is not None:
+            world.word = self._departed
+        return world
+
+    def _departed(self) -> frozenset[int] | None:
+        """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
+        client = self.client
+        if client is None:
+            return None
+        if self.lock.acquire(timeout=LISTEN):  # else another thread listens
+            try:
+                client.ask_who_departed(LISTEN)
+            finally:
+                self.lock.release()
+        return frozenset(client.departed)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
