@@ -2,8 +2,8 @@
 
 Usage: replicas.py FOLDER STEPS [PACE]
 
-It writes how many steps it has taken to a file, and in the end its values; a job by ballots takes MIN_WORKERS from the
-environment.
+It writes how many steps it has taken to a file, and in the end its values; a job by ballots goes on with MIN_WORKERS ranks,
+and takes HOST_TIMEOUT from the environment, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ import polytempo as pt
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 pace = float(sys.argv[3]) if len(sys.argv) > 3 else 0.1
 torch.set_num_threads(1)
-least = os.environ.get("MIN_WORKERS")
-pt.init(**({"min_workers": int(least)} if least else {}))
+if "MIN_WORKERS" in os.environ:
+    least, patience = int(os.environ["MIN_WORKERS"]), float(os.environ["HOST_TIMEOUT"])
+    pt.init(sync=os.environ["SYNC"], min_workers=least, host_timeout=patience)
+else:
+    pt.init()
 rank = pt.rank()
 values = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
 optimizer = pt.DistributedOptimizer(torch.optim.SGD([values], lr=1.0), named_parameters=[("values", values)])

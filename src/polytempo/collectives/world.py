@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy
@@ -23,8 +24,8 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.quorum import objection, of_ranks
-from polytempo.collectives.tasks import Steps, Wait
-from polytempo.errors import RankLost, UsageError
+from polytempo.collectives.tasks import Steps, Task, Wait
+from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
@@ -47,6 +48,10 @@ GENERATIONS = 1 << 12
 #: Contexts from here on belong to subgroups, this many for each group.
 WITHIN = 1 << 30
 SUBGROUPS = 1 << 10
+#: Seconds after which a rank that waits in a step listens to the coordinator.
+LISTEN_EVERY = 0.5
+#: What a rank is told that was given up by the coordinator's word.
+GIVEN_UP = "the coordinator has given it up"
 #: How a rank is missed: it may be alive, or its process is known to have ended.
 SILENT, ENDED = 1, 2
 
@@ -143,6 +148,26 @@ class World:
         context = AGAIN * (2 + number) + missing * GENERATIONS + again
         return self._group(ranks, context)
 
+    def wait(self, task: Task) -> None:
+        """Wait for a call, and listen meanwhile: ranks that the coordinator gives up are lost at once, and not when their
+        link has been silent for long enough. For calls of a step, in which the servers' answers may be taken in.
+
+        Raises:
+            RankLost: A rank that takes part has ended, or was given up.
+        """
+        while self.word is not None and not task.done:
+            with suppress(PeerError):  # the time is over, or the call has failed, which the last wait raises
+                task.wait(LISTEN_EVERY)
+            if not task.done and (word := self.word()):
+                self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(word), False).wait()
+        task.wait()
+
+    def _give_up(self, word: Iterable[int]) -> Steps:
+        for rank in word:
+            self.engine.messages.give_up(rank, GIVEN_UP)
+        return
+        yield
+
     def check_loss(self, members: Sequence[int]) -> None:
         """Some of these ranks are missing: return once the others may go on without, by the coordinator's word.
 
@@ -204,10 +229,7 @@ class World:
     def _agree(self, context: int, members: Sequence[int], lost: Sequence[int], by_word: bool) -> Steps:
         """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
         messages = self.engine.messages
-        if by_word:
-            for rank in lost:
-                messages.give_up(rank, "the coordinator has given it up")
-        yield from self._miss(lost)
+        yield from self._give_up(lost) if by_word else self._miss(lost)
         while True:
             missing = [rank for rank in range(self.size) if rank in messages.left]
             alive = [rank for rank in members if rank not in missing]

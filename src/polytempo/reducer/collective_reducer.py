@@ -81,7 +81,7 @@ class VotingGroup:
 
     def vote(self, ballot: bytes) -> None:
         """Give this rank's ballot, and get all."""
-        self.ballots = gather_bytes(self.group, ballot)
+        self.ballots = gather_bytes(self.group, ballot, self.world.wait)
         self._votes += 1
 
     def form_again(self, error: RankLost) -> bool:
@@ -182,7 +182,7 @@ class BucketRounds:
             self._tasks.append(self._reduce(number, background=True))
         else:
             self._fill(number, self._final_weight)
-            self._reduce(number, background=False).wait()
+            self.voters.world.wait(self._reduce(number, background=False))
 
     def _fill(self, number: int, weight: float) -> None:
         for source, target in self._parts[number]:
@@ -230,7 +230,7 @@ class BucketRounds:
         self._final_weight = weight
         self._scheduler.launch_rest()
         for task in self._tasks:
-            task.wait()
+            self.voters.world.wait(task)
         found = self._vote(ballot, changed)
         if found.unlike is not None:
             raise_difference(self.voters.group, hyper)
@@ -239,7 +239,7 @@ class BucketRounds:
             self._expect(found)
             for number in repeated:
                 self._fill(number, weight)
-                self._reduce(number, False).wait()
+                self.voters.world.wait(self._reduce(number, False))
             if found.touched:
                 self._compare(self.voters.group)
             return self._vote(replace(ballot, touched=False), frozenset())
@@ -304,11 +304,11 @@ def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | Non
     return session.devices.of(places.pop())
 
 
-def gather_bytes(group: RankGroup, data: bytes) -> list[bytes]:
+def gather_bytes(group: RankGroup, data: bytes, wait: Callable[[Task], object] = Task.wait) -> list[bytes]:
     """All ranks' bytes, which must have the same length on each."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(group.size)]
-    group.all_gather(outputs, mine).wait()
+    wait(group.all_gather(outputs, mine))
     return [as_bytes(output).tobytes() for output in outputs]
 
 

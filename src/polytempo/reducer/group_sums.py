@@ -63,7 +63,7 @@ class GroupSums(RoundSums):
         flats = list(result.tensors.values())
         self._fill(result, closed.divisor)
         try:
-            self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)).wait()
+            self._messages.world.wait(self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)))
         except RankLost as error:
             self._messages.world.check_loss(closed.ranks)
             self._fill(result, closed.divisor)
