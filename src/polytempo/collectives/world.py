@@ -12,6 +12,7 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -69,8 +70,8 @@ class World:
     ) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
         self.timeout, self.network = timeout, network
-        #: Says which ranks the coordinator has given up, after listening for a moment, or None once this rank has left it; no
-        #: call where the job has no coordinator.
+        #: Says which ranks the coordinator has given up, after listening for a moment; or None, once this rank has left it.
+        #: It is None itself where the job has no coordinator.
         self.word: Callable[[], frozenset[int] | None] | None = None
         self.patience = patience_for(HOST_TIMEOUT)  #: seconds in which a link comes back, or is given up
         self._members: dict[int, tuple[int, ...]] = {}  # of the last generation, by number
@@ -125,20 +126,20 @@ class World:
         chosen = sorted(ranks)
         return self._group(chosen, WITHIN + parent * SUBGROUPS + number) if self.rank in chosen else None
 
-    def reform(self, number: int = 0, lost: Sequence[int] = ()) -> RankGroup:
+    def reform(self, number: int = 0) -> RankGroup:
         """All surviving ranks, as a new generation of the group of this number. All of them must call this.
 
-        `lost`: ranks known to be lost, though that may not have been seen here yet. Should another rank die meanwhile, some
-        ranks may get a group that the others are not in; they fail there, call this again, and agree with the rest.
+        Should another rank die meanwhile, some ranks may get a group that the others are not in; they fail there, call this
+        again, and agree with the rest.
 
         Raises:
             RankLost: These ranks may not go on without the lost (`quorum.py`), or others go on without this one.
         """
         members = self._members.get(number, tuple(range(self.size)))
         word = self._await_word(members)
-        queue, awaited = CallQueue(-1, members), sorted(word & set(members)) if word is not None else lost
-        steps = self._agree(2 * (AGAIN + number) + 1, members, awaited, word is not None)
-        ranks, ended = self.engine.start(queue, "forming a group without the lost", steps, False, self.timeout).wait()
+        steps = self._agree(2 * (AGAIN + number) + 1, members, word or ())
+        queue, name = CallQueue(-1, members), "forming a group without the lost"
+        ranks, ended = self.engine.start(queue, name, steps, False, self.timeout).wait()
         if word is not None:
             word = self._await_word(members)
         self._check(members, ranks, ended, word)
@@ -168,25 +169,33 @@ class World:
         return
         yield
 
-    def check_loss(self, members: Sequence[int]) -> None:
-        """Some of these ranks are missing: return once the others may go on without, by the coordinator's word.
+    def confirm_loss(self, members: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
+        """Some of these ranks are missing: which, once the others may go on without them. `lost`: as another rank has told,
+        which may have lost others than the coordinator gives up.
 
         Raises:
             RankLost: They may not.
         """
         word, left = self._await_word(members), self.engine.messages.left
-        present = [rank for rank in members if rank not in left and rank not in (word or ())]
-        self._check(members, present, self._ended(), word)
+        if word:
+            self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(word), False).wait()
+        told = lost if word is None else ()
+        missing = [rank for rank in members if rank in left or rank in told]
+        self._check(members, [rank for rank in members if rank not in missing], {*self._ended(), *told}, word)
+        return missing
 
     def _check(
         self, members: Sequence[int], present: Sequence[int], ended: Iterable[int], word: frozenset[int] | None
     ) -> None:
         missing = tuple(rank for rank in members if rank not in present)
-        given_up = self.engine.messages.given_up
-        if given_up:
-            raise RankLost(f"the other ranks go on without rank {self.rank}: {given_up}", missing)
+        self._check_given_up()
         if why := objection(members, present, frozenset(ended), word):
             raise RankLost(f"rank {self.rank} ends: {why}", missing)
+
+    def _check_given_up(self) -> None:
+        messages = self.engine.messages
+        if messages.given_up:
+            raise RankLost(f"the other ranks go on without rank {self.rank}: {messages.given_up}", tuple(messages.silent))
 
     def _ended(self) -> list[int]:
         """Ranks whose end is known to a kernel that was heard."""
@@ -214,6 +223,7 @@ class World:
             word = self.word()
             if word is None:  # it has left: nobody can tell it, and it goes on without those only that have ended
                 return frozenset()
+            self.engine.look()  # this rank may lose another meanwhile
             missed = [rank for rank in members if rank in self.engine.messages.left]
             unknown = [rank for rank in missed if rank not in word and rank not in here]
             if not unknown and (missed or word & set(members)):
@@ -226,11 +236,17 @@ class World:
                 raise RankLost(f"{text}; look at the network between the hosts", tuple(unknown))
             deadline.report(lambda: f"for the coordinator to give up {of_ranks(unknown) if unknown else 'a rank'}")  # noqa: B023
 
-    def _agree(self, context: int, members: Sequence[int], lost: Sequence[int], by_word: bool) -> Steps:
-        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
-        messages = self.engine.messages
-        yield from self._give_up(lost) if by_word else self._miss(lost)
+    def _agree(self, context: int, members: Sequence[int], word: Iterable[int]) -> Steps:
+        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context.
+
+        A rank that others miss, and this one does not, has ended, and is soon missed here, too; or it is given up after a
+        while. The one that most of them miss goes first, or the highest: two that miss each other need not both be lost,
+        and most of the others choose the same.
+        """
+        messages, until = self.engine.messages, 0.0
+        yield from self._give_up(word)
         while True:
+            self._check_given_up()
             missing = [rank for rank in range(self.size) if rank in messages.left]
             alive = [rank for rank in members if rank not in missing]
             others = [rank for rank in alive if rank != self.rank]
@@ -241,18 +257,18 @@ class World:
             receipts = [self._view(context, rank, len(missing)) for rank in others]
             for rank in others:
                 messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
-            outdated = partial(self._knows_more_than, len(missing))
-            told = partial(_any_done, ahead)
-            yield Wait(partial(_any, partial(_all_done, receipts), outdated, told), partial(_senders, receipts))
-            if outdated():
-                continue
-            views = [numpy.asarray(receipt.buffer) for receipt in (*receipts, *ahead) if receipt.done]
-            agreed = all(receipt.done for receipt in receipts)
-            if agreed and all(numpy.array_equal(theirs > 0, view > 0) for theirs in views[: len(receipts)]):
+            outdated, missed = partial(self._knows_more_than, len(missing)), partial(self._missed_by, (*receipts, *ahead))
+            yield Wait(lambda: _all_done(receipts) or outdated() or bool(missed()), partial(_senders, receipts))  # noqa: B023
+            if not outdated() and _all_done(receipts) and not missed():
+                views = [numpy.asarray(receipt.buffer) for receipt in receipts]
                 for rank in others:
                     self._views.pop((context, rank, len(missing)))
                 return alive, {rank for rank in missing if any(theirs[rank] == ENDED for theirs in (view, *views))}
-            yield from self._miss(sorted({int(rank) for theirs in views for rank in numpy.flatnonzero(theirs)}))
+            until = until or time.monotonic() + self.patience
+            yield Wait(lambda: outdated() or time.monotonic() > until, lambda: sorted(missed()))  # noqa: B023
+            if not outdated() and (counts := missed()):
+                rank = max(counts, key=lambda rank: (counts[rank], rank))  # noqa: B023
+                messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
 
     def _view(self, context: int, rank: int, missing: int) -> Receipt:
         """What a rank says that misses so many; it may come before this rank misses as many."""
@@ -261,17 +277,10 @@ class World:
             self._views[key] = self.engine.messages.expect(context, missing, rank, self.size)
         return self._views[key]
 
-    def _miss(self, ranks: Sequence[int]) -> Steps:
-        """Another rank misses these: so does this one soon, if they have ended; else it gives them up."""
-        until = time.monotonic() + self.patience
-        unseen = [rank for rank in ranks if rank != self.rank and rank not in self.engine.messages.left]
-        if unseen:
-            yield Wait(lambda: time.monotonic() > until or not self._unseen(unseen), lambda: self._unseen(unseen))
-        for rank in self._unseen(unseen):
-            self.engine.messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
-
-    def _unseen(self, lost: Sequence[int]) -> list[int]:
-        return [rank for rank in lost if rank not in self.engine.messages.left]
+    def _missed_by(self, receipts: Iterable[Receipt]) -> Counter[int]:
+        """Ranks that these views miss and this rank does not, and how many views."""
+        views = [numpy.flatnonzero(receipt.buffer) for receipt in receipts if receipt.done and receipt.buffer is not None]
+        return Counter(int(rank) for view in views for rank in view if rank not in self.engine.messages.left)
 
     def _knows_more_than(self, missing: int) -> bool:
         return len(self.engine.messages.left) > missing
@@ -352,17 +361,9 @@ def _all_done(receipts: Sequence[Receipt]) -> bool:
     return all(receipt.done for receipt in receipts)
 
 
-def _any_done(receipts: Sequence[Receipt]) -> bool:
-    return any(receipt.done for receipt in receipts)
-
-
 def _senders(receipts: Sequence[Receipt]) -> list[int]:
     """The ranks that are waited for."""
     return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
-
-
-def _any(*conditions: Callable[[], bool]) -> bool:
-    return any(condition() for condition in conditions)
 
 
 def _check_rank(rank: int, size: int) -> None:

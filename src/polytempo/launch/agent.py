@@ -93,6 +93,7 @@ class Agent:
         self._interrupted = False
         self._heard = 0.0  # time of the last message of the coordinator
         self._unanswered: deque[float] = deque()  # times of heartbeats on this connection
+        self._patience = request.host_timeout
         self._usual = 0.0  # seconds until one is answered
         self._ends: list[Gone] = []  # all that were reported
         self._monitor = ProcessMonitor()  # from here on signals are waited for
@@ -129,9 +130,9 @@ class Agent:
             self._handle(self._monitor.turn(HEARTBEAT_EVERY / 2))
             self._receive()
             self.display.tick()
-            if not self._cause and time.monotonic() - self._heard > self.request.host_timeout:
+            if not self._cause and time.monotonic() - self._heard > self._patience:
                 self._cause = (
-                    f"nothing was heard of the job at {self.request.join} for {self.request.host_timeout:g} s: "
+                    f"nothing was heard of the job at {self.request.join} for {self._patience:g} s: "
                     "its host is gone or cannot be reached; this host's workers have ended (--host-timeout)"
                 )
 
@@ -166,6 +167,7 @@ class Agent:
 
     def _start(self, assigned: Assigned) -> None:
         facts = job_from(dict(assigned.job))
+        self._patience = max(self._patience, facts.host_timeout)  # as long as the job waits for this host
         addresses = tuple(address.replace("HOST", self._host) for address in facts.addresses)
         keys = asdict(self.request.keys) if self.request.keys else None
         count = len(assigned.ranks)

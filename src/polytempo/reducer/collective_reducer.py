@@ -93,7 +93,7 @@ class VotingGroup:
         if not self._may_shrink or self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self.ballots
-        self.group = self.world.reform(self._number, error.ranks)
+        self.group = self.world.reform(self._number)
         if self.group.size < self._least:
             raise error
         counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]

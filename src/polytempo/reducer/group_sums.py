@@ -65,9 +65,10 @@ class GroupSums(RoundSums):
         try:
             self._messages.world.wait(self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)))
         except RankLost as error:
-            self._messages.world.check_loss(closed.ranks)
+            lost = self._messages.world.confirm_loss(closed.ranks, error.ranks)
             self._fill(result, closed.divisor)
-            self._make_again(flats, closed, error)
+            self._make_again(flats, closed, RankLost(str(error), tuple(lost)))
+            self.remade = True
         self._messages.note(closed.ranks, 2 * closed.step + 1)
         return True
 

@@ -102,7 +102,7 @@ class NeighbourLinks:
         if task.error is not None and not isinstance(task.error, RankLost):
             raise PeerError(str(task.error))
         if task.error is not None and rank not in self._departed:
-            self._session.world().check_loss([self.rank, rank])
+            self._session.world().confirm_loss([self.rank, rank])
         return task.done and task.error is None
 
     def _listen(self) -> None:

@@ -355,7 +355,7 @@ def init(
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
             are needed by default. Under `polytempo run` use its option.
         host_timeout: Without servers, a link between hosts that is back within so many seconds loses nothing (5 by default).
-            Ranks of a host that stays silent are given up by more than half of the ranks, or the job ends; see `min_workers`.
+            Silent ranks are given up by more than half of all ranks, while `min_workers` are left; else the job ends.
             Under `polytempo run` use its option.
 
     Raises:

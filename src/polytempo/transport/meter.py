@@ -71,7 +71,8 @@ def unheard_for(connection: sockets.socket) -> float:
     has just ended. Zero where it is not TCP."""
     try:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, HEARD.size)
-        return min(HEARD.unpack(info)) / 1000
+        data, acknowledgement = HEARD.unpack(info)
+        return float(min(data, acknowledgement)) / 1000
     except OSError:
         return 0.0
 

@@ -6,7 +6,7 @@ when the connection has ended.
 
 A kernel that acknowledges nothing tries again after twice the time each time: after a pause of t seconds data may take as
 long again to move. So a link that is to outlive a pause of the host time-out is given up after twice that (`patience_for`).
-Whether a link that has ended was silent, or closed by a host that was there, is told by when the kernel has last heard of it.
+Whether a link that has ended was silent, or closed by a host that was there, the time says when it was last heard of.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from polytempo.transport.zeromq import ZmqContext, go_through, set_options
 
 #: Where in a head the kind is.
 KIND = 2
-#: A link comes back within so many seconds, or may be given up (`--host-timeout`). That a process has ended is known at once:
-#: its kernel says so.
+#: A link comes back within so many seconds, or may be given up (`--host-timeout`). (That a process has ended its kernel says at
+#: once.)
 HOST_TIMEOUT = 5.0
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
