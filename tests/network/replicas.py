@@ -27,9 +27,9 @@ if "MIN_WORKERS" in os.environ:
 else:
     pt.init()
 rank = pt.rank()
+taken = (folder / f"taken-{rank}").open("w", buffering=1)
 values = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
 optimizer = pt.DistributedOptimizer(torch.optim.SGD([values], lr=1.0), named_parameters=[("values", values)])
-taken = (folder / f"taken-{rank}").open("w", buffering=1)
 for step in range(steps):
     optimizer.zero_grad()
     values[rank].backward()

@@ -267,7 +267,7 @@ class World:
             until = until or time.monotonic() + self.patience
             yield Wait(lambda: outdated() or time.monotonic() > until, lambda: sorted(missed()))  # noqa: B023
             if not outdated() and (counts := missed()):
-                rank = max(counts, key=lambda rank: (counts[rank], rank))  # noqa: B023
+                rank = max(counts, key=lambda rank: (counts[rank], rank))
                 messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
 
     def _view(self, context: int, rank: int, missing: int) -> Receipt:
