@@ -148,9 +148,7 @@ def worker(
     insecure: Insecure = False,
     host_timeout: Annotated[
         float,
-        Option(
-            help="End when nothing is received from the job for so many seconds, or for its own --host-timeout if longer."
-        ),
+        Option(help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."),
     ] = 15.0,
     fork: Fork = False,
     quiet: Quiet = False,

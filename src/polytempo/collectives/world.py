@@ -221,7 +221,7 @@ class World:
         deadline, here = Deadline(self.rank), next(host for host in self.hosts if self.rank in host)
         while True:
             word = self.word()
-            if word is None:  # it has left: nobody can tell it, and it goes on without those only that have ended
+            if word is None:  # it has left: it is told no more, and goes on without those only that have ended
                 return frozenset()
             self.engine.look()  # this rank may lose another meanwhile
             missed = [rank for rank in members if rank in self.engine.messages.left]
@@ -271,7 +271,7 @@ class World:
                 messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
 
     def _view(self, context: int, rank: int, missing: int) -> Receipt:
-        """What a rank says that misses so many; it may come before this rank misses as many."""
+        """What a rank says that misses this number of ranks; it may come before this rank misses as many."""
         key = context, rank, missing
         if key not in self._views:
             self._views[key] = self.engine.messages.expect(context, missing, rank, self.size)
@@ -316,7 +316,7 @@ def open_by_store(
     host_timeout: float = HOST_TIMEOUT,
 ) -> World:
     """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `emulated`:
-    this rank's place where the network is emulated. `host_timeout`: a link comes back within so many seconds, or is given
+    this rank's place where the network is emulated. `host_timeout`: a link comes back within these seconds, or is given
     up."""
     _check_rank(rank, size)
     engine = ProgressEngine(rank)

@@ -354,7 +354,7 @@ def init(
         key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
             are needed by default. Under `polytempo run` use its option.
-        host_timeout: Without servers, a link between hosts that is back within so many seconds loses nothing (5 by default).
+        host_timeout: Without servers, a link between hosts that is back within these seconds loses nothing (5 by default).
             Silent ranks are given up by more than half of all ranks, while `min_workers` are left; else the job ends.
             Under `polytempo run` use its option.
 

@@ -34,7 +34,7 @@ from polytempo.transport.zeromq import ZmqContext, go_through, set_options
 
 #: Where in a head the kind is.
 KIND = 2
-#: A link comes back within so many seconds, or may be given up (`--host-timeout`). (The end of a process its kernel says
+#: A link comes back within these seconds, or may be given up (`--host-timeout`). (The end of a process its kernel says
 #: at once.)
 HOST_TIMEOUT = 5.0
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
