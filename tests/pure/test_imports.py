@@ -169,6 +169,7 @@ PURE = (
     "collectives/halving_doubling.py",
     "collectives/hierarchical.py",
     "collectives/plans.py",
+    "collectives/quorum.py",
     "collectives/ring.py",
     "collectives/shared_memory.py",
     "collectives/steps.py",

@@ -353,9 +353,9 @@ def test_one_death_after_another_is_survived(opening: Opening, kind: str) -> Non
 
 
 def test_who_learns_of_a_death_from_others_waits_until_it_sees_it(opening: Opening) -> None:
-    """`lost`: known to be gone, though its link still says nothing."""
+    """Its own link may still say nothing."""
     worlds = opening("memory", 3)
-    forming = Client(lambda: worlds[0].reform(lost=[2]).ranks)
+    forming = Client(lambda: worlds[0].reform().ranks)
     other = Client(lambda: worlds[1].reform().ranks)
     worlds[2].close()
     assert results(forming, other) == [(0, 1), (0, 1)]

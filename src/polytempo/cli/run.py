@@ -147,7 +147,8 @@ def worker(
     workers: Workers = 1,
     insecure: Insecure = False,
     host_timeout: Annotated[
-        float, Option(help="End when nothing was received from the job for longer than this, in seconds.")
+        float,
+        Option(help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."),
     ] = 15.0,
     fork: Fork = False,
     quiet: Quiet = False,

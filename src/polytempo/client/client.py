@@ -58,6 +58,9 @@ from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
 from polytempo.transport.deadline import Deadline
 
+#: Seconds between two questions to the servers while a rank that is lost may have been given up.
+ASK_EVERY = 1.0
+
 
 class Client:
     """One worker's conversation with all servers.
@@ -86,6 +89,8 @@ class Client:
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.retry = retry
         self.pool = pool
+        self.departed: set[int] = set()  #: workers that have ended, or were given up, by the coordinator's word
+        self._asked = 0.0  # when the servers were last asked, for want of a word of it
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
@@ -237,6 +242,20 @@ class Client:
         assert self._leased is not None
         return self._leased
 
+    def ask_who_departed(self, patience: float) -> None:
+        """Listen for a while to which workers are gone. What the servers are asked they answer, once they have given this
+        worker itself up, with the reason.
+
+        Raises:
+            JobEnded: They go on without this worker.
+        """
+        now = time.monotonic()
+        if now - self._asked >= ASK_EVERY:
+            self._asked = now
+            for state in self.exchanges.states.values():
+                self.exchanges.ask_status(state)
+        self.connections.receive(patience)
+
     # Waiting.
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
@@ -313,6 +332,8 @@ class Client:
         self._welcomes.add(shard)
 
     def _departed(self, shard: int, message: Departed, buffers: list[Bytes]) -> None:
+        if message.ended:
+            self.departed.add(message.worker)
         self.on_departed(message.worker)
         if message.group:
             ranks = ", ".join(map(str, message.group))

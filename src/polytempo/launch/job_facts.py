@@ -50,6 +50,7 @@ class JobFacts:
     strategy: str = ""  #: how the model is spread (--strategy); empty where the script says it, or nothing does
     budgeted: bool = False  #: has the job a budget?
     replica: int = 1  #: workers that share one replica of the model, by that strategy
+    host_timeout: float = 5.0  #: seconds in which a link between hosts may come back (--host-timeout)
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:

@@ -123,6 +123,7 @@ class JobProcesses:
             strategy=request.strategy,
             replica=request.replica,
             budgeted=self._plan.limits.any,
+            host_timeout=request.host_timeout,
             port=self._port,
         )
 

@@ -327,7 +327,9 @@ class Refused(WireMessage):
 
 
 class Departed(WireMessage):
-    """Another worker is gone: its sockets may live on in a process that it has forked.
+    """Another worker is gone: its sockets may live on in a process that it has forked, or it may be alive where no host of
+    the job hears it. To those that share an optimizer with it when it leaves the servers, and to all workers with `ended`
+    when its process has ended, or it was given up.
 
     `group`: it is lost, and was in this group of ranks, whose optimizer does not go on without it.
     """
@@ -335,6 +337,7 @@ class Departed(WireMessage):
     worker: int
     group: tuple[int, ...] = ()
     optimizer_id: str = ""
+    ended: bool = False
 
 
 class Stopped(WireMessage):

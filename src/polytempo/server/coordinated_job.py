@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from polytempo.protocol.messages import Finish, Hello, Notice, Stopped
+from polytempo.protocol.messages import Departed, Finish, Hello, Notice, Stopped
 from polytempo.protocol.values import TrainingProgress
 from polytempo.records.files import RecordWriter, record_lost
 from polytempo.records.lines import RecordLine
@@ -131,6 +131,12 @@ class CoordinatedJob:
     def tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
         """A notice for the launcher's output."""
         return [ToLauncher(Notice(text=text, fatal=fatal, about=about))] if self.has_launcher else []
+
+    def announce_end(self, worker: int) -> list[LoopEffect]:
+        """A worker's process has ended, or it was given up: others go on without it by this word only
+        (`collectives/quorum.py`). One that has only left the servers may still take part in the steps of others."""
+        others = [rank for rank in range(self.sequencer.plan.size) if rank != worker and rank not in self.given_up]
+        return [ToWorker(rank, Departed(worker=worker, ended=True)) for rank in others]
 
     def report_record_loss(self) -> list[LoopEffect]:
         """Tell the launcher, once, that there is no record, though one was asked for."""

@@ -221,7 +221,8 @@ class LaunchMessages:
         if message.reason != "finished":
             self._job.given_up[message.worker] = message.incarnation, message.cause
             self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
-        return self._job.absorb(self._sequencer.left(message.worker, message.incarnation, message.reason, now))
+        left = self._sequencer.left(message.worker, message.incarnation, message.reason, now)
+        return self._job.absorb(left) + self._job.announce_end(message.worker)
 
     def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
         check_expecting(message, self._sequencer.plan.size)

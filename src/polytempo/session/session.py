@@ -63,6 +63,8 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Seconds for which a rank that has lost another listens to the coordinator at a time.
+LISTEN = 0.05
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
 
@@ -200,10 +202,28 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        way = self.way
-        return open_by_store(
-            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+        way, patience = self.way, self.job.host_timeout
+        world = open_by_store(
+            store,
+            *(self.rank, self.size, way.address, way.keys, way.insecure, MEETING),
+            emulated=way.emulated,
+            host_timeout=patience,
         )
+        if self.client is not None:
+            world.word = self._departed
+        return world
+
+    def _departed(self) -> frozenset[int] | None:
+        """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
+        client = self.client
+        if client is None:
+            return None
+        if self.lock.acquire(timeout=LISTEN):  # else another thread listens
+            try:
+                client.ask_who_departed(LISTEN)
+            finally:
+                self.lock.release()
+        return frozenset(client.departed)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -320,6 +340,7 @@ def init(
     address: str | None = None,
     key_file: str | None = None,
     min_workers: int | None = None,
+    host_timeout: float | None = None,
 ) -> None:
     """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
 
@@ -333,9 +354,12 @@ def init(
         key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
             are needed by default. Under `polytempo run` use its option.
+        host_timeout: Without servers, a link between hosts that is back within these seconds loses nothing (5 by default).
+            Silent ranks are given up by more than half of all ranks, while `min_workers` are left; else the job ends.
+            Under `polytempo run` use its option.
 
     Raises:
-        UsageError: `init` was called twice, or the mode or the address does not fit the launcher.
+        UsageError: `init` was called twice, or the mode, the address or the time-out does not fit the launcher.
         PeerError: A server or a rank could not be reached in time.
 
     Example:
@@ -358,7 +382,9 @@ def init(
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers)
+        if host_timeout is not None and not host_timeout >= 1:
+            raise UsageError(f"expected host_timeout of at least 1 second, got {host_timeout:g}")
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, host_timeout)
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
@@ -402,7 +428,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _without_servers(sync: str, way: Way, least: int | None) -> Session:
+def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float | None) -> Session:
     """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
@@ -421,6 +447,7 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     facts = JobFacts(
         placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
     )
+    facts = facts if host_timeout is None else replace(facts, host_timeout=host_timeout)
     session = Session(None, facts, placement.rank)
     session.life = _lives
     session.way, session.least = way, least or placement.size
