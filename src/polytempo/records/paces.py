@@ -11,7 +11,7 @@ Pure: figures in (`step_figures.py`), figures out. What follows from them is sai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, median_low
 
@@ -98,6 +98,7 @@ class JobPaces:
     known_work: bool  #: does the work of steps vary, as far as pushes say?
     dealt: bool = False  #: is work dealt out by speed?
     absent: tuple[int, ...] = field(default=())  #: workers that took too few steps
+    fixed: Mapping[int, float] = field(default_factory=dict)  #: by worker, seconds of a step whatever its samples, if known
 
     @property
     def seconds(self) -> float:

@@ -134,7 +134,8 @@ def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, n
         seconds = [_seconds(pace.steps[i], paces) - removed.get(i, 0.0) + away * local for i in kept]
         divided = [value / pace.steps[i].steps if local else value for value, i in zip(seconds, kept, strict=True)]
         times[rank] = Trace(tuple(max(value, LEAST * paces.typical) for value in divided))
-    cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links)
+    fixed = {rank: paces.fixed.get(pace.worker, 0.0) for rank, pace in enumerate(paces.workers)}
+    cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links, fixed_times=fixed)
     most = min(max(len(trace.seconds) for trace in times.values()), steps)
     try:
         return simulate_job(cluster, spec.text, steps=most * count).samples_per_second / BATCH

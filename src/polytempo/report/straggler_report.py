@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polytempo.errors import counted
 from polytempo.records.paces import LEAST_STEPS, WARM_UP, JobPaces, paces_of
+from polytempo.records.step_cost import step_costs
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
@@ -56,10 +57,12 @@ class StragglerReport:
 
 def straggler_report(figures: Iterable[StepFigures], sync: str) -> StragglerReport:
     """Judge a job by what its steps took."""
-    spec = parse_spec(sync)
-    paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
-    found = stragglers_in(paces) if paces is not None else []
-    return StragglerReport(spec.text, paces, tuple(costs_of(found, paces, spec.text)) if paces is not None else ())
+    spec, rows = parse_spec(sync), list(figures)
+    paces = paces_of(rows, dealt=spec.measured, deadlines=spec.anytime is not None)
+    if paces is None:
+        return StragglerReport(spec.text, None, ())
+    paces = replace(paces, fixed={worker: cost.fixed for worker, cost in step_costs(rows).items()})
+    return StragglerReport(spec.text, paces, tuple(costs_of(stragglers_in(paces), paces, spec.text)))
 
 
 # The end of a run.
