@@ -1,4 +1,6 @@
-"""What a step costs whatever its samples, and what each sample adds, fitted to a record: seconds = fixed + per_sample x samples.
+"""What a step costs whatever its samples, and what each sample adds, fitted to a record.
+
+    seconds = fixed + per_sample x samples
 
 The fixed part is what launching kernels, Python and the optimizer take. It is paid again for each micro-batch, so it decides
 what small micro-batches (`anytime`) and small shares (`bsp+balance`) are worth.

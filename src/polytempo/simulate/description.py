@@ -8,8 +8,8 @@ A recorded run as a cluster answers what another mode would have done with the s
 as it took of its worker's own time (in records without these figures from its release to the arrival of its push); steps
 beyond the recorded ones repeat them. An exchange takes what it took on average, as a latency to and from the servers. The
 fixed time of a step is fitted where the steps of the record differ in their samples (`records/step_cost.py`), and
-`fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are those of an even share of the joint
-batch, at each worker's own pace.
+`fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are those of an even share of the
+joint batch, at each worker's own pace.
 """
 
 from __future__ import annotations
@@ -261,9 +261,7 @@ def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
     )
 
 
-def _batches(
-    pushes: Mapping[int, list[StepFigures]], workers: int, dealt: bool, expected: list[float]
-) -> dict[int, int]:
+def _batches(pushes: Mapping[int, list[StepFigures]], workers: int, dealt: bool, expected: list[float]) -> dict[int, int]:
     """The samples of each worker's step; where they were dealt out by speed, an even share of the joint batch."""
     if not dealt:
         return {worker: max(1, round(fmean(one.samples / max(one.steps, 1) for one in of))) for worker, of in pushes.items()}
@@ -282,7 +280,9 @@ def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, de
         if dealt and not one.samples:
             stuck += one.elapsed
             continue
-        count = max(one.steps, 1)  # micro-batches of one step; or local steps in a block, which are taken to be of one length
+        count = max(
+            one.steps, 1
+        )  # micro-batches of one step; or local steps in a block, which are taken to be of one length
         own, size = one.computed or one.elapsed, one.samples / count
         if dealt and one.elapsed:
             own = min(own, one.elapsed)  # one that was finished late began before
