@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import typer
+from straggling import draw_job
 from test_step_cost import bsp_record
 
 from polytempo.cli.main import app, run
 from polytempo.launch.request import RunRequest
 from polytempo.records.files import RecordWriter
-from polytempo.simulate.advice import ADVISABLE, Caution, advise, caution_of, default_modes, situation_of
+from polytempo.records.step_figures import figures_of
+from polytempo.report import straggler_costs
+from polytempo.report.straggler_report import closing_line, full_report, straggler_report
+from polytempo.simulate.advice import Caution, advise, caution_of, default_modes, situation_of
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.strategy.job_options import JobOptions
-from polytempo.sync.spec import MODES, parse_spec
+from polytempo.sync.spec import COMPARED, MODES, parse_spec
 
+RUN = typer.main.get_command(app).commands["run"]
 GIGABIT = Link(bandwidth=1.25e8)
 
 
@@ -29,7 +36,7 @@ def accepted(command: str, folder: Path) -> RunRequest:
     """What `polytempo run` makes of a command before it starts a process; it raises what `run` refuses."""
     program, verb, *words = shlex.split(command)
     assert (program, verb) == ("polytempo", "run")
-    given = typer.main.get_command(app).commands[verb].make_context(verb, words).params
+    given = RUN.make_context(verb, words).params
     (folder / given["script"]).touch()
     options: dict[str, Any] = JobOptions(given["strategy"], given["workers"], 0, given["sync"], given["via"]).settled()
     request = RunRequest(str(folder / given["script"]), servers=given["servers"], **options)
@@ -104,7 +111,8 @@ def test_every_mode_has_its_place_in_the_order_of_caution() -> None:
     assert {name for name, caution in found.items() if caution is Caution.FRESH} == {"bsp+backup", "anytime"}
     assert {name for name, caution in found.items() if caution is Caution.LOCAL} == {"local", "adacomm", "diloco"}
     assert caution_of(parse_spec("diloco:100,quorum=2")) is Caution.STALE
-    assert [caution_of(parse_spec(mode)) for mode in ADVISABLE] == sorted(caution_of(parse_spec(mode)) for mode in ADVISABLE)
+    cautions = [caution_of(parse_spec(mode)) for mode in COMPARED]
+    assert cautions == sorted(cautions)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +157,29 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
     assert told["one"].splitlines()[-1] == "polytempo run -n 4 --sync bsp+balance mine.py"
     assert not any(line.startswith(("bsp+balance", "anytime")) for line in told["refused"].splitlines())
     assert accepted(told["refused"].splitlines()[-1], tmp_path).sync == "bsp"
+
+
+def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that refuse some modes: what is named, in one line, passes the checks that `run` makes."""
+    monkeypatch.setattr(straggler_costs, "STEPS", 60)  # cheaper, and as good for this
+    named = set()
+    for seed in range(40):
+        job = draw_job(seed)
+        figures, unfit = figures_of(job.lines), Random(seed).sample(COMPARED, seed % 5)
+        report = straggler_report(figures, job.sync, unfit)
+        line = closing_line(report)
+        assert "\n" not in line
+        for mode in re.findall(r"--sync (\S+)", line + full_report(report, {})):
+            assert mode not in unfit
+            accepted(f"polytempo run -n {job.size} --sync {mode} train.py", tmp_path)
+        if line:
+            share, seconds = re.search(r"costs about (\d+) % of the time \(([0-9.]+) s\)", line).groups()
+            assert int(share) >= 5
+            assert float(seconds) >= 1.0
+        if gain := re.search(r"--sync (\S+).* would bring \+(\d+) %", line):
+            assert int(gain[2]) >= 5
+            named.add(gain[1])
+        if not seed % 10:
+            assert line == closing_line(straggler_report(figures, job.sync, unfit))  # the same record, the same advice
+            assert "--sync" not in closing_line(straggler_report(figures, job.sync, COMPARED))
+    assert {"bsp+balance", "anytime:auto"} <= named

@@ -107,7 +107,7 @@ def test_advice_on_a_job_of_small_batches_knows_their_fixed_time() -> None:
     cost = next(cost for cost in report.costs if cost.straggler.cause == "computing")
     gains = {mode.sync: mode.gain for mode in cost.modes}
     assert gains["anytime:auto"] < 0
-    best = best_mode(cost)
+    best = best_mode(cost, "bsp")
     assert best is not None
     truth = [simulate_job(replace(SMALL, batch=20), mode, steps=800).seconds for mode in ("bsp", best.sync)]
     assert best.sync == "bsp+balance"

@@ -32,7 +32,8 @@ from polytempo.cli.simulate import (
 )
 from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_meta
-from polytempo.report.advice import DEALS, advice_table, run_command
+from polytempo.report.advice import advice_table, run_command
+from polytempo.report.straggler_costs import DEALT
 from polytempo.simulate.advice import advise as choose
 from polytempo.simulate.advice import situation_of
 from polytempo.simulate.description import Experiment
@@ -86,7 +87,7 @@ def advise(
     typer.echo(f"{table.text(width)}\n")
     say_advice(settings, advice)
     if spec.measured:
-        typer.echo(f"{advice.best.sync} asks one thing of the script: {DEALS}.")
+        typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes:
         typer.echo("Between hosts add --listen HOST:PORT --expect N, and polytempo worker on the others.")
     typer.echo(f"\n{command}")

@@ -21,8 +21,6 @@ CAVEAT = (
     "Time for samples is not accuracy: only what is exact learns as bsp does. polytempo compare SCRIPT measures time to an "
     "accuracy live, polytempo simulate --train in virtual time."
 )
-#: What modes that follow the workers' speed need of the script.
-DEALS = "pt.prepare or pt.DistributedBatchSampler must deal the script's batches"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ Pure and deterministic: the same outcomes give the same advice, and of two alike
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean, median
@@ -23,14 +23,10 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import all_reduce_seconds, best_all_reduce
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.worker import Worker
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import COMPARED, Spec, parse_spec
 
 #: A mode is recommended from this gain in throughput on, and this number of seconds: less is not worth a change.
 WORTH, WORTH_SECONDS = 0.05, 1.0
-#: The period of local steps, and that of the outer step, that are compared.
-LOCAL, DILOCO = "local:8", "diloco:100"
-#: The modes that advice may name, the most cautious first.
-ADVISABLE = ("bsp", "bsp+balance", "anytime:auto", "bsp+backup:1", LOCAL, DILOCO)
 #: Steps that are drawn of each worker to see how they differ.
 DRAWN = 64
 #: Workers are unequal from this ratio of their median steps on; they stall where this share of their time is in steps
@@ -126,18 +122,15 @@ def default_modes(cluster: Cluster, seed: int = 0) -> tuple[str, ...]:
     if cluster.workers < 2:
         return ("bsp",)
     found = situation_of(cluster, seed)
-    wanted = {
-        "bsp": True,
+    worth = {
         "bsp+balance": found.unequal,
         "anytime:auto": found.unequal or found.stalls,
         "bsp+backup:1": found.stalls and cluster.workers > 2,
-        LOCAL: found.slow_links,
-        DILOCO: found.slow_links,
-        "ssp:3": True,
+        "local:8": found.slow_links,
+        "diloco:100": found.slow_links,
         "dssp:3..15": found.unequal or found.stalls,
-        "asp": True,
     }
-    return tuple(mode for mode, worth in wanted.items() if worth)
+    return tuple(mode for mode in COMPARED if worth.get(mode, True))
 
 
 @dataclass(frozen=True)
@@ -196,22 +189,28 @@ def gain_over(one: Outcome, base: Outcome) -> float:
     return one.samples_per_second / base.samples_per_second - 1 if base.samples_per_second else 0.0
 
 
+def choose(rates: Mapping[str, float]) -> str:
+    """Choose a mode by throughput: from the most cautious on, each next one that is worth it. Of modes that all have stale
+    gradients the fastest."""
+    cautions = {sync: caution_of(parse_spec(sync)) for sync in rates}
+    by_caution = sorted(
+        rates, key=lambda sync: (cautions[sync], COMPARED.index(sync) if sync in COMPARED else len(COMPARED))
+    )
+    chosen = by_caution[0]
+    if cautions[chosen] is Caution.STALE:
+        return max(by_caution, key=lambda sync: rates[sync])
+    for sync in by_caution[1:]:
+        more = cautions[chosen] is cautions[sync] is Caution.LOCAL
+        if rates[sync] >= (_MORE_LOCAL_STEPS if more else _MARGIN[cautions[sync]]) * rates[chosen]:
+            chosen = sync
+    return chosen
+
+
 def advise(outcomes: Sequence[Outcome]) -> Advice:
-    """Choose among the outcomes of modes on one cluster: from the most cautious on, each next one that is worth it."""
-    by_caution = sorted(outcomes, key=lambda one: (caution_of(parse_spec(one.sync)), _place(one.sync)))
-    modes = {one.sync: None for one in by_caution}
-    ways = [[one for one in by_caution if one.sync == mode] for mode in modes]
-    fastest = [max(way, key=lambda one: one.samples_per_second) for way in ways]
-    chosen = base = fastest[0]
-    if caution_of(parse_spec(base.sync)) is Caution.STALE:  # nothing else was compared
-        chosen = max(fastest, key=lambda one: one.samples_per_second)
-    for one in fastest[1:]:
-        here, there = caution_of(parse_spec(chosen.sync)), caution_of(parse_spec(one.sync))
-        margin = _MORE_LOCAL_STEPS if here is there is Caution.LOCAL else _MARGIN[there]
-        if one.samples_per_second >= margin * chosen.samples_per_second:
-            chosen = one
-    return Advice(chosen, base, tuple(sorted(fastest, key=lambda one: -one.samples_per_second)))
-
-
-def _place(sync: str) -> int:
-    return ADVISABLE.index(sync) if sync in ADVISABLE else len(ADVISABLE)
+    """Choose among the outcomes of modes on one cluster; of a mode that went several ways the fastest counts."""
+    fastest: dict[str, Outcome] = {}
+    for one in sorted(outcomes, key=lambda one: -one.samples_per_second):
+        fastest.setdefault(one.sync, one)
+    base = min(fastest, key=lambda sync: (caution_of(parse_spec(sync)), sync != "bsp"))
+    best = choose({sync: one.samples_per_second for sync, one in fastest.items()})
+    return Advice(fastest[best], fastest[base], tuple(fastest.values()))
