@@ -121,3 +121,13 @@ def test_a_fixed_time_is_described_and_checked() -> None:
         cluster_from({"step_time": "100ms", "fixed_time": 0.2})
     with pytest.raises(ClusterError, match="at least 0"):
         Cluster(fixed_time=-1.0)
+
+
+def test_small_shares_do_not_make_a_worker_look_slower_than_it_is() -> None:
+    """Half of a step is fixed: a worker of half the speed has a share of a few samples, and takes its time for them."""
+    lines: list[RecordLine] = []
+    cluster = Cluster(workers=4, slow={1: 2.0}, batch=64, fixed_time=0.5)
+    simulate_job(cluster, "bsp+balance", record=lines.append, figures=True, steps=400)
+    (cost,) = straggler_report(figures_of(lines), "bsp+balance").costs
+    assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 1)
+    assert cost.straggler.factor == pytest.approx(2.0, rel=0.1)

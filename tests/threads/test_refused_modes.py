@@ -1,4 +1,4 @@
-"""The modes that a job could not use, as its summary has them for the advice at its end: those that its own checks refuse."""
+"""The modes that a job could not use, which the advice at its end leaves out: those that its own checks refuse."""
 
 from __future__ import annotations
 

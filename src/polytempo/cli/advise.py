@@ -89,7 +89,7 @@ def advise(
     if spec.measured:
         typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes:
-        typer.echo("Between hosts add --listen HOST:PORT --expect N, and polytempo worker on the others.")
+        typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
     typer.echo(f"\n{command}")
     if json_file:
         told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}

@@ -148,7 +148,7 @@ def simulate(
 
 
 def _trace(path: Path, flags: Mapping[str, Any]) -> None:
-    from polytempo.cli.trace import analyse_file, trace_table  # numpy
+    from polytempo.cli.trace import analyse_file, refused_here, trace_table  # numpy
     from polytempo.traces.analysis import verdict as trace_verdict
 
     given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
@@ -162,6 +162,8 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
     _print(trace_table(found, path.name))
     for line in trace_verdict(found):
         _say(line)
+    if not_here := refused_here(found):
+        _say(not_here)
     _write_json(flags["json_file"], found.as_dict())
 
 
@@ -334,7 +336,7 @@ def settle(
     sources, note = _sources(described, given, like, flags.get("file"))
     if like and set(cluster.batches.values()) == {1}:  # plain step() says nothing of samples, and a batch of 1 has no shares
         cluster = replace(cluster, batches={})
-        sources["batch"] = f"{ASSUMED}: no step of the record says its samples; --batch, or step(samples=len(x))"
+        sources["batch"] = f"{ASSUMED}: no step says its own (--batch)"
     budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
     train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
     sync = given.get("sync") or experiment.sync

@@ -10,18 +10,22 @@ groups (Theil and Sen), so stalls, stragglers and drifts of a few steps move not
 whose steps all have the same number of samples cannot tell the two apart. It is then taken to split its time as the others
 do, as a slower machine is slower in both; where no worker can tell, there is no fit.
 
-What it cannot see: shares that follow a change of speed (`bsp+balance`) change the samples and the time of a sample at once.
+Where shares follow speed (`bsp+balance`), a worker whose speed changes has other samples and another time a sample at once:
+its own fit would take one for the other. There all workers split their time as the one in the middle does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from polytempo.records.paces import MAD, WARM_UP
 from polytempo.records.step_figures import StepFigures
 
+#: Steps at the start of each worker that are not judged: the first ones allocate, compile and connect.
+WARM_UP = 2
+#: The standard deviation of a normal distribution over its median absolute deviation.
+MAD = 1.4826
 #: Steps in a group, at least; and groups at most, beside those of one number of samples.
 GROUP, GROUPS = 3, 16
 #: The samples of steps must differ by this share of the largest, or the fixed part is too far from what was seen.
@@ -41,8 +45,8 @@ class StepCost(NamedTuple):
         return self.fixed + self.per_sample * samples
 
 
-def step_costs(figures: Iterable[StepFigures]) -> dict[int, StepCost]:
-    """The costs of all workers; empty where the record cannot tell them."""
+def step_costs(figures: Iterable[StepFigures], dealt: bool = False) -> dict[int, StepCost]:
+    """The costs of all workers; empty where the record cannot tell them. `dealt`: their samples follow their speed."""
     steps: dict[int, list[tuple[float, float]]] = {}
     for one in figures:
         if one.samples > 0 and one.computed > 0:
@@ -50,7 +54,10 @@ def step_costs(figures: Iterable[StepFigures]) -> dict[int, StepCost]:
             steps.setdefault(one.worker, []).append((one.samples / count, one.computed / count))
     settled = {worker: rows[WARM_UP:] for worker, rows in sorted(steps.items()) if len(rows) > WARM_UP}
     fitted = {worker: cost for worker, rows in settled.items() if (cost := fit(rows)) is not None}
-    return {worker: fitted.get(worker) or _alike(rows, settled, fitted) for worker, rows in settled.items() if fitted}
+    if not fitted:
+        return {}
+    own = {} if dealt else fitted
+    return {worker: own.get(worker) or _alike(rows, list(fitted.values())) for worker, rows in settled.items()}
 
 
 def fit(steps: Sequence[tuple[float, float]]) -> StepCost | None:
@@ -102,12 +109,8 @@ def _error(steps: Sequence[tuple[float, float]], fixed: float, slope: float) -> 
     return deviation * (1 / len(steps) + mean**2 / square) ** 0.5
 
 
-def _alike(
-    rows: Sequence[tuple[float, float]],
-    settled: Mapping[int, Sequence[tuple[float, float]]],
-    fitted: Mapping[int, StepCost],
-) -> StepCost:
-    """The cost of a worker that cannot tell, split as that of the others in the middle for as many samples."""
+def _alike(rows: Sequence[tuple[float, float]], others: Sequence[StepCost]) -> StepCost:
+    """The cost of a worker that cannot tell, split as that of the other in the middle for as many samples."""
     samples, seconds = median(x for x, _ in rows), median(y for _, y in rows)
-    share = median(fitted[worker].fixed / (fitted[worker].seconds(samples) or 1.0) for worker in settled if worker in fitted)
+    share = median_low(other.fixed / (other.seconds(samples) or 1.0) for other in others)
     return StepCost(share * seconds, (1 - share) * seconds / samples)

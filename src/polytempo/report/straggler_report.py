@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import counted
 from polytempo.records.paces import LEAST_STEPS, WARM_UP, JobPaces, paces_of
-from polytempo.records.step_cost import step_costs
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
@@ -25,7 +24,7 @@ WHOLE = 10.0
 ADVICE = {
     "computing": "look at the host: other processes on it, fewer cores or a slower GPU, heat",
     "input": "give the loader more workers (num_workers=), or the data a faster place",
-    "network": "send less (compression=), or give it a faster link",
+    "network": "send less (compression=), or use a faster link",
     "stalls": "look for what runs now and then: evaluation, checkpoints, garbage collection, other jobs on the host",
     "uneven": "no host is slow; make batches of like cost, such as by sorting long sequences together",
 }
@@ -54,11 +53,10 @@ class StragglerReport:
 
 def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collection[str] = ()) -> StragglerReport:
     """Judge a job by what its steps took; `refused`: modes that it could not use, which are not named."""
-    spec, rows = parse_spec(sync), list(figures)
-    paces = paces_of(rows, dealt=spec.measured, deadlines=spec.anytime is not None)
+    spec = parse_spec(sync)
+    paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
     if paces is None:
         return StragglerReport(spec.text, None, ())
-    paces = replace(paces, fixed={worker: cost.fixed for worker, cost in step_costs(rows).items()})
     return StragglerReport(spec.text, paces, tuple(costs_of(stragglers_in(paces), paces, spec.text, refused)))
 
 

@@ -242,7 +242,7 @@ def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
         pushes.setdefault(one.worker, []).append(one)
     # The first steps allocate, compile and connect, once; the trace would repeat them.
     pushes = {worker: of[WARM_UP:] if len(of) >= WARM_UP + LEAST_STEPS else of for worker, of in pushes.items()}
-    costs, batches = step_costs(figures), _batches(pushes, workers, dealt, expected)
+    costs, batches = step_costs(figures, dealt), _batches(pushes, workers, dealt, expected)
     times = {
         worker: times
         for worker, of in pushes.items()
