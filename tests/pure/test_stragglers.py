@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggling import TROUBLES, Drawn, draw_job
 
-from polytempo.records.paces import LEAST_STEPS, WARM_UP, paces_of
+from polytempo.records.paces import LEAST_STEPS, paces_of
+from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures, figures_of
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_report import (

@@ -80,8 +80,8 @@ class Settings:
 
     def shorter_steps(self) -> Settings:
         """The same with steps of a tenth, and the modes for it."""
-        fixed = {"fixed_time": self.cluster.fixed_time / 10}
-        cluster = replace(self.cluster, step_time=mean_step_time(self.cluster) / 10, **fixed)
+        step, fixed = mean_step_time(self.cluster) / 10, self.cluster.fixed_time / 10
+        cluster = replace(self.cluster, step_time=step, fixed_time=fixed)
         return replace(
             self, cluster=cluster, jobs=tuple(_jobs(default_modes(cluster, self.seed), (), cluster, default=True))
         )

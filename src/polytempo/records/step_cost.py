@@ -16,6 +16,7 @@ its own fit would take one for the other. There all workers split their time as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
 from typing import NamedTuple
@@ -106,7 +107,7 @@ def _error(steps: Sequence[tuple[float, float]], fixed: float, slope: float) -> 
     deviation = MAD * median(abs(y - fixed - slope * x) for x, y in steps)
     mean = fmean(x for x, _ in steps)
     square = sum((x - mean) ** 2 for x, _ in steps)
-    return deviation * (1 / len(steps) + mean**2 / square) ** 0.5
+    return deviation * math.sqrt(1 / len(steps) + mean**2 / square)
 
 
 def _alike(rows: Sequence[tuple[float, float]], others: Sequence[StepCost]) -> StepCost:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import counted
-from polytempo.records.paces import LEAST_STEPS, WARM_UP, JobPaces, paces_of
+from polytempo.records.paces import LEAST_STEPS, JobPaces, paces_of
+from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of

@@ -23,8 +23,8 @@ from typing import Any
 
 from polytempo.errors import ClusterError, RecordError, nearest
 from polytempo.records.lines import MAIN, RecordLine, of_optimizer
-from polytempo.records.paces import LEAST_STEPS, WARM_UP
-from polytempo.records.step_cost import StepCost, step_costs
+from polytempo.records.paces import LEAST_STEPS
+from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
 from polytempo.records.step_figures import StepFigures, figures_of
 from polytempo.simulate import durations
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
