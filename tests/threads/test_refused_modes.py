@@ -77,6 +77,12 @@ def test_what_a_job_is_not_advised_is_what_its_optimizer_refuses(feature: str) -
     assert taken not in told
 
 
+def test_arrays_are_advised_nothing() -> None:
+    with ThreadJob(2) as job:
+        job.run(lambda session: pt.tables.KV({"w": pt.tables.Array(10)})["w"].push(torch.ones(10)).result())
+    assert job.summary["refused"] == list(COMPARED)
+
+
 @pytest.mark.parametrize(("strategy", "workers"), [("data=1,pipe=2", 2), ("data=2,pipe=2", 4)])
 def test_a_model_in_stages_is_not_advised_what_its_strategy_refuses(strategy: str, workers: int) -> None:
     """One replica has no other to exchange with: no mode helps it. Of several, `run --strategy` refuses the rest."""

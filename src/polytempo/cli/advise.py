@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import Option, Quiet
+from polytempo.cli.options import Option
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -43,9 +43,7 @@ from polytempo.sync.spec import parse_spec
 def advise(
     source: Annotated[
         Path | None,
-        typer.Argument(
-            help="A directory written with run --record, or a YAML file with a cluster.", metavar="[RECORD|FILE]"
-        ),
+        typer.Argument(help="A directory written with run --record, or a YAML file with a cluster.", metavar="RECORD|FILE"),
     ] = None,
     workers: ClusterSizeOption = None,
     step_time: StepTimeOption = None,
@@ -58,12 +56,10 @@ def advise(
     latency: LatencyOption = None,
     model: ModelSizeOption = None,
     servers: ShardsOption = None,
-    samples: Annotated[
-        float | None, Option(help="Show the time for this number of samples (100 steps of each worker).")
-    ] = None,
+    samples: Annotated[float | None, Option(help="Show the time for this number of samples (those simulated).")] = None,
     seed: RandomSeedOption = None,
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Which mode for this cluster? One command to type, its reason, and the runners-up."""
     flags = {name: value for name, value in locals().items() if name not in ("source", "samples", "json_file")}
