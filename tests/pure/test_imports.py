@@ -107,7 +107,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation"}, {"matplotlib"}),
+    "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation", "units"}, {"matplotlib"}),
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "server", "transport", "launch", "report", "pipeline"),

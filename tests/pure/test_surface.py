@@ -106,6 +106,7 @@ def options(command: str) -> list[str]:
 
 def test_commands_and_options() -> None:
     assert sorted(typer.main.get_command(app).commands) == [
+        "advise",
         "check",
         "compare",
         "explain",
@@ -118,6 +119,10 @@ def test_commands_and_options() -> None:
     ]
     assert options("check") == options("key") == []
     assert options("explain") == ["--json"]
+    assert options("advise") == [
+        *("--bandwidth", "--batch", "--fixed-time", "--hiccup", "--json", "--latency", "--model", "--quiet", "--samples"),
+        *("--seed", "--servers", "--slow", "--spread", "--step-time", "--workers"),
+    ]
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == [
         *(
@@ -186,6 +191,7 @@ def test_commands_and_options() -> None:
     assert options("simulate") == [
         "--bandwidth",
         "--batch",
+        "--fixed-time",
         "--hiccup",
         "--json",
         "--latency",

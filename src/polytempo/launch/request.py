@@ -128,7 +128,9 @@ class RunRequest:
         }
         return [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
 
-    def _check_via(self) -> None:
+    def check_mode(self) -> None:
+        """Refuse a mode that does not go with the number of workers, or with the way of gradients that was asked for."""
+        parse_spec(self.sync).policy(self.size)
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
@@ -145,8 +147,7 @@ class RunRequest:
 
         Raises: UsageError, one line with the fix, for what cannot work."""
         self._check_counts()
-        parse_spec(self.sync).policy(self.size)
-        self._check_via()
+        self.check_mode()
         check_server_device(self.server_device, self.gpus)
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")

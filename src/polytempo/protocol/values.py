@@ -46,6 +46,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     push_filter: str = ""  #: how dense pushes are compressed, and dense values in answers
     pull_filter: str = ""
     members: tuple[int, ...] = ()  #: the workers that take its steps together, ascending; empty: all of the job
+    refused: tuple[str, ...] = ()  #: of the modes that advice compares, those that this optimizer could not be given
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
 
 

@@ -14,6 +14,7 @@ from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
 from polytempo.server.worker_statistics import WorkerStatistics, sum_up
+from polytempo.sync.spec import COMPARED
 
 
 class CheckpointContents:
@@ -118,9 +119,18 @@ class JobFigures:
         summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
+            "refused": self._refused(),
         }
         members = {name: group for name, group in groups.items() if group}
         return summary | {"members": members} if members else summary
+
+    def _refused(self) -> list[str]:
+        """Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all where
+        no values are exchanged (one replica of a model in stages), or they are no model's (`KV`, which has no groups)."""
+        first = self._clocks.get(MAIN)
+        if first is None or not first.has_values or not first.optimizer_spec.groups:
+            return list(COMPARED)
+        return list(first.optimizer_spec.refused)
 
 
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:
