@@ -25,6 +25,7 @@ class EndJob:
 
     cause: str
     worker: int | None = None
+    lost: bool = False  #: the worker was killed, or its host is gone: nothing is wrong with the values that servers hold
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Supervisor:
         if left < self.least:
             self.ending = True
             needs = "" if left == 0 else f"; {left} of {self.size} workers are left, at least {self.least} are needed"
-            return [EndJob(f"worker {worker} {cause}{needs}", worker)]
+            return [EndJob(f"worker {worker} {cause}{needs}", worker, lost=reason == "lost")]
         warning = f"worker {worker} {cause}; going on with {left} of {self.size}"
         return [FailureReport(worker, reason, cause, warning), *self._whether_done()]
 

@@ -353,6 +353,7 @@ class Gone(WireMessage):
     incarnation: int
     reason: str
     cause: str = ""
+    asked: bool = False  #: by a signal that asks processes to end, such as SIGTERM
 
 
 class Stop(WireMessage):
