@@ -258,7 +258,8 @@ class Client:
             if moved != before:
                 heard = now
             held = next((state for state in states if state.held is not None), None)
-            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}")  # noqa: B023  called at once
+            silent = self.connections.silence() if moved == before else ""
+            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}{silent}")  # noqa: B023  at once
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()

@@ -149,6 +149,13 @@ class ChildProcess:
         self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return self.status
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP, or another signal that stops, has stopped it, as the kernel says: one that is busy is not."""
+        if self.status is not None:
+            return False
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
     def ask_to_end(self) -> None:
         """Close the standard input of a server; send SIGTERM to a worker."""
         if self.process.stdin is None:

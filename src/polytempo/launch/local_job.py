@@ -49,6 +49,7 @@ from polytempo.launch.supervisor import (
     AllDone,
     EndJob,
     FailureReport,
+    StoppedProcesses,
     Supervisor,
     SupervisorAction,
     described,
@@ -57,6 +58,7 @@ from polytempo.launch.supervisor import (
 )
 from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Notice, Status, Stop
 from polytempo.protocol.values import TrainingProgress
+from polytempo.transport.deadline import named
 from polytempo.transport.keys import write_key_file
 
 #: Seconds that the servers may take to write the record and the last checkpoint.
@@ -175,6 +177,7 @@ class LocalJob:
         self._step = 0  #: of the worker that is farthest
         self._given_up: dict[int, tuple[str, str]] = {}  #: reason and cause of workers given up by --timeout
         self._undecided: list[tuple[int, int, str, str]] = []  # status request, worker, reason and cause of its end
+        self._stopped: StoppedProcesses[ChildProcess] = StoppedProcesses(self.request.timeout)
         self._processes = JobProcesses(checked)
         self._monitor = self._processes.monitor
         self._coordinator = CoordinatorLink(self._monitor)
@@ -224,7 +227,40 @@ class LocalJob:
         for child in self._monitor.children if not self.record_lost else ():
             if child.log_lost:
                 self._warn_lost_record(child.log_lost)
+        self._look_for_stopped()
         self._handle(self._monitor.turn(STATUS_EVERY))
+
+    def _look_for_stopped(self) -> None:
+        """Name servers, and the emulated network, that are stopped: all workers wait for them. `--timeout` gives them up."""
+        now, processes = time.monotonic(), self._processes
+        watched = {child: child.label for child in processes.servers}
+        if processes.link is not None:
+            watched[processes.link] = "the emulated network (--link)"
+        due, again, over = self._stopped.look([child for child in watched if child.is_stopped], now)
+        for child in due:
+            pid, waiting, limit = child.process.pid, self._supervisor.active(), self._stopped.limit
+            waits = f"{named(waiting)} cannot go on without it" if waiting else "the job cannot end without it"
+            until = "" if limit is None else f"; after {limit:g} s the job ends (--timeout)"
+            stopped = f"{watched[child]} (process {pid}) has been stopped for {now - self._stopped.since[child]:.0f} s"
+            self.display.say(f"warning: {stopped}: {waits}; to continue it: kill -CONT {pid}{until}")
+        for child in again:
+            self.display.say(f"{watched[child]} (process {child.process.pid}) goes on")
+        for child in over:
+            self._give_up_stopped(child, f"was stopped for longer than {self._stopped.limit:g} s (--timeout)")
+
+    def _give_up_stopped(self, child: ChildProcess, cause: str) -> None:
+        child.kill(signal.SIGKILL)
+        if self._supervisor.ending:
+            self._end.note_lost(f"{child.label} {cause}")
+        elif child is self._processes.link:
+            self._link_lost(cause)
+        else:
+            newest = str(self._checkpoints.newest() or "")
+            self._apply(self._supervisor.server_exited(self._processes.servers[child], cause, newest))
+
+    def _link_lost(self, cause: str) -> None:
+        self._supervisor.ending = True
+        self._end.cause = EndJob(f"the emulated network (--link) {cause}")
 
     def _handle(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
@@ -304,8 +340,7 @@ class LocalJob:
             return
         if event.child is self._processes.link:
             if not self._end.finished and not self._supervisor.ending:
-                self._supervisor.ending = True
-                self._end.cause = EndJob(f"the emulated network (--link) {cause}")
+                self._link_lost(cause)
             return
         self._receive()  # its last messages may be waiting
         if not self._end.finished:
@@ -393,7 +428,8 @@ class LocalJob:
     def _check_timeout(self, status: Status) -> None:
         """`--timeout`: a worker that others have waited for longer than that is given up."""
         limit = self.request.timeout
-        late = waited_too_long(status, limit) if limit is not None else None
+        held_up = self._stopped.held_up(time.monotonic())
+        late = waited_too_long(status, limit) if limit is not None and not held_up else None
         if late is None or late in self._given_up:
             return
         self._given_up[late] = "lost", f"was given up: others had waited for it longer than {limit:g} s (--timeout)"
@@ -444,14 +480,17 @@ class LocalJob:
         if link is not None:
             link.ask_to_end()
             while link.status is None and not self._end.at_once and time.monotonic() < deadline:
+                self._look_for_stopped()
                 self._handle(self._monitor.turn(0.1))
 
     def _wait_for_servers(self, patience: float) -> None:
         end, deadline = self._end, time.monotonic() + patience
         while not (end.finished or end.lost or end.at_once) and self._coordinator.is_open and time.monotonic() < deadline:
+            self._look_for_stopped()
             self._handle(self._monitor.turn(0.1))
         if not (end.finished or end.lost or end.at_once) and self._coordinator.is_open:
-            end.note_lost(f"the servers were waited for longer than {patience:g} s")
+            stopped = "".join(f"; {child.label} is stopped" for child in self._processes.servers if child.is_stopped)
+            end.note_lost(f"the servers were waited for longer than {patience:g} s{stopped}")
 
     def _report(self) -> int:
         """The last lines; the exit status."""
