@@ -336,13 +336,14 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str) -> None:
-        """Leave the job and close. A worker that finishes waits for its last answers first (`delay`)."""
+    def leave(self, reason: str, alone: int = 0) -> None:
+        """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
+        waits for its last answers first (`delay`)."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason)
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

@@ -165,6 +165,7 @@ class Leave(WireMessage):
     worker: int
     incarnation: int
     reason: str
+    alone: int = 0  #: steps that it has trained without any exchange, in a job of several workers
 
 
 class MetricReport(WireMessage):
