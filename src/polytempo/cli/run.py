@@ -88,7 +88,8 @@ def run(
     max_restarts: Annotated[int, Option(help="Planned: restart dead workers.", hidden=True)] = 0,
     seed: SeedOption = 0,
     timeout: Annotated[
-        float | None, Option(help="Give up a worker that other workers have waited for longer than this, in seconds.")
+        float | None,
+        Option(help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."),
     ] = None,
     host_timeout: Annotated[
         float, Option(help="Give up another host without a heartbeat for longer than this, in seconds.")

@@ -277,7 +277,8 @@ class Client:
             if moved != before:
                 heard = now
             held = next((state for state in states if state.held is not None), None)
-            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}")  # noqa: B023  called at once
+            silent = self.connections.silence() if moved == before else ""
+            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}{silent}")  # noqa: B023  at once
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
@@ -356,13 +357,14 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str) -> None:
-        """Leave the job and close. A worker that finishes waits for its last answers first (`delay`)."""
+    def leave(self, reason: str, alone: int = 0) -> None:
+        """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
+        waits for its last answers first (`delay`)."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason)
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

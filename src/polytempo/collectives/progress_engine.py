@@ -39,6 +39,7 @@ class ProgressEngine:
         self.rank = rank
         self.messages = Messaging(rank)
         self.queues = CallQueues(self.messages)
+        self.started = 0  #: tasks: collectives and messages
         self._free: list[Task] = []  # tasks of no queue
         self._submitted: deque[Task] = deque()
         self._poller = Poller()
@@ -77,6 +78,7 @@ class ProgressEngine:
         """Append a task to its queue; with `background`, it goes on whether or not a caller waits for it."""
         task = Task(self, queue, name, steps, timeout)
         task.number, task.on = number, on
+        self.started += 1
         if self._closing:
             task.finish(None, PeerError("the group was closed"))
             return task

@@ -18,14 +18,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.child_process import ENDING, ChildProcess
 from polytempo.launch.display import Display
 from polytempo.launch.forked_process import preload
 from polytempo.launch.job_facts import job_from
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.job_processes import start_worker
 from polytempo.launch.process_monitor import (
-    ENDING,
     INTERRUPTED,
     Exited,
     MonitorEvent,
@@ -102,7 +101,7 @@ class Agent:
     def run(self) -> int:
         """Join, run, and end; the exit status."""
         with ExitStack() as undo:
-            undo.callback(self._monitor.close)
+            undo.callback(lambda: self._monitor.close(told_to_end=self._interrupted))
             undo.callback(self._folder.remove)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._channel.close)
@@ -195,7 +194,8 @@ class Agent:
             elif isinstance(event, Exited):
                 reason, cause = described(event.status)
                 self._failed |= reason != "finished"
-                gone = Gone(worker=self._workers[event.child], incarnation=0, reason=reason, cause=cause)
+                rank, asked = self._workers[event.child], -event.status in ENDING
+                gone = Gone(worker=rank, incarnation=0, reason=reason, cause=cause, asked=asked)
                 self._ends.append(gone)
                 self._channel.send(encode(gone))
             elif isinstance(event, Signalled) and event.number in ENDING:

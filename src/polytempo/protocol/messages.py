@@ -165,6 +165,7 @@ class Leave(WireMessage):
     worker: int
     incarnation: int
     reason: str
+    alone: int = 0  #: steps that it has trained without any exchange, in a job of several workers
 
 
 class MetricReport(WireMessage):
@@ -356,6 +357,7 @@ class Gone(WireMessage):
     incarnation: int
     reason: str
     cause: str = ""
+    asked: bool = False  #: by a signal that asks processes to end, such as SIGTERM
 
 
 class Stop(WireMessage):

@@ -92,6 +92,7 @@ class CoordinatedJob:
         self.go_on_unsaved = go_on_unsaved  #: the job outlives a checkpoint that cannot be written
         self.has_launcher = False
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
+        self.alone: dict[int, int] = {}  #: steps of workers that have trained, and exchanged nothing
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0

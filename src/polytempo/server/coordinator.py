@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from polytempo.errors import PeerError, counted
+from polytempo.errors import PeerError, counted, trained_alone
 from polytempo.protocol.duplicate_batches import DuplicateBatches
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
@@ -120,6 +120,8 @@ class WorkerMessages:
 
     def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
+        if message.alone > 0:
+            self._job.alone[sender.rank] = message.alone
         return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
 
     def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
@@ -376,6 +378,14 @@ class Coordinator:
             "end its loop with `if pt.should_stop(): break`"
         )
 
+    def _report_alone(self) -> list[LoopEffect]:
+        """Warn that workers have trained, and nothing was exchanged: a model each."""
+        alone = self._job.alone
+        if len(alone) < 2 or self._sequencer.clocks:
+            return []
+        who = f"each of {counted(len(alone), 'worker')} has"
+        return self._job.tell(f"warning: {trained_alone(who, max(alone.values()))}")
+
     # Time.
 
     def next_deadline(self) -> float | None:
@@ -410,7 +420,7 @@ class Coordinator:
         server has to say of the device that its values are on."""
         finish, unsaved = self._job.finish, self._job.checkpoints.failure
         assert finish is not None
-        effects = self._watch_budget(0)
+        effects = self._watch_budget(0) + self._report_alone()
         if unsaved and not self._job.go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
         progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None

@@ -29,7 +29,7 @@ from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.devices import Devices
-from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
 from polytempo.launch.emulation import Emulation, emulation_for
 from polytempo.launch.job_facts import (
     JobFacts,
@@ -46,6 +46,7 @@ from polytempo.launch.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread
+from polytempo.session.lone_training import LoneTraining
 from polytempo.session.metrics import plain_figures
 from polytempo.session.positions import Positions
 from polytempo.session.round_clock import RoundClock
@@ -107,6 +108,7 @@ class Session:
         self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
         self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
+        self.lone: LoneTraining | None = None  #: sees whether this process trains without an exchange, until it cannot
 
     @property
     def together(self) -> bool:
@@ -155,8 +157,23 @@ class Session:
                 f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
                 "call init() and shutdown() once, around all optimizers, or start another job with polytempo run"
             )
+        self._end_lone()
         self.optimizers += 1
         return str(self.optimizers - 1)
+
+    def _calls(self) -> int:
+        """Collectives and messages of this process so far."""
+        return self._world.engine.started if self._world is not None else 0
+
+    def _end_lone(self) -> None:
+        lone, self.lone = self.lone, None
+        if lone is not None:
+            lone.end()
+
+    def watch_lone_training(self) -> None:
+        """Have workers warned that train each a model of its own."""
+        if self.size > 1 and not self.parent:
+            self.lone = LoneTraining(self._calls, 0 if self.rank == 0 else None)
 
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
@@ -232,6 +249,10 @@ class Session:
 
     def close(self, reason: str = "finished") -> None:
         """Leave the job, after taking part in what other ranks still need of this one."""
+        alone = self.lone.count() if self.lone is not None and reason == "finished" else 0
+        self._end_lone()
+        if alone and self.client is None and self.rank == 0:  # else the coordinator says it
+            sys.stderr.write(f"polytempo: warning: {trained_alone('rank 0 has', alone)}\n")
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
@@ -240,7 +261,7 @@ class Session:
         if self._local_peers is not None:
             self._local_peers.close()
         if client is not None:
-            client.leave(reason)
+            client.leave(reason, alone)
         try:
             for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
                 standby.begin(join)
@@ -290,6 +311,7 @@ class Session:
 
     def abandon(self) -> None:
         """End without a message: other processes see that this worker has failed."""
+        self._end_lone()
         for standby in self._standbys:
             standby.end()
         self._end_threads()
@@ -306,6 +328,7 @@ class Session:
 
     def let_go(self, parent: str) -> None:
         """In a forked child: leave the parent's connections to the parent."""
+        self._end_lone()
         if self.client is not None:
             self.client.let_go(parent)
         if self._local_peers is not None:
@@ -389,6 +412,7 @@ def init(
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank)
         _session.life = _lives
+    _session.watch_lone_training()
     claim(place)
     atexit.register(_leave)
     watch_exit()
