@@ -68,7 +68,7 @@ def test_a_copy_or_a_saved_model_does_not_measure():
     assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}  # of the first forward pass
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # a FutureWarning since torch 2.15
 def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
     model = torch.nn.Linear(4, 1)
     watch = InputWatch(model)
