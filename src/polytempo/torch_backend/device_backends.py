@@ -43,8 +43,8 @@ def register_devices(group: ProcessGroup, beside: Mapping[str, ProcessGroup]) ->
         group: A group whose calls are made in Python.
         beside: The groups of other back ends, by the type of their device.
     """
-    # Torch's own of C++, which needs no network. One made in Python ends the process on Python 3.13 when torch 2.14 or 2.15 asks
-    # it for a property that it inherits.
+    # Torch's own of C++, which needs no network. One made in Python ends the process on Python 3.13 when torch 2.14 or 2.15
+    # asks it for a property that it inherits.
     options = FakeProcessGroup.Options()
     options.error_on_collective = True
     refusing = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
