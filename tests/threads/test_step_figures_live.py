@@ -86,6 +86,7 @@ def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
 
 
 @pytest.mark.proof  # torch.compile takes seconds to import
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # of torch.compile, on that one version
 def test_a_compiled_model_is_one_graph():
     graphs = []
     model = torch.nn.Linear(4, 1)
