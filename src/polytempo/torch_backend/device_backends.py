@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup
 
 from polytempo.errors import UsageError
@@ -43,13 +42,14 @@ def register_devices(group: ProcessGroup, beside: Mapping[str, ProcessGroup]) ->
         group: A group whose calls are made in Python.
         beside: The groups of other back ends, by the type of their device.
     """
-    # Torch's own of C++, which needs no network. One made in Python ends the process on Python 3.13 when torch 2.14 or 2.15
-    # asks it for a property that it inherits.
-    options = FakeProcessGroup.Options()
+    # Torch's own of C++, which needs no network. One made in Python ends the process on Python 3.13 when torch 2.15 asks
+    # it for a property that it inherits.
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    options = fake.Options()
     options.error_on_collective = True
-    refusing = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
+    refusing = fake._create_internal(group.rank(), group.size(), options)
     kinds = []
-    for device in map(torch.device, DEVICES):
+    for device in map(torch.device, dict.fromkeys([*DEVICES, *beside])):
         kind, backend = ProcessGroup.BackendType.CUSTOM, refusing
         if device.type in beside:
             other = beside[device.type]
