@@ -260,6 +260,9 @@ class ProgressEngine:
                 task.finish(None, PeerError(task.deadline.line(f"in {task.name}{task.missing}")))
             else:
                 task.deadline.report(lambda task=task: f"in {task.name}{task.missing}")  # type: ignore[misc]
+        for task in heads:
+            if task.done and task.queue.tasks and task.queue.tasks[0] is task:
+                self._retire(task.queue)  # now: its caller may leave, and the others must have heard why
 
     # The end.
 
@@ -291,6 +294,7 @@ class ProgressEngine:
             last.callback(self._end_all, PeerError("the group was closed"))
             for link in reversed(self.messages.links.values()):
                 last.callback(self._closes, link)
+            last.callback(self.queues.pass_on)
 
     def _end_all(self, error: Exception) -> None:
         for queue in self.queues:
