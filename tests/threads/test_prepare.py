@@ -59,6 +59,71 @@ def test_the_loader_ends_with_the_budget_and_a_resumed_job_goes_on(tmp_path: Pat
     assert sorted(index for seen in second for index in seen[1]) == list(range(48))
 
 
+def scheduled(session: Session, count: int, batch: int = 4, **about: Any) -> list[tuple[int, int, int, list[int]]]:
+    """Of each epoch of a training: its number, the loader's length, the batches that came, and their samples."""
+    model = small_model()
+    loader = DataLoader(DATA, batch_size=batch, shuffle=True, **about)
+    model, optimizer, loader = prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    seen = []
+    for epoch in loader.epochs(count):
+        batches = []
+        for index, x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            batches.append(index.tolist())
+        seen.append((epoch, len(loader), len(batches), [index for one in batches for index in one]))
+    return seen
+
+
+@pytest.mark.parametrize(("steps", "left"), [(6, [(0, 3), (1, 6)]), (12, [(1, 6)]), (18, [(1, 3)]), (24, [])])
+def test_a_resumed_training_has_the_epochs_that_are_left_and_its_loader_the_length_of_a_whole_one(
+    steps: int, left: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    with ThreadJob(2, limits=Limits(steps=steps), checkpoint=tmp_path) as job:
+        first = job.run(lambda session: scheduled(session, 2))
+    with ThreadJob(2, resume=tmp_path) as job:
+        second = job.run(lambda session: scheduled(session, 2))
+    for seen in second:
+        assert [(epoch, batches) for epoch, _, batches, _ in seen] == left
+    assert {length for seen in (*first, *second) for _, length, _, _ in seen} == {6}
+    for epoch in (0, 1):
+        used = [index for seen in (*first, *second) for number, _, _, part in seen if number == epoch for index in part]
+        assert sorted(used) == list(range(48))
+
+
+def test_an_epoch_of_which_only_dropped_samples_are_left_is_over(tmp_path: Path) -> None:
+    with ThreadJob(2, limits=Limits(steps=8), checkpoint=tmp_path) as job:  # 48 = 4 joint batches of 2 x 5, and 8 samples
+        assert [len(part) for *_, part in job.run(lambda session: scheduled(session, 3, 5, drop_last=True))[0]] == [20]
+    with ThreadJob(2, resume=tmp_path) as job:
+        seen = job.run(lambda session: scheduled(session, 3, 5, drop_last=True))[0]
+    assert [(epoch, batches) for epoch, _, batches, _ in seen] == [(1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("sync", ["anytime:auto", "anytime:auto,micro=2", "bsp+balance,micro=4"])
+def test_in_modes_with_micro_batches_the_joint_batch_is_what_the_script_asked_for(sync: str) -> None:
+    with ThreadJob(2, sync=sync) as job:
+        workers = job.run(lambda session: micro_batches(session))
+    micro = int(sync.rpartition("=")[2]) if "micro" in sync else 8
+    assert {len(batch) for batches, _ in workers for batch in batches} == {8 // micro}
+    assert {index for batches, _ in workers for batch in batches for index in batch} == set(range(48))
+    assert {length for _, length in workers} == {48 // (8 // micro) // 2}
+
+
+def micro_batches(session: Session) -> tuple[list[list[int]], int]:
+    """The batches of an epoch, where the script asks for 8 samples a worker; and the loader's length."""
+    model = small_model()
+    loader = DataLoader(DATA, batch_size=8)
+    model, optimizer, loader = prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    batches = []
+    for index, x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        batches.append(index.tolist())
+    return batches, len(loader)
+
+
 def test_a_loader_keeps_all_but_its_sampler() -> None:
     generator = torch.Generator()
     session = Session(None, JobFacts(4, ()), 1)

@@ -33,14 +33,25 @@ class EpochOrder:
     def __init__(
         self, session: Session, dataset: Sized, shuffle: bool, seed: int | None, training: bool | None, name: str
     ) -> None:
-        self._length, self._shuffle = len(dataset), shuffle
+        self.length, self._shuffle = len(dataset), shuffle
+        self._session = session
         self._seed = session.job.seed if seed is None else seed
         earlier = session.job.positions
         nameless = any(not part.get("sampler") for part in earlier)
-        self.name = session.positions.identify(dataset, self._length, shuffle, name, nameless)
+        self.name = session.positions.identify(dataset, self.length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self.name]
         self._complete: list[tuple[int, Callable[[], bool]]] = []  # passes that ran to their end: epoch, was it used up?
         self.epoch = max((part["epoch"] for part in earlier), default=0)
+
+    def epochs(self, count: int, least: int = 1) -> Iterator[int]:
+        """The numbers of the epochs that are left of this many, each of them the next pass's; fewer where the job's budget
+        is used up. What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
+        if self.length and len(self.rest_of(self.epoch)) < min(least, self.length):
+            self.epoch += 1
+        while self.epoch < count and not self._session.should_stop():
+            epoch = self.epoch
+            yield epoch
+            self.epoch = epoch + 1
 
     def completed(self, epoch: int, used: Callable[[], bool]) -> None:
         """A pass has run to its end; `used` tells whether it was trained on, and not only looked at."""
@@ -64,9 +75,9 @@ class EpochOrder:
 
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return list(range(self._length))
+            return list(range(self.length))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return torch.randperm(self._length, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(self.length, generator=generator).tolist()  # type: ignore[no-any-return]
 
 
 def shard_of(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
