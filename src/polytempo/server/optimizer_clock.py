@@ -212,8 +212,9 @@ class OptimizerClock:
         return RoundPlan(*of_release, *self._last_round)
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
-        """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
-        if not self.optimizer_spec.push_filter:
+        """A checkpoint is made: workers whose filters hold something back, or whose scripts have state that belongs to it,
+        will be told, with these answers or their next."""
+        if not self.optimizer_spec.push_filter and not self.is_first:
             return
         for slot in self.slots.values():
             slot.checkpoint = name

@@ -18,7 +18,7 @@ that all shards answer alike (`docs/design/0010`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -402,7 +402,8 @@ class Sequencer:
         if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
-        effect = self.checkpoints.at(slowest)
+        told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
+        effect = replace(self.checkpoints.at(slowest), told=tuple(sorted(told)))
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
             other.saving(effect.name, [entry for entry in entries if isinstance(entry, Reply)])

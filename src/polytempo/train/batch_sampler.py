@@ -27,7 +27,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
     """Shards a data set over the workers in batches, whose size follows their speed where the mode says so. Give it to a
     `DataLoader` as `batch_sampler=`.
 
-    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each, from `epoch`.
+    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
+    `epoch` on.
 
     Args:
         dataset: The data set; only its length is read.
@@ -121,7 +122,7 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         return BatchShape(size, spec.micro, self.drop_last)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, on average over the workers, also where a resumed job has only the rest of one before it."""
+        """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
         spec = self._session.dealing.spec or parse_spec(self._session.job.sync)
         if not spec.measured:
             return len(BatchSampler(self._samples, self.batch_size, self.drop_last))

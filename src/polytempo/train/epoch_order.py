@@ -50,8 +50,20 @@ class EpochOrder:
             self.epoch += 1
         while self.epoch < count and not self._session.should_stop():
             epoch = self.epoch
+            self.begin(epoch)
             yield epoch
             self.epoch = epoch + 1
+
+    def begin(self, epoch: int) -> None:
+        """The next pass is one of this epoch."""
+        self.epoch = epoch
+        if self._session.registered is not None:
+            self._session.registered.begin_epoch(lambda: len(self.rest_of(epoch)) == self.length)
+
+    def drawing(self) -> None:
+        """A sample to train on is handed out: what the script does after a step is done (`script_state.py`)."""
+        if self._session.registered is not None:
+            self._session.registered.draw()
 
     def completed(self, epoch: int, used: Callable[[], bool]) -> None:
         """A pass has run to its end; `used` tells whether it was trained on, and not only looked at."""

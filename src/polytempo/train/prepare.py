@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,10 +79,22 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         if self._session.should_stop():
             return
-        for batch in super().__iter__():
+        whole = self._batches_left() if self._session.registered is not None else 0
+        for number, batch in enumerate(super().__iter__(), 1):
             yield batch
             if self._session.should_stop():
+                if self._session.registered is not None and number != whole:
+                    # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
+                    self._session.registered.mark(whole=True)
                 return
+
+    def _batches_left(self) -> int:
+        """Batches of the pass that begins; -1 where they are dealt, so that it is not known."""
+        share, size = self._share, self.batch_size or 1
+        if not isinstance(share, DistributedSampler):
+            return -1
+        samples = share._each(len(share._order.rest()))
+        return samples // size if self.drop_last else math.ceil(samples / size)
 
 
 def prepare(

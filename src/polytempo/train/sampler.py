@@ -32,7 +32,8 @@ from polytempo.train.epoch_order import EpochOrder, shard_of
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     """Shards a data set over the workers, as torch's does, and resumes exactly. Give it to a `DataLoader` as `sampler=`.
 
-    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each, from `epoch`.
+    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
+    `epoch` on.
 
     Args:
         dataset: The data set; only its length is read.
@@ -93,7 +94,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         Args:
             epoch: The number of the epoch.
         """
-        self.epoch = epoch
+        self._order.begin(epoch)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of a training of `count` epochs, in place of `range(count)` and `set_epoch`.
@@ -125,7 +126,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         passing = self._session.positions.begin(self._order.name, self.epoch, self._share)
         try:
             for index in self._mine():
-                passing.draw(self._trains())
+                trains = self._trains()
+                if trains:
+                    self._order.drawing()
+                passing.draw(trains)
                 yield index
             self._order.completed(passing.epoch, lambda: self._session.positions.used(passing))
         finally:
