@@ -80,7 +80,8 @@ class Push(WireMessage):
     attempt: int = 0  #: how often it was sent before; the content is the same
     version: int = 0  #: of the values it was computed on
     kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed", "state" or "values"
-    samples: float = 1.0
+    samples: float = 1.0  #: its weight
+    size: float | None = None  #: samples that it was made of, where the script or its sampler has said so
     hyper: tuple[dict[str, Any], ...] = ()
     absent: tuple[int, ...] = ()  #: tensors without a gradient
     skip: bool = False  #: counts as a step, changes nothing
@@ -110,6 +111,11 @@ class Push(WireMessage):
     drawn: tuple[int, int] | None = None  #: the last batch that the worker's sampler has handed out: pass, number
     busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
     fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
+
+    @property
+    def taken(self) -> float:
+        """The samples that it counts for in budgets and figures."""
+        return self.samples if self.size is None else self.size
 
 
 class ShareDevice(WireMessage):

@@ -330,7 +330,7 @@ class Coordinator:
         }
         self._facts = facts or {}
         self._duplicates = DuplicateBatches()
-        self._budget_warned = False
+        self._budget_warned = self._samples_warned = False
         self._started = time.time()
 
     # Connections, as far as the job's decisions depend on them.
@@ -389,11 +389,18 @@ class Coordinator:
         return self._job.absorb(self._sequencer.ask(identity))
 
     def _watch_budget(self, allowed: int) -> list[LoopEffect]:
-        """Warn once that the script goes on beyond the budget and does not ask."""
+        """Warn, once each, that steps are counted as samples, and that the script goes on beyond the budget."""
+        warnings: list[LoopEffect] = []
+        if self._sequencer.budget.unknown and not self._samples_warned:
+            self._samples_warned = True
+            warnings += self._job.tell(
+                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
+                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
+            )
         if self._budget_warned or self._sequencer.budget.unheeded() <= allowed:
-            return []
+            return warnings
         self._budget_warned = True
-        return self._job.tell(
+        return warnings + self._job.tell(
             "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
             "end its loop with `if pt.should_stop(): break`"
         )

@@ -48,7 +48,7 @@ class CheckpointContents:
         return {
             "step": step,
             "steps": self._budget.steps - sum(push.count for push in pending),
-            "samples": self._budget.samples - sum(push.samples for push in pending),
+            "samples": self._budget.samples - sum(push.taken for push in pending),
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},

@@ -87,6 +87,7 @@ class JobBudget:
         self.stopping = False  #: the budget is used up; it stays so
         self._limits, self._size = plan.limits, plan.size
         self._largest = 1, 0.0  # steps and samples of a push
+        self.unknown = False  #: are samples limited, and has neither script nor sampler said how many a step had?
         self._beyond = 0  # steps that came after the budget was used up
         self._asked = False  # has any worker asked whether to stop?
 
@@ -95,18 +96,20 @@ class JobBudget:
         if self.started is None:
             self.started = now
 
-    def count(self, push: Push, sign: int = 1) -> None:
-        """A push was counted (or, with sign -1, refused after all)."""
+    def count(self, push: Push, sign: int = 1, dealt: bool = False) -> None:
+        """A push was counted (or, with sign -1, refused after all). `dealt`: the mode deals out batches, and weighs a push
+        by its samples."""
         self._beyond += sign * push.count * self.stopping
         self._asked |= push.asked
-        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.samples)
+        self.unknown |= push.size is None and not dealt and push.samples > 0 and self._limits.samples < math.inf
+        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.taken)
         self.steps += sign * push.count
-        self.samples += sign * push.samples
+        self.samples += sign * push.taken
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
         self.steps -= push.count
-        self.samples -= push.samples
+        self.samples -= push.taken
 
     def check(self, now: float) -> None:
         """Decide whether to stop."""

@@ -114,7 +114,7 @@ class PolicyRunner:
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
-            self._budget.count(push, sign)
+            self._budget.count(push, sign, clock.spec.measured)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 

@@ -51,6 +51,8 @@ def check_push(push: Push) -> None:
         raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
     if not (math.isfinite(push.samples) and push.samples >= 0):
         raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
+    if not (math.isfinite(push.taken) and push.taken >= 0):
+        raise PeerError(f"a push was refused: it says that it was made of {push.taken:g} samples")
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
     if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")

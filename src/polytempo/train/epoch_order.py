@@ -46,7 +46,7 @@ class EpochOrder:
     def epochs(self, count: int, least: int = 1) -> Iterator[int]:
         """The numbers of the epochs that are left of this many, each of them the next pass's; fewer where the job's budget
         is used up. What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
-        if self.length and len(self.rest_of(self.epoch)) < min(least, self.length):
+        if self.length and self.left() < min(least, self.length):
             self.epoch += 1
         while self.epoch < count and not self._session.should_stop():
             epoch = self.epoch
@@ -58,7 +58,7 @@ class EpochOrder:
         """The next pass is one of this epoch."""
         self.epoch = epoch
         if self._session.registered is not None:
-            self._session.registered.begin_epoch(lambda: len(self.rest_of(epoch)) == self.length)
+            self._session.registered.begin_epoch(lambda: self.left() == self.length)
 
     def drawing(self) -> None:
         """A sample to train on is handed out: what the script does after a step is done (`script_state.py`)."""
@@ -71,11 +71,20 @@ class EpochOrder:
 
     def rest(self) -> list[int]:
         """What is left of the epoch, in its order."""
+        self._forget_used()
+        return self.rest_of(self.epoch)
+
+    def left(self) -> int:
+        """The number of samples that are left of the epoch."""
+        self._forget_used()
+        begun = any(part["epoch"] == self.epoch for part in self._earlier)
+        return len(self.rest_of(self.epoch)) if begun else self.length
+
+    def _forget_used(self) -> None:
         if any(used() for epoch, used in self._complete if epoch == self.epoch):
             # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
             self._complete = []
-        return self.rest_of(self.epoch)
 
     def rest_of(self, epoch: int) -> list[int]:
         """What earlier jobs have left of an epoch, in its order."""

@@ -375,7 +375,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
-        return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
+        positions = self._session.positions.pushed(samples)
+        size = samples if samples is not None else self._session.positions.size
+        return {"positions": positions, "gradient_digest": digest, **({} if self._spec.measured else {"size": size})}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,22 +78,20 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         if self._session.should_stop():
             return
-        whole = self._batches_left() if self._session.registered is not None else 0
-        for number, batch in enumerate(super().__iter__(), 1):
+        share, size, passing = self._share, self.batch_size or 1, None
+        dealt = not isinstance(share, DistributedSampler) or self._session.dealing.spec is not None
+        left = -1 if dealt else share._each(share._order.left())  # type: ignore[union-attr]
+        for batch in super().__iter__():
+            if not dealt and torch.is_grad_enabled():
+                passing = passing or self._session.positions.last()
+                passing.handed, left = passing.handed + min(size, left), left - min(size, left)
             yield batch
             if self._session.should_stop():
-                if self._session.registered is not None and number != whole:
+                over = 0 <= left < (size if self.drop_last else 1)
+                if self._session.registered is not None and not over:
                     # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
                     self._session.registered.mark(whole=True)
                 return
-
-    def _batches_left(self) -> int:
-        """Batches of the pass that begins; -1 where they are dealt, so that it is not known."""
-        share, size = self._share, self.batch_size or 1
-        if not isinstance(share, DistributedSampler):
-            return -1
-        samples = share._each(len(share._order.rest()))
-        return samples // size if self.drop_last else math.ceil(samples / size)
 
 
 def prepare(
