@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from polytempo.train.prepare import prepare
 
 pytestmark = pytest.mark.timeout(30)
 
+MODEL = small_model()
 DATA = TensorDataset(torch.arange(48), torch.randn(48, 5, dtype=torch.float64))
 
 
@@ -185,3 +188,33 @@ def test_a_loader_that_cannot_be_made_again_is_refused(loader: Any, words: str) 
             loader(),
         )
     assert "\n" not in str(refused.value)
+
+
+def test_what_a_worker_that_is_epochs_behind_has_not_done_is_done_after_a_resume(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def uneven(session: Session) -> list[tuple[int, list[int]]]:
+        """Worker 0 comes to the third epoch while worker 1 is in its first."""
+        model, seen = copy.deepcopy(MODEL), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = prepare(model, optimizer, DataLoader(DATA, batch_size=4, shuffle=True))
+        for epoch in loader.epochs(3):
+            for index, x in loader:
+                if session.rank == 1 and len(seen) == 2 and not session.job.resumed:
+                    assert ended.wait(20)
+                    return seen
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                seen.append((epoch, index.tolist()))
+        ended.set()
+        return seen
+
+    with ThreadJob(2, sync="asp", limits=Limits(samples=2 * 4 + 15 * 4), checkpoint=tmp_path) as job:
+        first = job.run(uneven)
+    assert [epoch for epoch, _ in first[0]][-1] == 2
+    with ThreadJob(2, sync="asp", resume=tmp_path) as job:
+        second = job.run(uneven)
+    for epoch in range(3):
+        used = [index for seen in (*first, *second) for number, part in seen if number == epoch for index in part]
+        assert sorted(used) == list(range(48))

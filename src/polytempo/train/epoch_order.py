@@ -14,6 +14,7 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
+from polytempo.sync.epoch_parts import epoch_to_go_on_with
 
 T = TypeVar("T")
 
@@ -41,12 +42,12 @@ class EpochOrder:
         self.name = session.positions.identify(dataset, self.length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self.name]
         self._complete: list[tuple[int, Callable[[], bool]]] = []  # passes that ran to their end: epoch, was it used up?
-        self.epoch = max((part["epoch"] for part in earlier), default=0)
+        self.epoch = epoch_to_go_on_with(self._earlier or earlier)
 
     def epochs(self, count: int, least: int = 1) -> Iterator[int]:
         """The numbers of the epochs that are left of this many, each of them the next pass's; fewer where the job's budget
         is used up. What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
-        if self.length and self.left() < min(least, self.length):
+        while self.length and self.left() < min(least, self.length):
             self.epoch += 1
         while self.epoch < count and not self._session.should_stop():
             epoch = self.epoch
