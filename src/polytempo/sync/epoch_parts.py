@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-Part = Mapping[str, Any]
+EpochPart = Mapping[str, Any]
 
 #: Of a worker that has done all of its share of an epoch: more than a share has.
 WHOLE = 1 << 62
 
 
 def parts_of(
-    sampler: str, places: Sequence[tuple[int, int] | None], earlier: Sequence[Part], lost: Collection[int] = ()
+    sampler: str, places: Sequence[tuple[int, int] | None], earlier: Sequence[EpochPart], lost: Collection[int] = ()
 ) -> list[dict[str, Any]]:
     """The parts of one sampler, after those of earlier jobs.
 
@@ -45,7 +45,7 @@ def _taken(place: tuple[int, int] | None, epoch: int) -> int:
     return place[1] if place[0] == epoch else WHOLE
 
 
-def epoch_to_go_on_with(parts: Sequence[Part]) -> int:
+def epoch_to_go_on_with(parts: Sequence[EpochPart]) -> int:
     """The first epoch of which these parts may have left something; of epochs whose places were dealt out the last: what is
     left of others is dealt out with it."""
     shared = [part["epoch"] for part in parts if "taken" in part]
