@@ -56,7 +56,7 @@ class CheckpointContents:
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
             "positions": self._positions({push.id.worker for push in pending if push.positions}),
             "tracks": {
-                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version}
+                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
                 for name, clock in self._clocks.items()
                 if not name.endswith(MEAN)
             },
@@ -134,8 +134,16 @@ class JobFigures:
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
         }
+        restored = {name: clock.restored for name, clock in self._clocks.items() if clock.restored}
+        summary |= {"restored": restored} if restored else {}
         members = {name: group for name, group in groups.items() if group}
         return summary | {"members": members} if members else summary
+
+
+def _policy(clock: OptimizerClock) -> dict[str, Any]:
+    """What its policy has learned, where it has: for a job that goes on in the same mode."""
+    saved = clock.policy.saved()
+    return {"policy": {"sync": clock.spec.text, "saved": saved}} if saved else {}
 
 
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:

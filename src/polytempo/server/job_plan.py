@@ -50,6 +50,12 @@ class JobPlan:
         """The number of all workers' first step."""
         return int(self.resumed.get("step", 0))
 
+    def saved_policy(self, optimizer_id: str, sync: str) -> dict[str, float]:
+        """What the policy of an optimizer had learned in the job that this one goes on from, in the same mode."""
+        policy = self.resumed.get("tracks", {}).get(optimizer_id, {}).get("policy", {})
+        saved: dict[str, float] = policy.get("saved", {}) if policy.get("sync") == sync else {}
+        return saved
+
 
 #: Further answers that are certain not to say `stop`, at most: without a budget, and with one.
 ALWAYS, KNOWN = 1 << 20, 64

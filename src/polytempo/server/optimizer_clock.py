@@ -69,6 +69,7 @@ class OptimizerClock:
     version: int = 0
     place: int = 0  # of the last answer in the log
     slots: dict[int, WorkerSlot] = field(default_factory=dict)
+    restored: dict[str, float] = field(default_factory=dict)  # what its policy has learned in an earlier job
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)

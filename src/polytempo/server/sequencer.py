@@ -256,6 +256,8 @@ class WorkerMembership:
         self._clocks[clock.name] = clock
         resume = clock.name in self._plan.resumed.get("tracks", {})
         clock.seeded = clock.seeded or resume
+        clock.restored = self._plan.saved_policy(clock.name, clock.spec.text)
+        clock.policy.restore(clock.restored)
         gone = [s for s in self._statistics if s.left_at is not None and clock.includes(s.worker)]  # they are not waited for
         effects: list[Effect] = [
             ToShards(Setup(optimizer_id=clock.name, optimizer_spec=clock.optimizer_spec, resume=resume))
