@@ -39,12 +39,15 @@ from polytempo.protocol.messages import (
     MetricReport,
     PartialPush,
     ReadAnswer,
+    RecallState,
     Refused,
     Register,
     Resend,
     SamplesLeased,
+    ScriptState,
     SendSeed,
     ShareDevice,
+    StateRecalled,
     StatusReply,
     Stopped,
     StoreGet,
@@ -93,6 +96,7 @@ class Client:
         self._asked = 0.0  # when the servers were last asked, for want of a word of it
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
+        self._recalled: dict[bool, tuple[StateRecalled, list[Bytes]]] = {}  # the answers to `RecallState`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
         self._mapped: dict[str, dict[int, str]] = {}  # by optimizer: what shards have said to `ShareDevice`
@@ -116,6 +120,7 @@ class Client:
             Refused: self._refused,
             StoreSet: self._value_stored,
             SamplesLeased: self._places_leased,
+            StateRecalled: lambda shard, message, buffers: self._recalled.update({message.shared: (message, buffers)}),
             Departed: self._departed,
             Stopped: self._stopped,
         }
@@ -255,6 +260,18 @@ class Client:
             for state in self.exchanges.states.values():
                 self.exchanges.ask_status(state)
         self.connections.receive(patience)
+
+    def report_state(self, message: ScriptState, buffers: list[Bytes]) -> None:
+        """Give the coordinator what the script has registered for checkpoints."""
+        self.connections.send(0, message, buffers)
+
+    def recall_state(self, shared: bool) -> tuple[StateRecalled, list[Bytes]]:
+        """What was registered in the checkpoint that the job goes on from."""
+        asked = RecallState(shared=shared)
+        self.connections.send(0, asked)
+        again = lambda: self.connections.send(0, asked)  # noqa: E731
+        self._wait(lambda: shared in self._recalled, "what the checkpoint has of the script", again)
+        return self._recalled.pop(shared)
 
     # Waiting.
 

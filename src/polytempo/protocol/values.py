@@ -50,6 +50,15 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
 
 
+class SavedObject(msgspec.Struct, array_like=True, frozen=True):
+    """The state of an object of the script, for a checkpoint. Its tensors are in the buffers."""
+
+    name: str
+    structure: bytes  #: all but the content of its tensors (`train/safe_serialization.py`)
+    dtypes: tuple[str, ...] = ()  #: of its tensors, as torch writes them
+    exchange: int = -1  #: the last push of its worker before it
+
+
 class PushId(msgspec.Struct, array_like=True, frozen=True):
     """Which push: never applied twice."""
 

@@ -98,6 +98,7 @@ class Session:
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
+        self.registered: Any = None  #: what the script has registered for checkpoints (`train/script_state.py`)
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
         self.parent = ""  #: in a child process of a worker: the name of that worker
@@ -256,6 +257,8 @@ class Session:
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
+            if self.registered is not None:  # after the last push
+                self.registered.flush()
         self._end_threads()
         client, self.client = self.client, None
         if self._local_peers is not None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 #: Figures of single steps that a push of several steps holds the sums of.
-SUMMED = ("input", "work")
+SUMMED = ("input", "work", "size")
 
 
 class InputWatch:

@@ -63,6 +63,7 @@ from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope
 from polytempo.train.peer_rounds import PeerRounds
+from polytempo.train.script_state import WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
@@ -178,6 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.dealing.use(spec)
         if spec.mode is BALANCE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
+        self._keep_state(here)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
         self._input = InputWatch(model) if model is not None and told else None
         if self._input is not None:
@@ -196,6 +198,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._reducer.needs_join:
             session.before_leaving(self.join)
         return fragments
+
+    def _keep_state(self, here: bool) -> None:
+        """State of the wrapped optimizer that no server has belongs to the checkpoints of the job."""
+        reducer, job = self._reducer, self._session.job
+        if here and isinstance(reducer, ServerReducer) and (job.saves or job.resumed):
+            state = WorkerOptimizerState(self.inner)
+            registered_in(self._session).add(state, per_rank=True, name=f"optimizer {self._name}")
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
         return make_reducer(
@@ -312,6 +321,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 value = closure()
             closure = None
+        if self._is_first and self._session.registered is not None:
+            self._session.registered.mark()
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
@@ -354,7 +365,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
-        return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
+        positions = self._session.positions.pushed(samples)
+        size = samples if samples is not None else self._session.positions.size
+        return {"positions": positions, "gradient_digest": digest, **({} if self._spec.measured else {"size": size})}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
