@@ -14,7 +14,7 @@ NAMED = 0.95
 
 
 def test_a_slow_worker_is_named_at_the_end_of_a_run_and_explained(bench: Bench) -> None:
-    """Eight times as slow, by a clock that other load on the host does not move; more than the second that is worth a line."""
+    """Eight times as slow, by a clock that other load on the host does not move; worth a line."""
     script = json.dumps({"seed": 0, "step": 0.005, "own_clock": True})
     options = ("-n", "2", "--slow", "1:8", "--steps", "100", "--record", "record")
     done = bench.run("run", *options, str(SCRIPTS / "straggling.py"), script)

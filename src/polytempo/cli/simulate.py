@@ -362,8 +362,8 @@ FIGURES = {
 }
 CANNOT_TELL = (
     "This record cannot tell the fixed time of a step from its time a sample, as the samples of its steps hardly differ, so "
-    "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half the "
-    "batch in the same run, or give --fixed-time."
+    "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half "
+    "the batch in the same run, or give --fixed-time."
 )
 
 

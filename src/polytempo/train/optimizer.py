@@ -148,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             *(session, optimizer, model, self._params, self._names, self._groups, group, via, apply),
             *(parse_compression(compression), buffers, clip_norm, bool(tables.embeddings)),
         )
-        ranks, together, among_workers, _, mirrored, self._specs = arguments.settled(spec)
+        ranks, together, among_workers, here, mirrored, self._specs = arguments.settled(spec)
         tables.mirror(mirrored, self._params)
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
