@@ -5,6 +5,7 @@ Links are cut as kernels give up silent ones: an end is lost, and no kernel has 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, permutations
 from typing import Any
@@ -125,7 +126,8 @@ def test_the_coordinators_word_decides(opening: Opening) -> None:
     first, *rest = outcomes(worlds)
     assert first == (0,)
     for rank, error in enumerate(rest, 1):
-        assert f"rank {rank} cannot reach rank 0, and the coordinator has not given up rank 0 in 0 s" in str(error)
+        # the other one of the two may have ended by then, and is named, too
+        assert re.search(rf"rank {rank} cannot reach ranks? 0(, \d)?, and the coordinator has not given up rank", str(error))
     worlds = opening("memory", 2, hosts=alone(2))
     worlds[0].word = frozenset
     worlds[1].close(politely=False)

@@ -104,19 +104,19 @@ def test_the_newest_is_what_the_job_itself_has_written(tmp_path: Path) -> None:
     old = made(tmp_path, 100)
     went_on_from = made(tmp_path, 10)
     saves = CheckpointWatch(tmp_path, went_on_from)
-    assert saves.newest() == str(went_on_from), "nothing was saved yet"
+    assert saves.newest() == went_on_from, "nothing was saved yet"
     made(tmp_path, 20, "step-00000020.partial")
-    assert saves.newest() == str(went_on_from), "it is not whole"
+    assert saves.newest() == went_on_from, "it is not whole"
     new = made(tmp_path, 20)
-    assert saves.newest() == str(new), "not the one of an earlier job, though of a later step"
+    assert saves.newest() == new, "not the one of an earlier job, though of a later step"
     shutil.rmtree(new)
     shutil.rmtree(went_on_from)
-    assert saves.newest() == "", "what is not there any more is not named"
+    assert saves.newest() is None, "what is not there any more is not named"
     shutil.rmtree(old)
     again = made(tmp_path, 100, at=5)
-    assert saves.newest() == str(again), "written anew under an old name"
+    assert saves.newest() == again, "written anew under an old name"
     (again / "shard-0.safetensors").unlink()
-    assert saves.newest() == ""
+    assert saves.newest() is None
 
 
 def test_what_a_killed_server_has_begun_is_removed_and_nothing_else(tmp_path: Path) -> None:
