@@ -5,6 +5,7 @@ Links are cut as kernels give up silent ones: an end is lost, and no kernel has 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, permutations
 from typing import Any
@@ -93,9 +94,7 @@ def test_two_against_two_end_with_the_reason(opening: Opening) -> None:
     cut(worlds, [(0, 2), (0, 3), (1, 2), (1, 3)])
     for rank, error in enumerate(outcomes(worlds)):
         others = ("2, 3", "0, 1")[rank // 2]
-        assert f"nothing is heard of ranks {others}, which may be alive behind a broken link" in str(error) or (
-            f"nothing is heard of rank{'s' if ', ' in others else ''}" in str(error)
-        )
+        assert f"nothing is heard of ranks {others}, which may be alive behind a broken link" in str(error)
         assert "of 4 ranks are here" in str(error)
 
 
@@ -125,7 +124,8 @@ def test_the_coordinators_word_decides(opening: Opening) -> None:
     first, *rest = outcomes(worlds)
     assert first == (0,)
     for rank, error in enumerate(rest, 1):
-        assert f"rank {rank} cannot reach rank 0, and the coordinator has not given up rank 0 in 0 s" in str(error)
+        which = "(rank 0|ranks 0, [12])"  # one of them may have ended before the other
+        assert re.match(f"rank {rank} cannot reach {which}, and the coordinator has not given up {which} in", str(error))
     worlds = opening("memory", 2, hosts=alone(2))
     worlds[0].word = frozenset
     worlds[1].close(politely=False)
