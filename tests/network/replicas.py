@@ -2,7 +2,7 @@
 
 Usage: replicas.py FOLDER STEPS [PACE]
 
-It writes how many steps it has taken to a file, and in the end its values; a job by ballots goes on with MIN_WORKERS ranks,
+It writes its values after each step to a file, and in the end to another; a job by ballots goes on with MIN_WORKERS ranks,
 and takes HOST_TIMEOUT from the environment, too.
 """
 
@@ -30,11 +30,11 @@ rank = pt.rank()
 taken = (folder / f"taken-{rank}").open("w", buffering=1)
 values = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
 optimizer = pt.DistributedOptimizer(torch.optim.SGD([values], lr=1.0), named_parameters=[("values", values)])
-for step in range(steps):
+for _ in range(steps):
     optimizer.zero_grad()
     values[rank].backward()
     time.sleep(pace)
     optimizer.step(samples=1)
-    taken.write(f"{step} {time.monotonic()}\n")
+    taken.write(f"{json.dumps(values.tolist()[: pt.size()])}\n")
 (folder / f"values-{rank}").write_text(json.dumps(values.tolist()[: pt.size()]))
 pt.shutdown()

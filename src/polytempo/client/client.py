@@ -94,6 +94,8 @@ class Client:
         self.pool = pool
         self.departed: set[int] = set()  #: workers that have ended, or were given up, by the coordinator's word
         self._asked = 0.0  # when the servers were last asked, for want of a word of it
+        self._listening = False  # for that word only: what else comes waits until it is waited for
+        self._postponed: list[tuple[int, AnyMessage, list[Bytes]]] = []
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
         self._recalled: dict[bool, tuple[StateRecalled, list[Bytes]]] = {}  # the answers to `RecallState`
@@ -248,8 +250,9 @@ class Client:
         return self._leased
 
     def ask_who_departed(self, patience: float) -> None:
-        """Listen for a while to which workers are gone. What the servers are asked they answer, once they have given this
-        worker itself up, with the reason.
+        """Listen for a while to which workers are gone, and to nothing else: answers are taken in where a step waits for
+        them, so that all workers learn of the end of the budget after the same step. What the servers are asked they answer,
+        once they have given this worker itself up, with the reason.
 
         Raises:
             JobEnded: They go on without this worker.
@@ -259,7 +262,18 @@ class Client:
             self._asked = now
             for state in self.exchanges.states.values():
                 self.exchanges.ask_status(state)
-        self.connections.receive(patience)
+        self._listening = True
+        try:
+            self.connections.receive(patience)
+        finally:
+            self._listening = False
+
+    def _take_postponed(self) -> None:
+        while self._postponed:
+            shard, message, buffers = self._postponed.pop(0)
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(shard, message, buffers)
 
     def report_state(self, message: ScriptState, buffers: list[Bytes]) -> None:
         """Give the coordinator what the script has registered for checkpoints."""
@@ -285,6 +299,7 @@ class Client:
     def _wait_until(
         self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, states: Sequence[ClientState]
     ) -> None:
+        self._take_postponed()
         deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
             if self.connections.receive(min(self.retry, 1.0)):
@@ -314,6 +329,7 @@ class Client:
 
     def poll(self) -> None:
         """Handle what has come, without waiting."""
+        self._take_postponed()
         self.connections.receive(0)
 
     def together(self) -> AbstractContextManager[None]:
@@ -327,6 +343,10 @@ class Client:
     # Messages.
 
     def _handle(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if self._listening and not isinstance(message, Departed | Stopped):
+            self._postponed.append((shard, message, buffers))
+            return
+        self._take_postponed()
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(shard, message, buffers)

@@ -151,7 +151,7 @@ class World:
 
     def wait(self, task: Task) -> None:
         """Wait for a call, and listen meanwhile: ranks that the coordinator gives up are lost at once, and not when their
-        link has been silent for long enough. For calls of a step, in which the servers' answers may be taken in.
+        link has been silent for long enough.
 
         Raises:
             RankLost: A rank that takes part has ended, or was given up.
