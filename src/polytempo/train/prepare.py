@@ -80,7 +80,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
             return
         share, size, passing = self._share, self.batch_size or 1, None
         dealt = not isinstance(share, DistributedSampler) or self._session.dealing.spec is not None
-        left = -1 if dealt else share._each(share._order.left())  # type: ignore[union-attr]
+        left = -1 if dealt else share._each(share._order.left())
         for batch in super().__iter__():
             if not dealt and torch.is_grad_enabled():
                 passing = passing or self._session.positions.last()
