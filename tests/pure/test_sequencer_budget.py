@@ -191,7 +191,8 @@ def test_the_shares_of_a_lost_worker_are_not_made_up_for_but_those_of_an_interru
         bench.push(0, positions=(Position(2, 16),))
         bench.push(1, positions=(Position(1, 48),))
         if interrupted:
-            bench.sequencer.checkpoints.ends_early()
+            bench.sequencer.ends_early()
+            bench.push(0, positions=(Position(2, 32),))  # it came too late
         bench.leave(1, "lost")
         found = [(part["epoch"], part["taken"]) for part in bench.sequencer.checkpoints.manifest(1)["positions"]]
         assert found == ([(1, [WHOLE, 48]), (2, [16, 0])] if interrupted else [(2, [16, 0])])

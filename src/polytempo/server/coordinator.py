@@ -248,7 +248,7 @@ class LaunchMessages:
         return []
 
     def _stop(self, sender: Hello, message: Stop, now: float) -> list[LoopEffect]:
-        self._sequencer.checkpoints.ends_early()
+        self._sequencer.ends_early()
         return self._job.stop(message.cause, over=False)
 
     def _finish(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:

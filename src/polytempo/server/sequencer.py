@@ -312,6 +312,7 @@ class Sequencer:
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self._saved_at = plan.first_step
+        self._ending = False  # the job is told to end early
 
     # Members.
 
@@ -322,6 +323,12 @@ class Sequencer:
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """A worker is gone: the workers that waited for it go on."""
         return self._members.left(worker, incarnation, reason, now)
+
+    def ends_early(self) -> None:
+        """The job is told to end: its last checkpoint is of this moment. A push that comes now is not counted: its worker
+        will not hear of it, so that what its script has registered would be of the step before."""
+        self._ending = True
+        self.checkpoints.ends_early()
 
     # Pushes.
 
@@ -339,7 +346,7 @@ class Sequencer:
         """A push is at every shard: from here on it survives its worker."""
         clock, worker = self.clocks[push.id.optimizer_id], push.id.worker
         slot = clock.slots.get(worker)
-        if slot is None or (push.kind == "seed" and clock.seeded):
+        if slot is None or self._ending or (push.kind == "seed" and clock.seeded):
             return self._drop(push.id)
         if push.kind == "seed":
             return self._seeded(clock, push, now)
