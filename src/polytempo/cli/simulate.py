@@ -239,9 +239,10 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     target = settings.train.get("target", task.target)
     optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr))
     budget: dict[str, Any] = dict(settings.budget) or {"steps": task.steps * settings.cluster.workers}
-    cluster = settings.cluster
+    cluster, sources = settings.cluster, settings.sources
     if not cluster.model_bytes:
         cluster = replace(cluster, model_bytes=model_bytes(task.model))
+        sources = {**sources, "model": "the task's"}
     every = settings.train.get("evaluate_every")
     runs = []
     for sync, via in settings.jobs:
@@ -264,7 +265,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
                 recorder.close(meta_of(run.outcome, cluster, settings.seed))
             runs.append(run)
     title = f"{settings.train['task']}: {_title(settings)}"
-    say_assumptions(replace(settings, cluster=cluster))
+    say_assumptions(replace(settings, cluster=cluster, sources=sources))
     _print(trained_comparison(runs, target, title))
     _say(verdict(runs, target))
     _write_json(json_file, [run.as_dict() for run in runs])
@@ -362,8 +363,8 @@ FIGURES = {
 }
 CANNOT_TELL = (
     "This record cannot tell the fixed time of a step from its time a sample, as the samples of its steps hardly differ, so "
-    "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half the "
-    "batch in the same run, or give --fixed-time."
+    "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half "
+    "the batch in the same run, or give --fixed-time."
 )
 
 
