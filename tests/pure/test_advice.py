@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from straggling import draw_job
 from test_step_cost import bsp_record
 
 from polytempo.cli.main import app, run
+from polytempo.cli.run import _check_command
 from polytempo.launch.request import RunRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
@@ -26,7 +28,7 @@ from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.strategy.job_options import JobOptions
-from polytempo.sync.spec import COMPARED, MODES, parse_spec
+from polytempo.sync.spec import COMPARED, MODES, parse_spec, refused_of
 
 RUN = typer.main.get_command(app).commands["run"]
 GIGABIT = Link(bandwidth=1.25e8)
@@ -140,6 +142,7 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
         ("one", [32], []),
         ("two", [32, 8], []),
         ("refused", [32], ["bsp+balance", "anytime:auto"]),
+        ("arrays", [32], list(COMPARED)),
     ):
         with RecordWriter(tmp_path / name) as writer:
             for line in bsp_record(sizes, stalls=0.0):
@@ -157,6 +160,8 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
     assert told["one"].splitlines()[-1] == "polytempo run -n 4 --sync bsp+balance mine.py"
     assert not any(line.startswith(("bsp+balance", "anytime")) for line in told["refused"].splitlines())
     assert accepted(told["refused"].splitlines()[-1], tmp_path).sync == "bsp"
+    assert run(["advise", str(tmp_path / "arrays")]) == 2
+    assert "would take none of the modes" in capsys.readouterr().err
 
 
 def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +188,17 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Pat
             assert line == closing_line(straggler_report(figures, job.sync, unfit))  # the same record, the same advice
             assert "--sync" not in closing_line(straggler_report(figures, job.sync, COMPARED))
     assert {"bsp+balance", "anytime:auto"} <= named
+
+
+def test_the_end_of_a_run_asks_the_command_itself() -> None:
+    """What `--strategy` or `--via` of the running command would refuse with another `--sync` is not advised."""
+    split, plain = JobOptions("data=2,pipe=2"), JobOptions(workers=4)
+    request = RunRequest("train.py", workers=4)
+    assert set(refused_of(COMPARED, partial(_check_command, split, request))) == {
+        "bsp+balance",
+        "anytime:auto",
+        "bsp+backup:1",
+    }
+    assert refused_of(COMPARED, partial(_check_command, plain, request)) == ()
+    by_all_reduce = partial(_check_command, plain, replace(request, via="allreduce"))
+    assert refused_of(COMPARED, by_all_reduce) == ("bsp+backup:1", "ssp:3", "dssp:3..15", "asp")

@@ -68,9 +68,8 @@ def advise(
     like = source if source is not None and source.is_dir() else None
     file = source if like is None else None
     meta: dict[str, Any] = read_meta(like) if like else {}
-    refused = meta.get("job", {}).get("refused", ())
     described = Experiment(cluster=load_experiment(file).cluster)  # it may also have modes, a budget and a training task
-    settings = settle(described, flags | {"file": file}, like, refused)
+    settings = settle(described, flags | {"file": file}, like)
     advice = choose(simulate_all(settings, quiet=quiet))
     cluster, spec = settings.cluster, parse_spec(advice.best.sync)
     command = run_command(advice.best, cluster, meta.get("options", {}).get("script", "train.py"))

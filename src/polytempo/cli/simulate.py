@@ -239,9 +239,10 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     target = settings.train.get("target", task.target)
     optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr))
     budget: dict[str, Any] = dict(settings.budget) or {"steps": task.steps * settings.cluster.workers}
-    cluster = settings.cluster
+    cluster, sources = settings.cluster, settings.sources
     if not cluster.model_bytes:
         cluster = replace(cluster, model_bytes=model_bytes(task.model))
+        sources = {**sources, "model": "the task's"}
     every = settings.train.get("evaluate_every")
     runs = []
     for sync, via in settings.jobs:
@@ -264,7 +265,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
                 recorder.close(meta_of(run.outcome, cluster, settings.seed))
             runs.append(run)
     title = f"{settings.train['task']}: {_title(settings)}"
-    say_assumptions(replace(settings, cluster=cluster))
+    say_assumptions(replace(settings, cluster=cluster, sources=sources))
     _print(trained_comparison(runs, target, title))
     _say(verdict(runs, target))
     _write_json(json_file, [run.as_dict() for run in runs])
@@ -319,16 +320,13 @@ def load_experiment(path: Path | None) -> Experiment:
         raise ClusterError(f"{path}: {error}") from None
 
 
-def settle(
-    experiment: Experiment, flags: Mapping[str, Any], like: Path | None = None, leave_out: Sequence[str] = ()
-) -> Settings:
+def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None = None) -> Settings:
     """Flags win over the file, the file over the defaults. Settings that cannot work are refused here.
 
     Args:
         experiment: Of the file.
         flags: Options by name; those without a value were not given.
-        like: A record whose machines are simulated.
-        leave_out: Modes that are not compared unless they are asked for.
+        like: A record whose machines are simulated; modes that its job would refuse are not compared unless asked for.
     """
     given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
     described = cluster_like(like) if like else experiment.cluster
@@ -340,7 +338,12 @@ def settle(
     budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
     train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
     sync = given.get("sync") or experiment.sync
-    modes = sync or [mode for mode in default_modes(cluster, given.get("seed", 0)) if mode not in leave_out]
+    refused = read_meta(like).get("job", {}).get("refused", ()) if like and not sync else ()
+    modes = sync or [mode for mode in default_modes(cluster, given.get("seed", 0)) if mode not in refused]
+    if not modes:
+        raise UsageError(
+            f"the job of {like} would take none of the modes that are compared; ask for some with simulate --sync"
+        )
     jobs = tuple(_jobs(modes, given.get("via") or experiment.via, cluster, default=not sync))
     budget = budget or dict(experiment.budget)
     if not budget and "task" not in train:

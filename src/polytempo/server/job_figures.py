@@ -143,7 +143,7 @@ class JobFigures:
 
     def _refused(self) -> list[str]:
         """Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all
-        where no values are exchanged (one replica of a model in stages), or they are no model's (`KV`, without groups)."""
+        where no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups)."""
         first = self._clocks.get(MAIN)
         if first is None or not first.has_values or not first.optimizer_spec.groups:
             return list(COMPARED)
