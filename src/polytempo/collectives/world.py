@@ -51,6 +51,8 @@ WITHIN = 1 << 30
 SUBGROUPS = 1 << 10
 #: Seconds after which a rank that waits in a step listens to the coordinator.
 LISTEN_EVERY = 0.5
+#: Seconds in which what a rank has sent is taken in, once the coordinator has said that it is gone: it may have finished.
+LAST_WORDS = 1.0
 #: What a rank is told that was given up by the coordinator's word.
 GIVEN_UP = "the coordinator has given it up"
 #: How a rank is missed: it may be alive, or its process is known to have ended.
@@ -156,11 +158,14 @@ class World:
         Raises:
             RankLost: A rank that takes part has ended, or was given up.
         """
+        since: dict[int, float] = {}
         while self.word is not None and not task.done:
             with suppress(PeerError):  # the time is over, or the call has failed, which the last wait raises
                 task.wait(LISTEN_EVERY)
-            if not task.done and (word := self.word()):
-                self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(word), False).wait()
+            now = time.monotonic()
+            due = [rank for rank in self.word() or () if now - since.setdefault(rank, now) >= LAST_WORDS]
+            if due and not task.done:
+                self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(due), False).wait()
         task.wait()
 
     def _give_up(self, word: Iterable[int]) -> Steps:
