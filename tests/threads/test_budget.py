@@ -157,8 +157,11 @@ HOW = [
 def test_a_budget_of_samples_counts_what_samplers_have_drawn_for_a_step(sync: str, how: str) -> None:
     with ThreadJob(2, sync=sync, limits=Limits(samples=80)) as job:
         seen = sum(job.run(lambda session: counted(session, how)))
-    assert 80 <= seen <= 80 + 2 * 2 * 8, "each worker may have made one more push, of two batches at most"
-    assert job.summary["samples"] == seen or sync == "anytime:auto", "some of it may have been late"
+    if sync == "anytime:auto":  # a round has as many micro-batches as there was time for, and some may be late
+        assert 80 <= job.summary["samples"] <= seen
+    else:
+        assert 80 <= seen <= 80 + 2 * 2 * 8, "each worker may have made one more push, of two batches at most"
+        assert job.summary["samples"] == seen
     assert job.notices == []
 
 

@@ -217,6 +217,34 @@ def test_an_interrupted_job_has_the_state_of_the_last_step_of_each_worker(sync: 
     assert rates == {0: [0.5**3, 0], 1: [0.5 ** (4 if sync == "asp" else 3), 0 if sync == "bsp" else 1]}
 
 
+def test_a_state_that_is_older_than_the_parameters_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The only worker is killed after a step, before it draws again; what has not changed for long is not old."""
+
+    def killed(session: Session, steps: int) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        register_for_checkpointing(schedule, lr_scheduler.MultiStepLR(optimizer, [100]))
+        for _ in range(steps):
+            model(DATA.tensors[0][:2]).sum().backward()
+            optimizer.step()
+            schedule.step()
+
+    for steps, words in ((3, ["ExponentialLR 0", "MultiStepLR 0"]), (None, [])):
+        saved = tmp_path / f"killed-{steps}"
+        job = ThreadJob(1, checkpoint=saved)
+        session = job.session(0)
+        as_worker(session, killed, steps or 3)
+        if steps is None:
+            session.close()
+        job.close(exit_status=130, save=True)
+        session.abandon()
+        with ThreadJob(1, resume=saved) as job:
+            job.run(lambda session: killed(session, 0))
+        said = [line for line in capfd.readouterr().err.splitlines() if "is of step 2, and the parameters of step 3" in line]
+        assert [name for line, name in zip(said, words, strict=True) if f"rank 0: the state of {name} in" in line] == words
+
+
 def as_worker(session: Session, work: Callable[..., None], *arguments: Any) -> None:
     with as_current(session):
         work(session, *arguments)

@@ -217,6 +217,8 @@ class ScriptState(WireMessage):
     Their tensors follow in the buffers."""
 
     objects: tuple[SavedObject, ...]
+    exchange: int  #: the last push
+    same: tuple[str, ...] = ()  #: names of objects that have not changed
     checkpoint: str = ""  #: the checkpoint that an answer has named: all state that belongs to it is here now
 
 
@@ -347,6 +349,7 @@ class StateRecalled(WireMessage):
 
     shared: bool
     objects: tuple[SavedObject, ...]
+    step: int  #: of the checkpoint
 
 
 class Refused(WireMessage):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from polytempo.checkpoints import MANIFEST, digest_of_file, write_synced
@@ -40,10 +41,13 @@ class ScriptStates:
         self.of: dict[int, WorkerObjects] = {}  #: by worker: the newest
 
     def report(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> None:
-        """A worker's state after a push. Objects that are not in it have not changed, or are large and not asked for."""
+        """A worker's state after a push. Large objects are in it when they were asked for."""
         rest = iter([np.array(buffer) for buffer in buffers])
+        before = self.of.get(worker, {})
+        known = [(name, *before[name]) for name in message.same if name in before]
+        same = {name: (replace(saved, exchange=message.exchange), held) for name, saved, held in known}
         fresh = {one.name: (one, [next(rest) for _ in one.dtypes]) for one in message.objects}
-        self.of[worker] = {**self.of.get(worker, {}), **fresh}
+        self.of[worker] = {**before, **same, **fresh}
 
 
 def write_states(directory: Path, states: Mapping[int, WorkerObjects]) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import SavedObject
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session, current
+from polytempo.sync.barrier import BSP
 from polytempo.sync.spec import parse_spec
 from polytempo.train.safe_serialization import TensorList, decode, encode
 from polytempo.transport.channel import Bytes
@@ -137,6 +138,7 @@ class Registered:
         self._marked = self._whole = -2  # the pushes after which the last reports were, and those of all objects
         self._generators: list[tuple[RngState, Any]] = []  # to be set before the first batch
         self._recalled: dict[bool, dict[str, tuple[SavedObject, list[Bytes]]]] = {}
+        self._step = 0  # of the checkpoint that the job goes on from
 
     def add(self, one: Any, per_rank: bool, name: str = "") -> None:
         """Take an object in, and load it where the job goes on from a checkpoint."""
@@ -169,9 +171,14 @@ class Registered:
             if not per_rank:
                 self._say(f"the checkpoint has no state of {name}: it starts as the script has made it")
             return
-        state, newest = _unpacked(*held), max(saved.exchange for saved, _ in self._recall(shared=True).values())
-        if shared is not None and held[0].exchange < newest and len(held[1]) and _size(held[1]) > LARGE:
-            self._say(f"the state of {name} in the checkpoint is of step {held[0].exchange + 1}, not of step {newest + 1}")
+        newest = max(saved.exchange for saved, _ in self._recall(shared=True).values())
+        due = self._step - 1 if parse_spec(self._session.job.sync).mode is BSP else newest
+        if held[0].exchange < due and (due != newest or _size(held[1]) > LARGE or per_rank):
+            self._say(
+                f"the state of {name} in the checkpoint is of step {held[0].exchange + 1}, and the parameters of step "
+                f"{due + 1}: the job was killed before its script had reported it, or it is large"
+            )
+        state = _unpacked(*held)
         _load_state(one, state)
         if isinstance(one, RngState):
             self._generators.append((one, state))
@@ -183,6 +190,7 @@ class Registered:
                 message, buffers = self._session.client.recall_state(shared)
             rest = iter(buffers)
             self._recalled[shared] = {one.name: (one, [np.array(next(rest)) for _ in one.dtypes]) for one in message.objects}
+            self._step = message.step
         return self._recalled[shared]
 
     def _say(self, text: str) -> None:
@@ -216,15 +224,17 @@ class Registered:
         if clock.pushed == (self._whole if whole else self._marked) and not clock.wanted:
             return
         fresh: dict[str, Packed] = {}
+        same: list[str] = []
         for name, one in self._objects.items():
             packed = self._packed(name, one, drawn)
-            large = _size(packed[2]) + len(packed[0]) > LARGE
-            if (large and whole) or (not large and not _same(packed, self._sent.get(name))):
-                fresh[name] = packed
-            if not large:
-                self._sent[name] = packed
+            if _size(packed[2]) + len(packed[0]) > LARGE:
+                fresh |= {name: packed} if whole else {}
+            elif _same(packed, self._sent.get(name)):
+                same.append(name)
+            else:
+                fresh[name] = self._sent[name] = packed
         objects = tuple(SavedObject(name, structure, dtypes, clock.pushed) for name, (structure, dtypes, _) in fresh.items())
-        report = ScriptState(objects=objects, checkpoint=clock.wanted)
+        report = ScriptState(objects=objects, exchange=clock.pushed, same=tuple(same), checkpoint=clock.wanted)
         clock.wanted, self._marked = "", clock.pushed
         self._whole = clock.pushed if whole else self._whole
         assert self._session.client is not None
