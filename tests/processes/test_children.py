@@ -80,10 +80,14 @@ def test_a_stopped_child_is_told_from_a_busy_one() -> None:
         assert child.is_stopped, "also when it is asked again"
         child.kill(signal.SIGCONT)
         wait_until(lambda: not child.is_stopped)
+    child.kill(signal.SIGSTOP)
     child.kill(signal.SIGKILL)
+    assert select.select([child.pidfd], [], [], 20)[0], "it has not ended"
+    assert not child.is_stopped, "it has ended, and nobody has looked yet"
     assert ended(child) == -signal.SIGKILL
     assert not child.is_stopped
     child.close()
+    assert not child.is_stopped
 
 
 def test_a_server_sees_the_end_of_its_launcher_as_the_end_of_its_input() -> None:

@@ -152,9 +152,10 @@ class ChildProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether SIGSTOP, or another signal that stops, has stopped it, as the kernel says: one that is busy is not."""
-        if self.status is not None:
+        if self._reaped:
             return False
-        return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        found = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return found is not None and found.si_code == os.CLD_STOPPED
 
     def ask_to_end(self) -> None:
         """Close the standard input of a server; send SIGTERM to a worker."""

@@ -506,5 +506,5 @@ class LocalJob:
         child = self._processes.worker(cause.worker)
         if child is not None and child.tail and self.display.latest != (str(cause.worker), True):  # else it is in sight
             self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))
-        self.display.say(f"{cause.cause}{self._checkpoints.hint() if cause.lost else ''}")
+        self.display.say(f"{cause.cause}{self._checkpoints.after(end.unsaved or end.lost) if cause.lost else ''}")
         return 1
