@@ -64,6 +64,21 @@ class BackgroundWait:
                     client.exchanges.ask_status(state)
             self._pause()
 
+    def for_key(self, key: str, seconds: float) -> str | None:
+        """The value of a key, once a worker has set it; None if that takes longer."""
+        client, over = self._client, time.monotonic() + seconds
+        ask_at = 0.0
+        while True:
+            with self._lock:
+                if time.monotonic() >= ask_at:  # again: the question or the answer may have been lost
+                    ask_at = time.monotonic() + client.retry
+                    client.ask_key(key)
+                client.poll()
+                found = client.value_of(key)
+            if found is not None or time.monotonic() >= over:
+                return found
+            self._pause()
+
     def _pause(self) -> None:
         """Until something has come, or for a while."""
         watched = [channel.pollable() for channel in self._client.connections.channels]

@@ -29,6 +29,7 @@ from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
+    AskWhere,
     Departed,
     DeviceShared,
     Held,
@@ -50,6 +51,7 @@ from polytempo.protocol.messages import (
     StoreGet,
     StoreSet,
     Welcome,
+    Whereabouts,
     encode,
 )
 from polytempo.protocol.values import OptimizerSpec, PulledRows, TrainingProgress, UnknownKeys
@@ -86,6 +88,7 @@ class Client:
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.retry = retry
         self.pool = pool
+        self.whereabouts = Whereabouts()  #: the last answer to `AskWhere`
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
@@ -112,6 +115,7 @@ class Client:
             StoreSet: self._value_stored,
             SamplesLeased: self._places_leased,
             Departed: self._departed,
+            Whereabouts: self._told_where,
             Stopped: self._stopped,
         }
         try:
@@ -224,10 +228,22 @@ class Client:
     def find(self, key: str, patience: float) -> str | None:
         """The value of a key, once a worker has set it; None if that takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
-        self.connections.send(0, StoreGet(key=key))
+        self.ask_key(key)
         over = lambda: key in self._stored or time.monotonic() > deadline  # noqa: E731
-        self._wait(over, f"another worker to set the key {key!r}", lambda: self.connections.send(0, StoreGet(key=key)))
+        self._wait(over, f"another worker to set the key {key!r}", lambda: self.ask_key(key))
+        return self.value_of(key)
+
+    def ask_key(self, key: str) -> None:
+        """Ask for a key, without waiting."""
+        self.connections.send(0, StoreGet(key=key))
+
+    def value_of(self, key: str) -> str | None:
+        """The value of a key, if an answer has brought it."""
         return self._stored.get(key)
+
+    def ask_where(self, waiting: AskWhere) -> None:
+        """Ask where other workers are; `whereabouts` has the answer when it has come."""
+        self.connections.send(0, waiting)
 
     def lease(self, asked: LeaseSamples) -> SamplesLeased:
         """Ask for places of the data."""
@@ -237,7 +253,7 @@ class Client:
         assert self._leased is not None
         return self._leased
 
-    # Waiting.
+    # AskWhere.
 
     def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
         try:
@@ -321,6 +337,9 @@ class Client:
                 f"{text}; start the job again, from a checkpoint", (message.worker,)
             )
 
+    def _told_where(self, shard: int, message: Whereabouts, buffers: list[Bytes]) -> None:
+        self.whereabouts = message
+
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")
 
@@ -335,13 +354,14 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str) -> None:
-        """Leave the job and close. A worker that finishes waits for its last answers first (`delay`)."""
+    def leave(self, reason: str, life: int = 0) -> None:
+        """Leave the job and close. A worker that finishes waits for its last answers first (`delay`). `life`: the number of
+        jobs that this process had left before."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason)
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, life=life)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

@@ -15,11 +15,12 @@ The calls that messages announce, and failures of calls, go to the call queues (
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from polytempo.collectives.mailbox import Mailbox, Receipt
 from polytempo.collectives.tasks import Wait
@@ -90,6 +91,11 @@ class Messaging:
     def on_failure(self, handle: Callable[[LinkMessage], None]) -> None:
         """Hand over what says that a call has failed elsewhere."""
         self._arrivals[FAILED] = lambda source, message, payload: handle(message)
+
+    def never_came(self, absent: Mapping[int, str]) -> None:
+        """These ranks had ended before they were linked."""
+        self.left |= absent
+        self.crashed |= dict.fromkeys(absent, -math.inf)  # long ago: they have done no part of anything
 
     # What tasks use.
 

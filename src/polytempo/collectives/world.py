@@ -9,7 +9,7 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy
@@ -21,12 +21,12 @@ from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import UsageError
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import Deadline, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
-from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_by_name, rendezvous_by_store
+from polytempo.transport.rendezvous import KeyValueStore, RankLinks, Rendezvous, rendezvous_by_name, rendezvous_by_store
 
 #: Seconds in which all ranks must come to the rendezvous.
 JOIN_TIMEOUT = 60.0
@@ -60,6 +60,7 @@ class World:
         self._generations: dict[tuple[int, int], int] = {}
         engine.when_closed = links.close
         engine.attach(links.links)
+        engine.messages.never_came(links.absent)
         self._groups = 0
         self._subgroups: dict[int, int] = {}  # of each group, by its context
         self.all_ranks = self._group(range(size), 0)
@@ -157,13 +158,20 @@ class World:
         self.engine.close(politely)
 
 
-def open_by_name(name: str, rank: int, size: int, join_timeout: float = JOIN_TIMEOUT, timeout: float | None = None) -> World:
-    """Ranks of one host that all know a name no other job uses."""
+def open_by_name(
+    name: str,
+    rank: int,
+    size: int,
+    join_timeout: float = JOIN_TIMEOUT,
+    timeout: float | None = None,
+    watch: RankWatch | None = None,
+    call: str = "",
+) -> World:
+    """Ranks of one host that all know a name no other job uses. `watch`, `call`: as for `open_by_store`."""
     _check(rank, size)
-    engine = ProgressEngine(rank)
-    return _opened(
-        engine, size, lambda: rendezvous_by_name(name, rank, size, engine.messages, Deadline(rank, join_timeout)), timeout
-    )
+    watch = watch or RankWatch()
+    engine, meeting = ProgressEngine(rank), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    return _opened(engine, size, lambda: rendezvous_by_name(name, meeting, engine.messages), timeout)
 
 
 def open_by_store(
@@ -175,17 +183,16 @@ def open_by_store(
     insecure: bool = False,
     join_timeout: float = JOIN_TIMEOUT,
     timeout: float | None = None,
-    gone: Callable[[], Mapping[int, str]] = dict,
     emulated: EmulatedHost | None = None,
+    watch: RankWatch | None = None,
+    call: str = "",
 ) -> World:
-    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `emulated`:
-    this rank's place where the network is emulated."""
+    """Ranks that see one store, on any hosts. `emulated`: this rank's place where the network is emulated. `watch`: knows
+    of ranks that have ended: they are not waited for, and what needs them raises `RankLost`. `call`: needs this world."""
     _check(rank, size)
-    engine = ProgressEngine(rank)
-    meet = partial(
-        rendezvous_by_store,
-        *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
-    )
+    watch = watch or RankWatch()
+    engine, meeting = ProgressEngine(rank), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated)
     return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
 
 

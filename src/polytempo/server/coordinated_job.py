@@ -31,7 +31,7 @@ from polytempo.server.effects import (
     WakeAt,
     Write,
 )
-from polytempo.server.membership import RemoteHosts
+from polytempo.server.membership import RemoteHosts, WorkerEnds
 from polytempo.server.sequencer import Sequencer
 
 
@@ -92,6 +92,7 @@ class CoordinatedJob:
         self.go_on_unsaved = go_on_unsaved  #: the job outlives a checkpoint that cannot be written
         self.has_launcher = False
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
+        self.ends = WorkerEnds()
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0

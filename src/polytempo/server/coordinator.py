@@ -25,6 +25,7 @@ from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
     AnyMessage,
     Arrived,
+    AskWhere,
     Assigned,
     Expecting,
     Failed,
@@ -49,6 +50,7 @@ from polytempo.protocol.messages import (
     Stopped,
     StoreGet,
     StoreSet,
+    Whereabouts,
 )
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.files import RecordWriter
@@ -65,7 +67,7 @@ from polytempo.server.effects import (
     ToShards,
     ToWorker,
 )
-from polytempo.server.membership import JobKeyValues, RemoteHosts
+from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import check_end, check_expecting, check_lease, check_optimizer_spec, check_read
 from polytempo.summation import in_order
@@ -95,6 +97,7 @@ class WorkerMessages:
             ("worker", MetricReport): self._metric,
             ("worker", StoreSet): self._store_set,
             ("worker", StoreGet): self._store_get,
+            ("worker", AskWhere): self._waiting,
         }
 
     def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
@@ -120,7 +123,11 @@ class WorkerMessages:
 
     def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
+        self._job.ends.left(sender.rank, message.life, f"has {message.reason}")
         return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
+
+    def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
+        return [ToWorker(sender.rank, Whereabouts(ended=self._job.ends.among(message.ranks, message.life)))]
 
     def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
         check_lease(message)
@@ -218,6 +225,7 @@ class LaunchMessages:
 
     def _worker_gone(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
+        self._job.ends.left(message.worker, LAST_LIFE, "has finished" if message.reason == "finished" else message.cause)
         if message.reason != "finished":
             self._job.given_up[message.worker] = message.incarnation, message.cause
             self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.key_value_store import JobStore, store_at
+from polytempo.client.key_value_store import JobStore, JobWatch, store_at
 from polytempo.client.process_identity import is_importing_the_script, refusal, started_by
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
@@ -54,6 +54,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
+from polytempo.transport.deadline import RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.rendezvous import KeyValueStore
@@ -85,6 +86,7 @@ class Session:
         self._local_peers: LocalPeers | None = None
         self._buffers = 0
         self._world: World | None = None
+        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
         self.way = Way()
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
@@ -169,14 +171,18 @@ class Session:
             before = self.client.on_departed
             self.client.on_departed = lambda worker: (before(worker), handle(worker))[0]
 
-    def world(self) -> World:
-        """The links to all other workers, made on first use."""
+    def world(self, call: str = "its first collective") -> World:
+        """The links to all other workers, made on first use. `call`: that needs them, for the ranks that wait."""
         self.check_part()
         if self._world is None:
-            with self.lock:
-                self._world = self._world or self._open_world()
+            with self._opening:
+                self._world = self._world or self._open_world(call)
         self._world.engine.streams.devices = self.devices
         return self._world
+
+    def watch(self) -> RankWatch:
+        """What is known of other ranks beside what their links say."""
+        return RankWatch() if self.client is None else JobWatch(self.client, self.lock, self.life)
 
     def native(self, group: RankGroup) -> Native:
         """torch's own collectives for a group."""
@@ -189,12 +195,12 @@ class Session:
         """Use a world that was opened elsewhere."""
         self._world = world
 
-    def _open_world(self) -> World:
+    def _open_world(self, call: str) -> World:
         if self.size == 1:
             return open_in_threads(1)[0]
         life = f"-{self.life}" if self.life else ""  # ranks that are still in an earlier world must not be met
         if self.job.meeting:
-            return open_by_name(self.job.meeting + life, self.rank, self.size)
+            return open_by_name(self.job.meeting + life, self.rank, self.size, watch=self.watch(), call=call)
         store: KeyValueStore
         if self.client is not None:
             store = JobStore(self.client, self.lock, life)
@@ -202,7 +208,10 @@ class Session:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         way = self.way
         return open_by_store(
-            store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING, emulated=way.emulated
+            *(store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING),
+            emulated=way.emulated,
+            watch=self.watch(),
+            call=call,
         )
 
     def next_buffer(self) -> int:
@@ -220,7 +229,7 @@ class Session:
         if self._local_peers is not None:
             self._local_peers.close()
         if client is not None:
-            client.leave(reason)
+            client.leave(reason, self.life)
         try:
             for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
                 standby.begin(join)
@@ -294,17 +303,38 @@ class Session:
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
     """Connect to all servers of a job."""
-    on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
+    session = Session(_open_client(job, rank, job.addresses, retry), job, rank)
+    session.least = 1  # the launcher decides how many are needed
+    keys = WorkerKeys(**job.keys) if job.keys else None
+    session.way = Way(job.route, keys, job.insecure, emulated=job.emulated_host(rank))
+    return session
+
+
+def _open_client(job: JobFacts, rank: int, addresses: Sequence[str], retry: float = 5.0) -> Client:
+    on_this_host = all(scheme_of(address) == "ipc" for address in addresses)
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
     emulated = job.emulated_host(rank)
     proxy = emulated.proxy if emulated else ""
-    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
-    session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
-    session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure, emulated=emulated)
-    return session
+    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in addresses]
+    return Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, ""))
+
+
+@contextmanager
+def watching_job() -> Iterator[RankWatch]:
+    """What the job's coordinator, where there is one, knows of other ranks; also in a process that has not called `init`."""
+    session, found = _of_thread.get() or _session, job_of_environment()
+    if session is not None:
+        yield session.watch()
+    elif found is None:
+        yield RankWatch()
+    else:
+        client = _open_client(*found, found[0].addresses[:1])
+        try:
+            yield JobWatch(client, threading.RLock(), 0)
+        finally:
+            client.close()
 
 
 _session: Session | None = None

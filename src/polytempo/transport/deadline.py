@@ -1,4 +1,4 @@
-"""The one wait-and-report: what a rank waits for is named after a while, a lost rank ends the wait, and so does a time-out.
+"""The one wait-and-report: what a rank waits for is named after a while, and a time-out ends the wait.
 
 A `Deadline` belongs to one wait. Its owner blocks where its events come from (a poller, a condition, a store), for at most
 `until_next_look` seconds at a time, and then calls `look` or `report`. The first report comes after `FIRST_REPORT` seconds,
@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from polytempo.errors import RankLost
 
 #: Seconds before the first report of a wait.
 FIRST_REPORT = 10.0
@@ -27,13 +25,12 @@ class Deadline:
     Args:
         rank: The rank that waits.
         seconds: The time-out; None waits for ever.
-        gone: Returns the ranks that are known to be lost, and why.
     """
 
-    __slots__ = ("_began", "_gone", "_report_at", "rank", "seconds")
+    __slots__ = ("_began", "_report_at", "rank", "seconds")
 
-    def __init__(self, rank: int, seconds: float | None = None, gone: Callable[[], Mapping[int, str]] | None = None) -> None:
-        self.rank, self.seconds, self._gone = rank, seconds, gone
+    def __init__(self, rank: int, seconds: float | None = None) -> None:
+        self.rank, self.seconds = rank, seconds
         self.restart()
 
     def restart(self) -> None:
@@ -75,16 +72,24 @@ class Deadline:
             sys.stderr.flush()
 
     def look(self, missing: Sequence[int], action: str = "to join") -> None:
-        """Check the ranks that are waited for, and report them if that is due.
-
-        Raises:
-            RankLost: One of them is lost.
-        """
-        gone = self._gone() if self._gone is not None else {}
-        if lost := [rank for rank in missing if rank in gone]:
-            reasons = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
-            raise RankLost(f"{reasons}: rank {self.rank} waits for it to join a new group", tuple(lost))
+        """Report the ranks that are waited for, if that is due."""
         self.report(lambda: f"for {named(missing)} {action}")
+
+
+class RankWatch:
+    """What is known of other ranks beside what their links say. Here: nothing; a job with a coordinator knows more."""
+
+    def __init__(self) -> None:
+        self.ended: Mapping[int, str] = {}  #: ranks that come no more, and why
+        self.calls: Mapping[int, str] = {}  #: what other ranks are in, as far as they were asked for
+
+    def look(self, call: str, ranks: Sequence[int]) -> None:
+        """Ask where these ranks are, and say that this one is in a call and waits for them; empty: in none any more."""
+
+    def said_of(self, ranks: Sequence[int]) -> str:
+        """What these ranks are in, as the end of a sentence."""
+        known = [f"rank {rank} {self.calls[rank]}" for rank in ranks if rank in self.calls]
+        return f": {'; '.join(known[:LISTED])}" if known else ""
 
 
 def named(ranks: Sequence[int]) -> str:
