@@ -46,7 +46,7 @@ class BackgroundWait:
             Whether it may be started; False where the wait was given up.
         """
         client = self._client
-        deadline, heard, moved = Deadline(client.rank), time.monotonic(), client.connections.moved()
+        deadline, heard, moved = Deadline(client.rank, client.timeout), time.monotonic(), client.connections.moved()
         while True:
             with self._lock:
                 if given_up():
@@ -58,7 +58,7 @@ class BackgroundWait:
                 now, before, moved = time.monotonic(), moved, client.connections.moved()
                 if moved != before:
                     heard = now
-                deadline.report(lambda: f"for {state.waits_for('an answer')}")
+                client.check_wait(deadline, "an answer", [state])
                 if now - heard >= client.retry:
                     heard = now
                     client.exchanges.ask_status(state)

@@ -58,7 +58,7 @@ from polytempo.protocol.values import OptimizerSpec, PulledRows, TrainingProgres
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import MORE_TIME, Deadline, said_of
 
 
 class Client:
@@ -71,6 +71,7 @@ class Client:
         pool: The memory that messages are received into.
         retry: Seconds without a byte after which the servers are asked what they know.
         token: Proves the rank of a worker on another host.
+        timeout: Seconds after which a wait for other workers fails; None waits for ever.
     """
 
     def __init__(
@@ -81,14 +82,15 @@ class Client:
         pool: Pool,
         retry: float = 5.0,
         token: str = "",
+        timeout: float | None = None,
     ) -> None:
-        self.rank, self.incarnation = rank, incarnation
+        self.rank, self.incarnation, self.timeout = rank, incarnation, timeout
         self.size = 0
         self.on_departed: Callable[[int], None] = lambda worker: None
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.retry = retry
         self.pool = pool
-        self.whereabouts = Whereabouts()  #: the last answer to `AskWhere`
+        self.whereabouts = Whereabouts()  #: what answers to `AskWhere` have said so far
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
@@ -152,7 +154,8 @@ class Client:
         self.exchanges.states[name] = state
         state.seed = seed
         self.connections.send(0, Register(optimizer_id=name, optimizer_spec=optimizer_spec))
-        self._wait(lambda: state.joined, "all workers to make their optimizer", None, state)
+        # without a limit: workers of other hosts may be started by hand
+        self._wait(lambda: state.joined, "all workers to make their optimizer", None, state, limited=False)
 
     def share_device(self, message: ShareDevice, fences: Sequence[Bytes]) -> str:
         """Have all shards map device memory of this worker, with the fences of each; empty, or why one does not."""
@@ -255,29 +258,59 @@ class Client:
 
     # AskWhere.
 
-    def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        again: Callable[[], None] | None,
+        *states: ClientState,
+        limited: bool = True,
+    ) -> None:
         try:
-            self._wait_until(done, what, again, states)
+            self._wait_until(done, what, again, states, Deadline(self.rank, self.timeout if limited else None))
         except Exception:  # it ends the job or this worker's part in it: no answer will come
             self.stream_waits.release()
             raise
 
     def _wait_until(
-        self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, states: Sequence[ClientState]
+        self,
+        done: Callable[[], bool],
+        what: str,
+        again: Callable[[], None] | None,
+        states: Sequence[ClientState],
+        deadline: Deadline,
     ) -> None:
-        deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
+        heard, moved = time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
-            if self.connections.receive(min(self.retry, 1.0)):
+            if self.connections.receive(min(self.retry, 1.0, deadline.until_next_look)):
                 heard = time.monotonic()
                 continue
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
-            held = next((state for state in states if state.held is not None), None)
-            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}")  # noqa: B023  called at once
+            self.check_wait(deadline, what, states)
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
+
+    def check_wait(self, deadline: Deadline, what: str, states: Sequence[ClientState] = ()) -> None:
+        """Report a wait for an answer if that is due, with the workers that the mode waits for and what these are in.
+
+        Raises:
+            PeerError: The time is over.
+        """
+        held = next((state for state in states if state.held is not None), None)
+        ranks = held.held.waiting_for if held is not None and held.held is not None else ()
+        if ranks and deadline.is_long:
+            self.ask_where(AskWhere(life=0, ranks=ranks))
+
+        def waited_for() -> str:
+            waits = what if held is None else held.waits_for(what)
+            return f"for {'; '.join(filter(None, (waits, said_of(ranks, self.whereabouts.calls))))}"
+
+        if deadline.over:
+            raise PeerError(f"{deadline.line(waited_for())}; {MORE_TIME}")
+        deadline.report(waited_for)
 
     def _goes_on(self, states: Sequence[ClientState]) -> bool:
         """True, unless a rank is lost without which one of these optimizers does not go on: that is raised."""
@@ -338,7 +371,8 @@ class Client:
             )
 
     def _told_where(self, shard: int, message: Whereabouts, buffers: list[Bytes]) -> None:
-        self.whereabouts = message
+        self.whereabouts.ended.update(message.ended)
+        self.whereabouts.calls.update(message.calls)
 
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")

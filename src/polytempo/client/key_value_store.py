@@ -22,6 +22,8 @@ from polytempo.transport.deadline import RankWatch
 from polytempo.transport.rendezvous import KeyValueStore
 
 FIRST_PAUSE, LONGEST_PAUSE = 1e-3, 0.05
+#: Seconds in which a rank tries to say that it waits no more.
+LAST_WORD = 1.0
 
 
 class TorchStore(KeyValueStore):
@@ -65,7 +67,7 @@ class JobStore(KeyValueStore):
 
 
 class JobWatch(RankWatch):
-    """Asks the coordinator of a job of ours. It never waits: what is not answered yet is there at the next look.
+    """Asks the coordinator of a job of ours, and does not wait for the answer: it is there at the next look.
 
     Args:
         client: The worker's connections to the servers.
@@ -76,17 +78,19 @@ class JobWatch(RankWatch):
     def __init__(self, client: Client, lock: threading.RLock, life: int) -> None:
         super().__init__()
         self._client, self._lock, self._life = client, lock, life
+        self._told = ""
 
     def look(self, call: str, ranks: Sequence[int]) -> None:
-        if self._lock.acquire(blocking=False):
+        if (call or self._told) and self._lock.acquire(timeout=0.0 if call else LAST_WORD):
             try:
+                self._told = call
                 self._client.ask_where(AskWhere(life=self._life, call=call, ranks=tuple(ranks)))
                 self._client.poll()
             finally:
                 self._lock.release()
             told = self._client.whereabouts
             self.ended = {rank: f"{how} before its first collective" for rank, how in told.ended.items()}
-            self.calls = told.calls
+            self.calls = dict(told.calls)
 
 
 _kept: list[Any] = []  # stores whose keeper this process is: ranks that join again find them where they were

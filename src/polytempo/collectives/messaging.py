@@ -8,6 +8,7 @@ which the progress engine asks again whenever a link was read.
     SEGMENT  shared memory, kept until a task takes it
     HANDLE   of device memory, kept likewise; a DEVICE_NOTE is a NOTE that says so: what it tells of lies there
     ON_HOST  the sender's part of a call goes by host memory
+    WAITS    the calls in which the sender waits for long; empty: none any more
     BYE      an orderly end: a link that closes without it belongs to a rank that has crashed
 
 The calls that messages announce, and failures of calls, go to the call queues (`call_queues.py`).
@@ -37,6 +38,7 @@ from polytempo.transport.peer_link import (
     NOTE,
     ON_HOST,
     SEGMENT,
+    WAITS,
     LinkMessage,
     PeerLink,
 )
@@ -68,6 +70,7 @@ class Messaging:
         self.handles: dict[tuple[int, int, int], bytes] = {}  #: (source, context, tag)
         self.on_device: dict[tuple[int, int], int] = {}  #: (source, context) -> the last number that a DEVICE_NOTE had
         self.on_host: dict[tuple[int, int], int] = {}  #: (source, context) -> the last call of which ON_HOST was said
+        self.calls: dict[int, str] = {}  #: of other ranks: what they wait in for long
         self.on_call: Callable[[int, LinkMessage], None] = lambda source, message: None
         self._goodbyes: set[int] = set()
         self._arrivals: dict[int, Callable[[int, LinkMessage, Bytes | None], None]] = {
@@ -78,6 +81,7 @@ class Messaging:
             HANDLE: self._handle,
             DEVICE_NOTE: self._device_note,
             ON_HOST: self._on_host,
+            WAITS: self._waits,
             BYE: lambda source, message, payload: self._goodbyes.add(source),
         }
         let_go_after_fork(self.links)
@@ -161,7 +165,7 @@ class Messaging:
 
     def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         """A whole message is there."""
-        if message.meta and message.kind != FAILED:
+        if message.meta and message.kind not in (FAILED, WAITS):
             self.on_call(source, message)
         self._arrivals[message.kind](source, message, payload)
 
@@ -187,6 +191,11 @@ class Messaging:
 
     def _on_host(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         self.on_host[source, message.context] = message.tag
+
+    def _waits(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        self.calls[source] = message.meta.decode(errors="replace")
+        if not message.meta:
+            del self.calls[source]
 
     def _handle(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         if payload is not None:

@@ -9,6 +9,7 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -63,18 +64,24 @@ class World:
         engine.messages.never_came(links.absent)
         self._groups = 0
         self._subgroups: dict[int, int] = {}  # of each group, by its context
-        self.all_ranks = self._group(range(size), 0)
+        self.all_ranks = self._group(range(size), 0, "group world")
 
-    def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
-        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout, self.network)
+    def _group(self, ranks: Sequence[int], context: int, name: str = "") -> RankGroup:
+        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout, self.network, name)
 
-    def new_group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order."""
+    def new_group(self, ranks: Sequence[int], timeout: float | None = None) -> RankGroup | None:
+        """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order.
+        `timeout`: of its calls, where it is not the world's; `math.inf` for none."""
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or not 0 <= chosen[0] <= chosen[-1] < self.size:
             raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
         self._groups += 1
-        return self._group(chosen, self._groups) if self.rank in chosen else None
+        if self.rank not in chosen:
+            return None
+        group = self._group(chosen, self._groups)
+        if timeout is not None:
+            group.timeout = timeout if math.isfinite(timeout) else None
+        return group
 
     def group_of_optimizer(self, ranks: Sequence[int], number: int, part: int = 0) -> RankGroup:
         """A group of some ranks, this one among them, for a part of the optimizer of this number.
@@ -82,7 +89,7 @@ class World:
         Only its ranks ask for it. Groups of optimizers made side by side are disjoint and have the same context: no rank
         hears of another's.
         """
-        return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part)
+        return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part, f"step() of optimizer {number}")
 
     def group_of_round(self, ranks: Sequence[int], number: int, which: int) -> RankGroup:
         """A group of the ranks in a round of the optimizer of this number, this one among them; `which`: the number of the
@@ -92,7 +99,7 @@ class World:
                 f"rounds of optimizer {number} were made by more than {SETS} different sets of ranks, or it is one of too "
                 "many; use via='ps'"
             )
-        return self._group(sorted(ranks), OF_ROUNDS + number * SETS + which)
+        return self._group(sorted(ranks), OF_ROUNDS + number * SETS + which, f"a round of optimizer {number}")
 
     def subgroup(self, group: RankGroup, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks of a group; None on its other ranks. All ranks of the group must ask for the same subgroups
@@ -162,7 +169,7 @@ def open_by_name(
     name: str,
     rank: int,
     size: int,
-    join_timeout: float = JOIN_TIMEOUT,
+    join_timeout: float | None = JOIN_TIMEOUT,
     timeout: float | None = None,
     watch: RankWatch | None = None,
     call: str = "",
@@ -170,7 +177,7 @@ def open_by_name(
     """Ranks of one host that all know a name no other job uses. `watch`, `call`: as for `open_by_store`."""
     _check(rank, size)
     watch = watch or RankWatch()
-    engine, meeting = ProgressEngine(rank), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
     return _opened(engine, size, lambda: rendezvous_by_name(name, meeting, engine.messages), timeout)
 
 
@@ -181,7 +188,7 @@ def open_by_store(
     route: str,
     keys: WorkerKeys | None = None,
     insecure: bool = False,
-    join_timeout: float = JOIN_TIMEOUT,
+    join_timeout: float | None = JOIN_TIMEOUT,
     timeout: float | None = None,
     emulated: EmulatedHost | None = None,
     watch: RankWatch | None = None,
@@ -191,7 +198,7 @@ def open_by_store(
     of ranks that have ended: they are not waited for, and what needs them raises `RankLost`. `call`: needs this world."""
     _check(rank, size)
     watch = watch or RankWatch()
-    engine, meeting = ProgressEngine(rank), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
     meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated)
     return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
 
@@ -208,6 +215,7 @@ def _opened(
     except BaseException:
         engine.close()
         raise
+    engine.watch.look("", ())  # this rank waits no more
     return World(engine, size, links, timeout, network)
 
 

@@ -172,7 +172,7 @@ class AskWhere(WireMessage):
     """I wait for these ranks: where are they?"""
 
     life: int
-    call: str  #: that I have been in for a while; empty where there is none
+    call: str | None = None  #: that I am in; empty: I wait no more; None: that is not said
     ranks: tuple[int, ...] = ()
 
 

@@ -93,6 +93,7 @@ class CoordinatedJob:
         self.has_launcher = False
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
         self.ends = WorkerEnds()
+        self.calls: dict[int, str] = {}  #: in which workers wait, as far as they say so
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0

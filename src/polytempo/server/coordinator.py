@@ -69,7 +69,14 @@ from polytempo.server.effects import (
 )
 from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.validation import check_end, check_expecting, check_lease, check_optimizer_spec, check_read
+from polytempo.server.validation import (
+    check_end,
+    check_expecting,
+    check_lease,
+    check_optimizer_spec,
+    check_read,
+    check_where,
+)
 from polytempo.summation import in_order
 from polytempo.transport.keys import Credentials
 
@@ -124,10 +131,16 @@ class WorkerMessages:
     def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
         self._job.ends.left(sender.rank, message.life, f"has {message.reason}")
+        self._job.calls.pop(sender.rank, None)
         return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
 
     def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
-        return [ToWorker(sender.rank, Whereabouts(ended=self._job.ends.among(message.ranks, message.life)))]
+        check_where(message, self._sequencer.plan.size)
+        if message.call is not None:
+            self._job.calls[sender.rank] = message.call
+        told, statistics = self._job.calls, self._sequencer.statistics
+        calls = {rank: f"is in {told[rank]}" if told.get(rank) else statistics[rank].whereabouts for rank in message.ranks}
+        return [ToWorker(sender.rank, Whereabouts(ended=self._job.ends.among(message.ranks, message.life), calls=calls))]
 
     def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
         check_lease(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +56,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
-from polytempo.transport.deadline import RankWatch
+from polytempo.transport.deadline import TIMEOUT, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.rendezvous import KeyValueStore
@@ -88,6 +90,7 @@ class Session:
         self._world: World | None = None
         self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
         self.way = Way()
+        self.timeout: float | None = None  #: seconds after which a wait for other ranks fails
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
@@ -161,7 +164,7 @@ class Session:
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
         if self._local_peers is None:
-            self._local_peers = LocalPeers(self.job.meeting, self.rank)
+            self._local_peers = LocalPeers(self.job.meeting, self.rank, self.timeout)
             self.when_departed(self._local_peers.forget)
         return self._local_peers
 
@@ -200,7 +203,9 @@ class Session:
             return open_in_threads(1)[0]
         life = f"-{self.life}" if self.life else ""  # ranks that are still in an earlier world must not be met
         if self.job.meeting:
-            return open_by_name(self.job.meeting + life, self.rank, self.size, watch=self.watch(), call=call)
+            return open_by_name(
+                *(self.job.meeting + life, self.rank, self.size, self.timeout, self.timeout, self.watch(), call)
+            )
         store: KeyValueStore
         if self.client is not None:
             store = JobStore(self.client, self.lock, life)
@@ -208,7 +213,7 @@ class Session:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         way = self.way
         return open_by_store(
-            *(store, self.rank, self.size, way.address, way.keys, way.insecure, MEETING),
+            *(store, self.rank, self.size, way.address, way.keys, way.insecure, self.timeout, self.timeout),
             emulated=way.emulated,
             watch=self.watch(),
             call=call,
@@ -301,16 +306,19 @@ class Session:
             self._local_peers.let_go()
 
 
-def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
+def open_session(job: JobFacts, rank: int, retry: float = 5.0, timeout: float | None = None) -> Session:
     """Connect to all servers of a job."""
-    session = Session(_open_client(job, rank, job.addresses, retry), job, rank)
+    session = Session(_open_client(job, rank, job.addresses, retry, timeout), job, rank)
+    session.timeout = timeout
     session.least = 1  # the launcher decides how many are needed
     keys = WorkerKeys(**job.keys) if job.keys else None
     session.way = Way(job.route, keys, job.insecure, emulated=job.emulated_host(rank))
     return session
 
 
-def _open_client(job: JobFacts, rank: int, addresses: Sequence[str], retry: float = 5.0) -> Client:
+def _open_client(
+    job: JobFacts, rank: int, addresses: Sequence[str], retry: float = 5.0, timeout: float | None = None
+) -> Client:
     on_this_host = all(scheme_of(address) == "ipc" for address in addresses)
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
@@ -318,7 +326,7 @@ def _open_client(job: JobFacts, rank: int, addresses: Sequence[str], retry: floa
     emulated = job.emulated_host(rank)
     proxy = emulated.proxy if emulated else ""
     channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in addresses]
-    return Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, ""))
+    return Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, ""), timeout)
 
 
 @contextmanager
@@ -350,6 +358,7 @@ def init(
     address: str | None = None,
     key_file: str | None = None,
     min_workers: int | None = None,
+    timeout: float | timedelta | None = None,
 ) -> None:
     """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
 
@@ -363,9 +372,12 @@ def init(
         key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
             are needed by default. Under `polytempo run` use its option.
+        timeout: Seconds, or a `timedelta`, after which a wait for other ranks fails with an error that names them and what
+            they are in; 30 minutes by default, as in torch.distributed, `math.inf` for none. It holds for collectives,
+            messages, the first meeting of the ranks and `step()`; `new_group` may set another for its calls.
 
     Raises:
-        UsageError: `init` was called twice, or the mode or the address does not fit the launcher.
+        UsageError: `init` was called twice, the mode or the address does not fit the launcher, or `timeout` is not above 0.
         PeerError: A server or a rank could not be reached in time.
 
     Example:
@@ -385,18 +397,27 @@ def init(
         _session = _session or _of_a_child(parent)
         return
     spare_compiler()
+    limit = seconds_of(TIMEOUT if timeout is None else timeout)
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers)
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, limit)
     else:
         facts, own_rank = found
-        _session = open_session(facts, own_rank if rank is None else rank)
+        _session = open_session(facts, own_rank if rank is None else rank, timeout=limit)
         _session.life = _lives
     claim(place)
     atexit.register(_leave)
     watch_exit()
     sys.excepthook = _Ending(sys.excepthook)
+
+
+def seconds_of(timeout: float | timedelta) -> float | None:
+    """A time-out in seconds; None for one that never comes."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise UsageError(f"expected timeout= above 0 seconds, got {seconds:g}; math.inf waits for ever")
+    return None if math.isinf(seconds) else seconds
 
 
 def _of_a_child(parent: str) -> Session:
@@ -432,7 +453,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _without_servers(sync: str, way: Way, least: int | None) -> Session:
+def _without_servers(sync: str, way: Way, least: int | None, timeout: float | None) -> Session:
     """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
@@ -453,8 +474,8 @@ def _without_servers(sync: str, way: Way, least: int | None) -> Session:
     )
     session = Session(None, facts, placement.rank)
     session.life = _lives
-    session.way, session.least = way, least or placement.size
-    session.world()
+    session.way, session.least, session.timeout = way, least or placement.size, timeout
+    session.world("init()")
     return session
 
 

@@ -437,6 +437,7 @@ def _open_world(options: Any, ranks: Sequence[int]) -> World:
             timeout=seconds,
             emulated=way.emulated,
             watch=GroupWatch(ranks, job),
+            call="a new group",
         )
     if absent := [rank for rank in range(world.size) if rank in world.engine.messages.left]:
         world.close(politely=False)

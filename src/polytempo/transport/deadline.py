@@ -11,8 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-#: Seconds before the first report of a wait.
+#: Seconds before the first report of a wait. After half of it other ranks are told of the wait, so that each can name both.
 FIRST_REPORT = 10.0
+#: Seconds after which a wait for other ranks fails, unless the script says otherwise: as in torch.distributed.
+TIMEOUT = 1800.0
+MORE_TIME = "it may take longer with pt.init(timeout=SECONDS)"
+#: What is said of a rank of which nothing is known.
+IN_NO_CALL = "waits in no call: it computes, or is outside this library"
 #: Seconds between two checks of what is waited for, while no event arrives.
 LOOK_EVERY = 0.5
 #: Ranks that a report lists, at most.
@@ -54,6 +59,11 @@ class Deadline:
         return self.seconds is not None and self.waited >= self.seconds
 
     @property
+    def is_long(self) -> bool:
+        """Whether other ranks should know of this wait by now."""
+        return self.waited >= min(FIRST_REPORT / 2, self.seconds / 3 if self.seconds is not None else FIRST_REPORT)
+
+    @property
     def until_next_look(self) -> float:
         """Seconds to block before the next `look` or `report`."""
         left = self.left
@@ -86,10 +96,10 @@ class RankWatch:
     def look(self, call: str, ranks: Sequence[int]) -> None:
         """Ask where these ranks are, and say that this one is in a call and waits for them; empty: in none any more."""
 
-    def said_of(self, ranks: Sequence[int]) -> str:
-        """What these ranks are in, as the end of a sentence."""
-        known = [f"rank {rank} {self.calls[rank]}" for rank in ranks if rank in self.calls]
-        return f": {'; '.join(known[:LISTED])}" if known else ""
+
+def said_of(ranks: Sequence[int], calls: Mapping[int, str], otherwise: str = IN_NO_CALL) -> str:
+    """What these ranks are in; `otherwise`: of a rank of which nothing is known."""
+    return "; ".join(f"rank {rank} {calls.get(rank, otherwise)}" for rank in ranks[:LISTED])
 
 
 def named(ranks: Sequence[int]) -> str:

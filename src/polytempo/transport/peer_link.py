@@ -24,8 +24,8 @@ from polytempo.transport.shared_memory import Segment
 
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
 #: context with a text; BYE comes before an orderly end. HANDLE says how to map device memory, DEVICE_NOTE is a NOTE
-#: about what lies there, and ON_HOST says of a call that it goes by host memory.
-DATA, NOTE, CALL, SEGMENT, FAILED, BYE, HANDLE, DEVICE_NOTE, ON_HOST, KINDS = range(10)
+#: about what lies there, and ON_HOST says of a call that it goes by host memory. WAITS says in which calls a rank waits.
+DATA, NOTE, CALL, SEGMENT, FAILED, BYE, HANDLE, DEVICE_NOTE, ON_HOST, WAITS, KINDS = range(11)
 #: The largest meta and payload of a message, in bytes.
 META_LIMIT = (1 << 16) - 1
 PAYLOAD_LIMIT = 1 << 46

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.transport.deadline import Deadline, RankWatch, named
+from polytempo.transport.deadline import MORE_TIME, Deadline, RankWatch, named, said_of
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
@@ -90,12 +90,14 @@ class Rendezvous:
     def check_time(self, missing: Sequence[int], problem: str = "") -> None:
         """`PeerError` when the time is over."""
         if self.deadline.over:
-            started = "were they started?" if len(missing) > 1 else "was it started?"
             waited = f"rank {self.rank} has waited {self.deadline.seconds:g} s {self._waiting(missing)}"
-            raise PeerError(f"{waited}; {problem}{started}")
+            started = "were they started?" if len(missing) > 1 else "was it started?"
+            known = all(rank in self.watch.calls for rank in missing)
+            raise PeerError(f"{waited}; {MORE_TIME if known else f'{problem}{started}'}")
 
     def _waiting(self, missing: Sequence[int]) -> str:
-        return f"{f'in {self.call}, ' if self.call else ''}for {named(missing)} to join{self.watch.said_of(missing)}"
+        said = said_of(missing, self.watch.calls, "has called no collective yet")
+        return f"{f'in {self.call}, ' if self.call else ''}for {named(missing)} to join: {said}"
 
 
 class RankSocket(socket.socket):
