@@ -13,6 +13,7 @@ sent: so a loss is known, and nothing is sent twice because it is slow (`docs/de
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -58,7 +59,10 @@ from polytempo.protocol.values import OptimizerSpec, PulledRows, TrainingProgres
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
-from polytempo.transport.deadline import MORE_TIME, Deadline, said_of
+from polytempo.transport.deadline import LOOK_EVERY, MORE_TIME, Deadline, said_of
+
+#: Seconds for which a wait keeps a communication thread from using the client, at most.
+TURN = 0.005
 
 
 class Client:
@@ -87,6 +91,8 @@ class Client:
         self.rank, self.incarnation, self.timeout = rank, incarnation, timeout
         self.size = 0
         self.on_departed: Callable[[int], None] = lambda worker: None
+        self._others: threading.Condition | None = None  # other threads that use this client, which a wait lets in
+        self._asked_at = 0.0  # when it was asked where other workers are
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.retry = retry
         self.pool = pool
@@ -256,7 +262,12 @@ class Client:
         assert self._leased is not None
         return self._leased
 
-    # AskWhere.
+    # Waiting.
+
+    def share(self, lock: threading.RLock) -> None:
+        """A communication thread uses this client, too, under this lock: from now on a caller that holds the lock while it
+        waits, maybe for other workers, gives it away again and again."""
+        self._others = threading.Condition(lock)
 
     def _wait(
         self,
@@ -282,9 +293,13 @@ class Client:
     ) -> None:
         heard, moved = time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
-            if self.connections.receive(min(self.retry, 1.0, deadline.until_next_look)):
+            turn = min(self.retry, 1.0, deadline.until_next_look)
+            if self.connections.receive(turn if self._others is None else min(turn, TURN)):
                 heard = time.monotonic()
                 continue
+            if self._others is not None:
+                with self._others:
+                    self._others.wait(TURN / 10)
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
@@ -301,7 +316,8 @@ class Client:
         """
         held = next((state for state in states if state.held is not None), None)
         ranks = held.held.waiting_for if held is not None and held.held is not None else ()
-        if ranks and deadline.is_long:
+        if ranks and deadline.is_long and time.monotonic() >= self._asked_at + LOOK_EVERY:
+            self._asked_at = time.monotonic()
             self.ask_where(AskWhere(life=0, ranks=ranks))
 
         def waited_for() -> str:
