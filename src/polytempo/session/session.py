@@ -66,6 +66,9 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Seconds by which a wait for the servers lasts longer. Of two ranks that wait for each other, one in a collective, one in
+#: `step()`, the first is to fail: failed the second, the first would lose its link, and could only say that.
+AFTER_COLLECTIVES = 1.0
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
 
@@ -308,7 +311,8 @@ class Session:
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0, timeout: float | None = None) -> Session:
     """Connect to all servers of a job."""
-    session = Session(_open_client(job, rank, job.addresses, retry, timeout), job, rank)
+    later = None if timeout is None else timeout + AFTER_COLLECTIVES
+    session = Session(_open_client(job, rank, job.addresses, retry, later), job, rank)
     session.timeout = timeout
     session.least = 1  # the launcher decides how many are needed
     keys = WorkerKeys(**job.keys) if job.keys else None
