@@ -68,8 +68,7 @@ def accuracy() -> float:
 
 def train() -> None:
     """Until the job's budget is used up, or the epochs are."""
-    for epoch in range(sampler.epoch, options.epochs):
-        sampler.set_epoch(epoch)
+    for _ in sampler.epochs(options.epochs):
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()

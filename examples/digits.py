@@ -48,8 +48,7 @@ def evaluate() -> float:
 def train() -> None:
     """Until the job's budget is used up, or the epochs are."""
     trained = evaluated = 0
-    for epoch in range(sampler.epoch, options.epochs):  # 0, or where a resumed job was
-        sampler.set_epoch(epoch)
+    for _ in sampler.epochs(options.epochs):  # a resumed job goes on where it was
         for x, y in loader:
             began = time.perf_counter()
             optimizer.zero_grad()

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.prepare import prepare as prepare
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
+    from polytempo.train.script_state import RngState as RngState
+    from polytempo.train.script_state import register_for_checkpointing as register_for_checkpointing
 
 __version__ = VERSION
 register()
@@ -107,6 +109,7 @@ _MODULES = {
     "train.optimizer": ("DistributedOptimizer",),
     "train.prepare": ("prepare",),
     "train.sampler": ("DistributedSampler",),
+    "train.script_state": ("RngState", "register_for_checkpointing"),
 }
 
 __all__ = [
@@ -126,6 +129,7 @@ __all__ = [
     "Pipeline",
     "PolytempoError",
     "RankLost",
+    "RngState",
     "Schedule",
     "Strategy",
     "Task",
@@ -160,6 +164,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reform",
+    "register_for_checkpointing",
     "scatter",
     "send",
     "should_stop",

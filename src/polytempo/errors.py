@@ -94,3 +94,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def counted(number: int, thing: str) -> str:
     """A number and what it counts: "1 worker", "2 workers"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def trained_alone(who: str, steps: int) -> str:
+    """What workers are told that train, and exchange nothing: what is wrong, and the line that is missing."""
+    return (
+        f"{who} trained a model of its own for {steps} steps and exchanged nothing with other workers; to train one model "
+        "together, wrap the optimizer: optimizer = pt.DistributedOptimizer(optimizer)"
+    )

@@ -34,10 +34,12 @@ class ReplicaRanks:
     Attributes:
         ranks: The ranks, ascending: the place of a rank is the number of its replica.
         main: Does the job's budget count their steps? Of the groups side by side one is the main one.
+        refused: Modes that do not go with a model that is split so, of those that advice compares.
     """
 
     ranks: tuple[int, ...]
     main: bool = False
+    refused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks or any(one >= other for one, other in zip(self.ranks, self.ranks[1:], strict=False)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,19 @@ class Bench:
 def finished(process: subprocess.Popen[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def said(process: subprocess.Popen[str], words: str, seconds: float = 60) -> str:
+    """Read what a command writes on standard error until it has said this; all that it wrote. The rest is left to read."""
+    assert process.stderr is not None
+    text, deadline = "", time.monotonic() + seconds
+    while words not in text or not text.endswith("\n"):
+        left = deadline - time.monotonic()
+        assert left > 0 and select.select([process.stderr], [], [], left)[0], f"it never said {words!r}: {text}"  # noqa: PT018
+        data = os.read(process.stderr.fileno(), 1 << 16)
+        assert data, f"it ended without {words!r}: {text}"
+        text += data.decode()
+    return text
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:

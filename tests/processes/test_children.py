@@ -71,6 +71,21 @@ def test_a_child_that_has_left_its_group_is_signalled_too() -> None:
     child.close()
 
 
+def test_a_stopped_child_is_told_from_a_busy_one() -> None:
+    child = ChildProcess("it", [*SHELL, "while :; do :; done"], {})
+    assert not child.is_stopped
+    for _ in range(2):
+        child.kill(signal.SIGSTOP)
+        wait_until(lambda: child.is_stopped)
+        assert child.is_stopped, "also when it is asked again"
+        child.kill(signal.SIGCONT)
+        wait_until(lambda: not child.is_stopped)
+    child.kill(signal.SIGKILL)
+    assert ended(child) == -signal.SIGKILL
+    assert not child.is_stopped
+    child.close()
+
+
 def test_a_server_sees_the_end_of_its_launcher_as_the_end_of_its_input() -> None:
     child = ChildProcess("it", [*SHELL, "read line; cat; exit 7"], {}, None, b"configuration")
     assert not select.select([child.pidfd], [], [], 0.05)[0]

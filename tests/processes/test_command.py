@@ -22,11 +22,13 @@ def test_timing_table_picture_json_and_record(tmp_path: Path) -> None:
     flags = ["--workers", "4", "--slow", "3:3", "--picture", "out/p.png", "--json", "out/r.json", "--record", "out/rec"]
     done = polytempo("simulate", *flags, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for mode in ("bsp", "ssp:3", "dssp:3..15", "asp"):
+    modes = ["bsp", "bsp+balance", "anytime:auto", "ssp:3", "dssp:3..15", "asp"]
+    for mode in modes:
         assert mode in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("use bsp+balance, because")
     assert (tmp_path / "out/p.png").read_bytes()[:4] == PNG
     results = json.loads((tmp_path / "out/r.json").read_text())
-    assert [result["sync"] for result in results] == ["bsp", "ssp:3", "dssp:3..15", "asp"]
+    assert [result["sync"] for result in results] == modes
     for name in ("bsp-ps", "ssp-3-ps", "dssp-3..15-ps", "asp-ps"):
         checked = polytempo("check", f"out/rec/{name}", cwd=tmp_path)
         assert checked.returncode == 0, checked.stderr

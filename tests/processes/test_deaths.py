@@ -13,8 +13,6 @@ import psutil
 import pytest
 from live import PACED, Bench, wait_until
 
-from polytempo.checkpoints import find_checkpoint
-
 
 def servers_of(launcher: int) -> list[psutil.Process]:
     running = [p for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
@@ -101,54 +99,6 @@ def test_a_server_killed_after_the_workers_have_finished_is_no_success(bench: Be
     words = "what was still to be written is missing; go on with --resume saved/step-00000004"
     assert err.splitlines()[-1] == f"polytempo: server 1 was killed by SIGKILL after the workers had finished: {words}"
     assert list((bench.folder / "saved").glob("*.partial")) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_ends_cleanly(number: signal.Signals, bench: Bench) -> None:
-    process = bench.start("run", "-n", "2", "--sync", "asp", PACED, ".", "steps=100000")
-    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "going on" not in err, "ends that were asked for are no deaths"
-    assert err.splitlines()[-1] == "polytempo: interrupted; all processes have ended"
-
-
-def test_an_interrupted_job_saves_a_checkpoint_and_names_it(bench: Bench) -> None:
-    """A scheduler may send SIGTERM to every process of the job: the servers outlive it, and no worker's death is a cause."""
-    flags = ["--servers", "2", "--checkpoint", "saved"]
-    process = bench.start("run", "-n", "2", *flags, "--record", "record", PACED, ".", "steps=100000")
-    wait_until(lambda: (bench.folder / "clock-1").exists() and len(bench.clock(1)) > 5)
-    others = psutil.Process(process.pid).children()
-    process.send_signal(signal.SIGTERM)
-    for other in others:
-        other.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    (name,) = saved_in(bench)
-    assert "polytempo: interrupted: saving a checkpoint to saved (at most 20 s; again to end at once)" in err
-    last = f"polytempo: interrupted; all processes have ended; go on with --resume saved/{name}"
-    assert err.splitlines()[-1] == last
-    assert "going on with" not in err
-    applied = {event["version"] for event in bench.events() if event["kind"] == "apply"}
-    assert int(name.removeprefix("step-")) == len(applied), "it holds what was applied, and no more is lost"
-    assert find_checkpoint(bench.folder / "saved")[1]["steps"] == 2 * len(applied)
-
-
-def test_a_second_signal_ends_the_job_at_once(bench: Bench) -> None:
-    """Server 1 sleeps, so that the checkpoint cannot become whole."""
-    flags = ["--servers", "2", "--checkpoint", "saved", "--grace", "3600"]
-    process = bench.start("run", "-n", "1", *flags, PACED, ".", "steps=100000")
-    wait_until(lambda: (bench.folder / "clock-0").exists() and len(bench.clock(0)) > 5)
-    servers_of(process.pid)[1].send_signal(signal.SIGSTOP)
-    process.send_signal(signal.SIGINT)
-    wait_until(lambda: list((bench.folder / "saved").glob("*.partial/shard-0.safetensors")) != [])
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    last = "polytempo: interrupted; all processes have ended; there is no checkpoint to go on from"
-    assert err.splitlines()[-1] == last
-    assert list((bench.folder / "saved").iterdir()) == []
 
 
 def test_a_closed_terminal_ends_the_job_and_leaves_no_key(bench: Bench) -> None:

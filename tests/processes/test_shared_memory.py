@@ -37,7 +37,8 @@ def scatter(copier, parts, *rest):
         views = [buffer for buffers in parts.values() for buffer in buffers]
         assert views and all(isinstance(view, Borrowed) for view in views)
         seen = [bytes(view) for view in views]
-        Path("holding").write_text(str(os.getpid()))
+        Path("holding.part").write_text(str(os.getpid()))
+        Path("holding.part").rename("holding")  # it is there with its text, or not at all
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":

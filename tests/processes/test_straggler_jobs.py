@@ -14,14 +14,14 @@ NAMED = 0.95
 
 
 def test_a_slow_worker_is_named_at_the_end_of_a_run_and_explained(bench: Bench) -> None:
-    """Eight times as slow, in 30 steps each: far from any noise."""
-    script = json.dumps({"seed": 0, "step": 0.005})
-    options = ("-n", "2", "--slow", "1:8", "--steps", "60", "--record", "record")
+    """Eight times as slow, by a clock that other load on the host does not move; worth a line."""
+    script = json.dumps({"seed": 0, "step": 0.005, "own_clock": True})
+    options = ("-n", "2", "--slow", "1:8", "--steps", "100", "--record", "record")
     done = bench.run("run", *options, str(SCRIPTS / "straggling.py"), script)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "worker 1 is slow: computing" in line]
     assert len(told) == 1
-    assert "--sync" in told[0]
+    assert "--sync bsp+balance with pt.prepare" in told[0]
     assert told[0].endswith("(more: polytempo explain record)")
     explained = bench.run("explain", "record", "--json", "told.json")
     assert explained.returncode == 0, explained.stderr
@@ -29,7 +29,7 @@ def test_a_slow_worker_is_named_at_the_end_of_a_run_and_explained(bench: Bench) 
     assert "Throughput is not convergence" in explained.stdout
     (found,) = json.loads((bench.folder / "told.json").read_text())["stragglers"]
     assert (found["cause"], found["worker"]) == ("computing", 1)
-    assert found["factor"] > 4
+    assert found["factor"] == pytest.approx(8, rel=0.01)
     checked = bench.run("check", "record")
     assert checked.returncode == 0, checked.stderr
 

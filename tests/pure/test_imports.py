@@ -107,7 +107,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation"}, {"matplotlib"}),
+    "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation", "units"}, {"matplotlib"}),
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "server", "transport", "launch", "report", "pipeline"),
@@ -169,6 +169,7 @@ PURE = (
     "collectives/halving_doubling.py",
     "collectives/hierarchical.py",
     "collectives/plans.py",
+    "collectives/quorum.py",
     "collectives/ring.py",
     "collectives/shared_memory.py",
     "collectives/steps.py",

@@ -13,6 +13,7 @@ from polytempo.protocol.log import Reply, Save, Update
 from polytempo.protocol.values import Position
 from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import Limits
+from polytempo.sync.epoch_parts import WHOLE, epoch_to_go_on_with
 
 LIMITS = {
     "steps": Limits(steps=7),
@@ -174,11 +175,27 @@ def test_the_manifest_says_what_a_job_needs_to_go_on() -> None:
     assert manifest["tracks"]["0"]["proposal"]["tensors"][1] == ["bias", [4], "float32", 0]
 
 
-def test_positions_of_an_earlier_epoch_are_not_mixed_with_those_of_a_later_one() -> None:
+def test_of_a_worker_that_is_epochs_behind_no_share_is_left_out() -> None:
     bench = Bench("asp", size=2).start()
     bench.push(0, positions=(Position(2, 16),))
-    bench.push(1, positions=(Position(1, 48),))
-    assert bench.sequencer.checkpoints.manifest(1)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [16, 0]}]
+    bench.push(1, positions=(Position(0, 48),))
+    parts = bench.sequencer.checkpoints.manifest(1)["positions"]
+    taken = {0: [WHOLE, 48], 1: [WHOLE, 0], 2: [16, 0]}
+    assert parts == [{"sampler": "", "epoch": epoch, "size": 2, "taken": counts} for epoch, counts in taken.items()]
+    assert epoch_to_go_on_with(parts) == 0
+
+
+def test_the_shares_of_a_lost_worker_are_not_made_up_for_but_those_of_an_interrupted_one_are() -> None:
+    for interrupted in (False, True):
+        bench = Bench("asp", size=2).start()
+        bench.push(0, positions=(Position(2, 16),))
+        bench.push(1, positions=(Position(1, 48),))
+        if interrupted:
+            bench.sequencer.ends_early()
+            bench.push(0, positions=(Position(2, 32),))  # it came too late
+        bench.leave(1, "lost")
+        found = [(part["epoch"], part["taken"]) for part in bench.sequencer.checkpoints.manifest(1)["positions"]]
+        assert found == ([(1, [WHOLE, 48]), (2, [16, 0])] if interrupted else [(2, [16, 0])])
 
 
 def test_positions_of_the_jobs_before_stay_while_their_epoch_lasts() -> None:

@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggling import TROUBLES, Drawn, draw_job
 
-from polytempo.records.paces import LEAST_STEPS, WARM_UP, paces_of
+from polytempo.records.paces import LEAST_STEPS, paces_of
+from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures, figures_of
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_report import (
     ADVICE,
     StragglerReport,
     best_mode,
-    closing_lines,
+    closing_line,
     found_in_words,
     full_report,
     straggler_report,
@@ -75,7 +76,7 @@ def test_workers_that_wait_are_not_accused():
     assert cost.straggler.factor == pytest.approx(3.0)
     assert cost.share == pytest.approx(2 / 3, abs=0.01)  # a round takes 3 s, of which 1 s would do
     assert cost.gain == pytest.approx(2.0, abs=0.05)
-    best = best_mode(cost)
+    best = best_mode(cost, "bsp")
     assert best is not None
     assert best.sync == "bsp+balance"
 
@@ -115,7 +116,7 @@ def test_shares_by_speed_do_not_hide_a_slow_worker_and_are_not_recommended_again
 def test_nothing_is_said_where_nothing_is_wrong_and_of_short_runs():
     even = steps({worker: [1.0 + 0.02 * ((step * 7 + worker) % 5) for step in range(60)] for worker in range(4)})
     report = straggler_report(even, "bsp")
-    assert closing_lines(report) == []
+    assert closing_line(report) == ""
     assert "Nothing is wrong" in full_report(report, {})
     least = LEAST_STEPS + WARM_UP
     short = steps({worker: [1.0] * (least - 1) for worker in range(4)})
@@ -124,12 +125,14 @@ def test_nothing_is_said_where_nothing_is_wrong_and_of_short_runs():
     assert straggler_report([], "bsp").paces is None
 
 
-def test_what_is_said_fits_in_three_lines_and_names_each_cause():
-    seconds = {worker: [1.0] * 60 for worker in range(7)} | {7 + n: [2.0 + n] * 60 for n in range(5)}
+def test_what_is_said_fits_in_one_line_and_names_each_cause():
+    seconds = {worker: [1.0] * 60 for worker in range(7)} | {7: [1.4] * 60, 8: [4.0] * 60}
     report = straggler_report(steps(seconds), "bsp")
-    assert len(report.costs) == 5
-    assert len(closing_lines(report)) == 3
-    assert "and 3 more" in closing_lines(report)[-1]
+    assert len(report.costs) == 2
+    line = closing_line(report, "out/job")
+    assert line.startswith("worker 8 is slow")
+    assert line.endswith(" (more: polytempo explain out/job)")  # the other one costs nothing behind it
+    assert "\n" not in line
     for cause in ADVICE:
         for worker in (None, 3):
             assert found_in_words(Straggler(cause, worker, 2.5, 1.0, 0.4, 10.0, 20.0))
@@ -156,6 +159,6 @@ some_steps = st.builds(
 def test_any_figures_can_be_judged(figures, sync):
     report = straggler_report(sorted(figures, key=lambda one: one.t), sync)
     assert isinstance(report, StragglerReport)
-    assert len(closing_lines(report)) <= 3
+    assert "\n" not in closing_line(report)
     assert full_report(report, {"samples_per_second": 1.0})
     assert report.as_dict()["sync"] == sync

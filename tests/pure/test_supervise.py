@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from polytempo.launch.job_facts import JobFacts
-from polytempo.launch.supervisor import AllDone, EndJob, FailureReport, Supervisor, last_error, waited_too_long
+from polytempo.launch.supervisor import (
+    AllDone,
+    EndJob,
+    FailureReport,
+    StoppedProcesses,
+    Supervisor,
+    last_error,
+    waited_too_long,
+)
 from polytempo.protocol.messages import Status, WorkerStatus
 
 
@@ -34,6 +42,29 @@ def busy(worker: int, state: str = "computing") -> WorkerStatus:
 )
 def test_only_those_that_do_not_wait_themselves_are_given_up(workers: tuple[WorkerStatus, ...], late: int | None) -> None:
     assert waited_too_long(Status(seconds=9.0, used=0.0, workers=workers), 3.0) == late
+
+
+def test_a_stopped_process_is_named_in_time_and_given_up_by_the_timeout() -> None:
+    watch: StoppedProcesses[str] = StoppedProcesses(limit=30.0)
+    said = {now: watch.look(["server 1"] if 2.0 <= now < 28.0 else [], now)[:2] for now in (n / 2 for n in range(70))}
+    assert [now for now, (due, _) in said.items() if due] == [3.0, 12.0, 22.0], (
+        "after 1 s, after 10, then when it has doubled"
+    )
+    assert [now for now, (_, again) in said.items() if again] == [28.0]
+    assert all(due in ([], ["server 1"]) for due, _ in said.values())
+    assert watch.look(["server 0", "server 1"], 100.0) == ([], [], [])
+    assert watch.look(["server 0"], 100.5) == ([], [], []), "one that was stopped for a moment is not worth a word"
+    assert watch.look(["server 0"], 130.5) == ([], [], ["server 0"])
+
+
+def test_workers_are_not_given_up_for_waits_that_a_stopped_process_has_caused() -> None:
+    watch: StoppedProcesses[str] = StoppedProcesses(limit=3.0)
+    assert not watch.held_up(0.0)
+    watch.look(["server 1"], 1.0)
+    assert watch.held_up(2.0)
+    watch.look([], 3.0)
+    assert watch.held_up(5.9), "a wait of 3 s may have begun before"
+    assert not watch.held_up(6.1)
 
 
 BEGIN = "Traceback (most recent call last):"

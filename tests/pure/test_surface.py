@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "Pipeline",
         "PolytempoError",
         "RankLost",
+        "RngState",
         "Schedule",
         "Strategy",
         "Task",
@@ -67,6 +68,7 @@ def test_public_names() -> None:
         "reduce",
         "reduce_scatter",
         "reform",
+        "register_for_checkpointing",
         "scatter",
         "send",
         "should_stop",
@@ -106,6 +108,7 @@ def options(command: str) -> list[str]:
 
 def test_commands_and_options() -> None:
     assert sorted(typer.main.get_command(app).commands) == [
+        "advise",
         "check",
         "compare",
         "explain",
@@ -118,6 +121,10 @@ def test_commands_and_options() -> None:
     ]
     assert options("check") == options("key") == []
     assert options("explain") == ["--json"]
+    assert options("advise") == [
+        *("--bandwidth", "--batch", "--fixed-time", "--hiccup", "--json", "--latency", "--model", "--quiet", "--samples"),
+        *("--seed", "--servers", "--slow", "--spread", "--step-time", "--workers"),
+    ]
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == [
         *(
@@ -186,6 +193,7 @@ def test_commands_and_options() -> None:
     assert options("simulate") == [
         "--bandwidth",
         "--batch",
+        "--fixed-time",
         "--hiccup",
         "--json",
         "--latency",

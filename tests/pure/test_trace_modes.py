@@ -280,7 +280,11 @@ def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capfd: pytest.
     assert "\nadvice: " in shown
     written = json.loads((tmp_path / "out.json").read_text())
     assert {"actual", "ideal", "slowdown", "without", "causes", "slow", "modes", "verdict"} <= written.keys()
-    assert written["verdict"] == shown.rstrip().splitlines()[-len(written["verdict"]) :]
+    *lines, note = shown.rstrip().splitlines()
+    assert written["verdict"] == lines[-len(written["verdict"]) :]
+    assert note.startswith(
+        "note: polytempo run refuses bsp+balance with pipe=3: each stage would measure a speed of its own"
+    )
 
 
 def test_the_command_refuses_what_a_trace_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_micro_batches_take_the_time_of_steps_and_have_their_stalls() -> None:
         if not whole.step_times:
             whole.draw()
         step = whole.step_times.pop()
-        parts = [times.next() for _ in range(8)]
+        parts = [times.next(times.size) for _ in range(8)]
         assert sum(parts) == pytest.approx(step)
         stalled.update(place for place, part in enumerate(parts) if part > 10)
     assert sum(stalled.values()) == pytest.approx(100, abs=40)

@@ -103,6 +103,7 @@ def check_record(directory: Path) -> list[dict[str, Any]]:
         assert check_lines(lines, spec, meta["size"], members) == len(lines)
         policy = spec.policy(meta["size"], members)
         policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta["first_step"])
+        policy.restore(meta["job"].get("restored", {}).get(optimizer_id, {}))
         assert replay(lines, policy) > 0
     return list(of_optimizer(read_events(directory), MAIN))
 

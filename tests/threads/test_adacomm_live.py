@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, loss_of, small_batches, small_model, weights
+from helpers import assert_equal, check_record, loss_of, small_batches, small_model, weights
 from local_blocks import WAYS, job_by
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -214,3 +215,15 @@ def test_values_are_averaged_as_in_local(way: str) -> None:
             return job.run(train)[0]
 
     assert_equal(run("adacomm:4"), run("local:4"))
+
+
+def test_the_period_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """A flat loss halves the period at each average; in the job that goes on it is what it was."""
+    sync, flat = f"adacomm:8,{EVERY_BLOCK}", lambda rank, step: 1.0
+    first = periods(ThreadJob(2, sync=sync, checkpoint=tmp_path / "saved"), sync, flat, 12)
+    assert [found[-1] for found in first] == [2, 2]
+    second = periods(ThreadJob(2, sync=sync, resume=tmp_path / "saved", record=tmp_path / "record"), sync, flat, 2)
+    assert second == [[2, 1], [2, 1]]
+    check_record(tmp_path / "record")
+    other = f"adacomm:6,{EVERY_BLOCK}"
+    assert periods(ThreadJob(2, sync=other, resume=tmp_path / "saved"), other, flat, 1) == [[6], [6]]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from helpers import copied, made_params, set_gradients, until
+from helpers import copied, made_params, set_gradients, small_model, until
 from lossy import LossyJob, disturb, first_answers
+from torch.utils.data import DataLoader, TensorDataset
 
 from polytempo.errors import UsageError
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
+from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.prepare import prepare
+from polytempo.train.sampler import DistributedSampler
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 
@@ -112,3 +118,56 @@ def test_a_worker_whose_answer_is_given_again_stops_with_the_others() -> None:
 
     with LossyJob(2, 1, "bsp", limits=Limits(steps=3), retry=0.05) as job:
         assert job.run(work) == [2, 2]
+
+
+MODEL, DATA = small_model(), torch.randn(96, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def counted(session: Session, how: str) -> int:
+    """A loop whose `step()` is not told how many samples it has: the number that it was given."""
+    model, data = copy.deepcopy(MODEL), TensorDataset(DATA)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(data, batch_size=4)
+    if how == "prepare":
+        model, optimizer, loader = prepare(model, optimizer, loader)
+    else:
+        optimizer = DistributedOptimizer(optimizer, model)
+        if how == "sampler":
+            loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+        elif how == "batch sampler":
+            loader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, 4))
+    seen = 0
+    for _ in range(4):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            seen += len(x)
+            if session.should_stop():
+                return seen
+    return seen
+
+
+EVEN, DEALT = ("bsp", "ssp:3", "local:2", "downpour:push=2,fetch=2"), ("bsp+balance", "anytime:auto")
+HOW = [
+    (sync, how) for how in ("prepare", "sampler", "batch sampler") for sync in (EVEN if how == "sampler" else EVEN + DEALT)
+]
+
+
+@pytest.mark.parametrize(("sync", "how"), HOW)
+def test_a_budget_of_samples_counts_what_samplers_have_drawn_for_a_step(sync: str, how: str) -> None:
+    with ThreadJob(2, sync=sync, limits=Limits(samples=80)) as job:
+        seen = sum(job.run(lambda session: counted(session, how)))
+    assert 80 <= seen <= 80 + 2 * 2 * 8, "each worker may have made one more push, of two batches at most"
+    assert job.summary["samples"] == seen or sync == "anytime:auto", "some of it may have been late"
+    assert job.notices == []
+
+
+def test_steps_of_unknown_size_are_counted_as_samples_and_that_is_said_once() -> None:
+    with ThreadJob(2, limits=Limits(samples=24)) as job:
+        job.run(lambda session: counted(session, "no sampler"))
+    said = [notice for notice in job.notices if "--samples" in notice]
+    assert len(said) == 1
+    assert "counts each step as one sample" in said[0]
+    with ThreadJob(2, limits=Limits(steps=24)) as job:
+        job.run(lambda session: counted(session, "no sampler"))
+    assert not [notice for notice in job.notices if "--samples" in notice]

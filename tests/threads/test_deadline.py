@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -15,11 +17,15 @@ import torch
 from wires import Client
 from worlds import PATIENCE, ROUTE, Shelf, outcomes, said, unused_name
 
+from polytempo.client.client import Client as ServersClient
 from polytempo.collectives import point_to_point
 from polytempo.collectives.world import open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
+from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, StatusReply, Welcome, decode, encode
 from polytempo.session.session import seconds_of
 from polytempo.transport import deadline
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes, Channel
 
 
 def one_who_has_said(*words: str) -> Shelf:
@@ -110,3 +116,56 @@ def test_it_is_said_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch, c
     assert waiting.over
     waiting.restart()
     assert not waiting.over
+
+
+class Answering(Channel):
+    """A server that answers each type of message with one of its own, or with nothing."""
+
+    def __init__(self, answers: dict[type, AnyMessage]) -> None:
+        self._answers, self._waiting = answers, deque[bytes]()
+        self._read, self._write = os.pipe()
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        if (answer := self._answers.get(type(decode(header)))) is not None:
+            self._waiting.append(encode(answer))
+            os.write(self._write, b"!")
+        return len(header)
+
+    def receive(self) -> tuple[bytes, list[Bytes]] | None:
+        if not self._waiting:
+            return None
+        os.read(self._read, 1)
+        return self._waiting.popleft(), []
+
+    def pollable(self) -> Any:
+        return self._read
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+def test_a_server_that_answers_no_question_is_named_and_a_busy_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have the push, and neither has applied it: only one of them says so."""
+    monkeypatch.setattr(deadline, "FIRST_REPORT", 0.0)
+    known = StatusReply(what="push", optimizer_id="0", number=0, state="received", place=-1)
+    answers: dict[type, AnyMessage] = {Hello: Welcome(size=1, shards=2), PushStatus: known}
+    channels = [Answering(answers), Answering({Hello: answers[Hello]})]
+    client, text = ServersClient(channels, 3, 0, Pool(), retry=0.02), []
+
+    def ask() -> None:
+        for shard in (0, 1):
+            client.connections.send(shard, PushStatus(what="push", optimizer_id="0", number=0))
+
+    def told() -> bool:
+        text.append(capsys.readouterr().err)
+        return "does not answer" in text[-1]
+
+    client._wait(told, "an answer", ask)
+    client.close()
+    assert re.fullmatch(
+        r"polytempo: rank 3 has waited \d+ s for an answer; server 1 does not answer, is it stopped\?\n", text[-1]
+    )
+    assert not any("server 0" in part for part in text)

@@ -62,6 +62,23 @@ def test_one_back_end_for_all_devices_stays_alone() -> None:
     work.wait()
 
 
+def test_what_torch_has_registered_agrees_with_the_group() -> None:
+    """Torch 2.15 asks the default back end of every group with devices, in C++, when it is made."""
+    group = open_alone("polytempo")
+    assert torch.device("cpu") in group._device_types
+    refusing = [dist.ProcessGroup._get_backend(group, device) for device in group._device_types]
+    assert not group._has_hooks()  # by the default back end; torch warns where there is none
+    assert [(one.rank(), one.size()) for one in refusing] == [(0, 1)] * len(group._device_types)
+    assert group.get_backend(torch.device("cpu")) is group
+    for one in refusing:  # a call that came past the group would not be made: it must not seem so
+        with pytest.raises(RuntimeError, match="error_on_collective"):
+            one.allreduce([torch.ones(3)])
+    dist.destroy_process_group()
+    group = open_alone("cpu:gloo,cuda:polytempo")
+    assert isinstance(dist.ProcessGroup._get_backend(group, torch.device("cpu")), dist.ProcessGroupGloo)
+    assert not group._has_hooks()
+
+
 def test_every_call_is_handed_over() -> None:
     """Names of calls differ between versions of torch: what torch has and this group has is in the list."""
     of_torch = {name for name in vars(dist.ProcessGroup) if callable(getattr(dist.ProcessGroup, name, None))}

@@ -30,6 +30,7 @@ from worlds import (
     results,
 )
 
+from polytempo.collectives import messaging
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
@@ -252,6 +253,46 @@ def test_who_dies_before_it_hands_over_shared_memory_is_named(opening: Opening) 
     check_reformed(worlds, [1, 2])
 
 
+# Who leaves because of it.
+
+
+def lose_on_one_link(lost: World, by: int) -> None:
+    """One rank sees that this one has crashed; the others do not see it yet."""
+    lost.engine.messages.links[by].close()
+
+
+@pytest.mark.parametrize("politely", [True, False])
+@pytest.mark.parametrize("kind", ["memory", "unix"])
+def test_who_leaves_because_of_a_lost_rank_is_not_named_instead(opening: Opening, kind: str, politely: bool) -> None:
+    """Rank 1 sees that rank 2 is lost and tells rank 0, which leaves; what it says to rank 3 is late, under load."""
+    worlds = opening(kind, 4)
+    warm(worlds)
+    lose_on_one_link(worlds[2], by=1)
+    worlds[1].engine.messages.links[3].send = lambda *about: None  # type: ignore[method-assign]
+    for rank in (1, 0):
+        (outcome,) = outcomes(Client(lambda rank=rank: worlds[rank].all_ranks.barrier().wait()))
+        assert names(outcome, 2), outcome
+    worlds[0].close(politely)
+    (outcome,) = outcomes(Client(lambda: worlds[3].all_ranks.barrier().wait()))
+    assert names(outcome, 2), outcome
+
+
+def test_who_waits_in_vain_for_another_tells_of_the_lost_rank(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for rank 0, and gives that up since rank 2 is lost: rank 0 has heard of it before rank 1 leaves."""
+    monkeypatch.setattr(messaging, "GRACE", 0.0)
+    worlds = opening("memory", 3)
+    warm(worlds)
+    call = worlds[1].all_ranks.broadcast([torch.ones(3)], 0, algorithm="ring")
+    worlds[1].engine.look()
+    assert not call.is_completed()
+    lose_on_one_link(worlds[2], by=1)
+    (outcome,) = outcomes(Client(call.wait))
+    assert names(outcome, 2), outcome
+    worlds[1].close()
+    (outcome,) = outcomes(Client(lambda: worlds[0].all_ranks.barrier().wait()))
+    assert names(outcome, 2), outcome
+
+
 # After a collective.
 
 
@@ -353,9 +394,9 @@ def test_one_death_after_another_is_survived(opening: Opening, kind: str) -> Non
 
 
 def test_who_learns_of_a_death_from_others_waits_until_it_sees_it(opening: Opening) -> None:
-    """`lost`: known to be gone, though its link still says nothing."""
+    """Its own link may still say nothing."""
     worlds = opening("memory", 3)
-    forming = Client(lambda: worlds[0].reform(lost=[2]).ranks)
+    forming = Client(lambda: worlds[0].reform().ranks)
     other = Client(lambda: worlds[1].reform().ranks)
     worlds[2].close()
     assert results(forming, other) == [(0, 1), (0, 1)]

@@ -82,16 +82,19 @@ def test_a_job_that_went_back_removes_what_is_behind_it_and_nothing_of_the_other
     assert left == [f"step-{step:08d}" for step in (20, 30, 40, 100, 110, 120)]
 
 
-def test_one_that_was_written_later_though_of_an_earlier_step_is_named(tmp_path: Path) -> None:
+def test_a_resumed_job_says_where_it_goes_on_and_names_one_that_was_written_later(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     made(tmp_path / "saved", 100, at=1000)
     request = RunRequest(str(script), resume=tmp_path / "saved")
-    assert request.checked().note() == ""
+    first = f"resumed at step 100, from {tmp_path / 'saved' / 'step-00000100'}"
+    assert request.checked().note() == first
     later = made(tmp_path / "saved", 20, at=2000)
-    said = request.checked().note()
-    assert said.startswith(f"going on from {tmp_path / 'saved' / 'step-00000100'}; {later} was written later")
-    assert RunRequest(str(script), resume=later).checked().note() == "", "it was named"
+    (later / "manifest.json").write_text(json.dumps({"step": 20, "files": [], "positions": [{"epoch": 2}, {"epoch": 1}]}))
+    os.utime(later / "manifest.json", (2000, 2000))
+    assert request.checked().note().startswith(f"{first}; {later} was written later")
+    assert RunRequest(str(script), resume=later).checked().note() == f"resumed at step 20, epoch 2, from {later}"
+    assert RunRequest(str(script)).checked().note() == ""
 
 
 # What the disk says.
@@ -101,19 +104,19 @@ def test_the_newest_is_what_the_job_itself_has_written(tmp_path: Path) -> None:
     old = made(tmp_path, 100)
     went_on_from = made(tmp_path, 10)
     saves = CheckpointWatch(tmp_path, went_on_from)
-    assert saves.newest() == str(went_on_from), "nothing was saved yet"
+    assert saves.newest() == went_on_from, "nothing was saved yet"
     made(tmp_path, 20, "step-00000020.partial")
-    assert saves.newest() == str(went_on_from), "it is not whole"
+    assert saves.newest() == went_on_from, "it is not whole"
     new = made(tmp_path, 20)
-    assert saves.newest() == str(new), "not the one of an earlier job, though of a later step"
+    assert saves.newest() == new, "not the one of an earlier job, though of a later step"
     shutil.rmtree(new)
     shutil.rmtree(went_on_from)
-    assert saves.newest() == "", "what is not there any more is not named"
+    assert saves.newest() is None, "what is not there any more is not named"
     shutil.rmtree(old)
     again = made(tmp_path, 100, at=5)
-    assert saves.newest() == str(again), "written anew under an old name"
+    assert saves.newest() == again, "written anew under an old name"
     (again / "shard-0.safetensors").unlink()
-    assert saves.newest() == ""
+    assert saves.newest() is None
 
 
 def test_what_a_killed_server_has_begun_is_removed_and_nothing_else(tmp_path: Path) -> None:

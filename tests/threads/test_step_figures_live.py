@@ -68,7 +68,7 @@ def test_a_copy_or_a_saved_model_does_not_measure():
     assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}  # of the first forward pass
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # a FutureWarning since torch 2.15
 def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
     model = torch.nn.Linear(4, 1)
     watch = InputWatch(model)
@@ -86,6 +86,7 @@ def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
 
 
 @pytest.mark.proof  # torch.compile takes seconds to import
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # of torch.compile, on that one version
 def test_a_compiled_model_is_one_graph():
     graphs = []
     model = torch.nn.Linear(4, 1)

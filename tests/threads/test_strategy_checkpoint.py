@@ -168,10 +168,12 @@ def test_state_that_servers_hold_is_saved_and_resumed(sync: str, tmp_path: Path)
     assert saved.optimizer["state"]["0.weight"]["exp_avg"].abs().sum() > 0
     with ThreadJob(4, servers=2, sync=sync) as job:
         after = job.run(resumed)
-    for (state, _), (again, optimizer) in zip(before, after, strict=True):
+    for (state, own), (again, optimizer) in zip(before, after, strict=True):
         assert_same(state, saved.model, atol=0)
         assert_same(again, saved.model, atol=0)
-        assert_same_entries(optimizer, saved.optimizer)
+        assert_same_entries(optimizer, own)  # under local:2 each replica's own
+        if sync != "local:2":
+            assert_same_entries(optimizer, saved.optimizer)
 
 
 def test_a_checkpoint_is_whole_or_none(tmp_path: Path) -> None:

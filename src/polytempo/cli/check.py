@@ -26,6 +26,7 @@ def check(
         own, members = parse_spec(text), meta.get("job", {}).get("members", {}).get(optimizer_id, ())
         policy = own.policy(meta["size"], members)
         policy.begin_at(0 if optimizer_id.endswith(MEAN) else meta.get("first_step", 0))
+        policy.restore(meta.get("job", {}).get("restored", {}).get(optimizer_id, {}))
         lines += check_lines(of_optimizer(read_events(directory), optimizer_id), own, meta["size"], members)
         decisions += replay(of_optimizer(read_events(directory), optimizer_id), policy)
     if not decisions and meta.get("job", {}).get("progress"):

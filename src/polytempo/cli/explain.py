@@ -27,7 +27,7 @@ def explain(
     if not figures:
         raise UsageError(f"{record} has no steps to explain; expected the record of a job that trains by pushes")
     job = meta.get("job", {})
-    report = straggler_report(figures, job.get("optimizers", {}).get(MAIN, meta["spec"]))
+    report = straggler_report(figures, job.get("optimizers", {}).get(MAIN, meta["spec"]), job.get("refused", ()))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")

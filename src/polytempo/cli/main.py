@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from polytempo.cli.advise import advise
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
 from polytempo.cli.explain import explain
@@ -70,6 +71,13 @@ add(
     "polytempo simulate --like out/job --sync every:8 --steps 960",
     "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
     modes=True,
+)
+add(
+    app,
+    advise,
+    "advise",
+    "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
+    "polytempo advise out/job",
 )
 add(
     app,

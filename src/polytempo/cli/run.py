@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,9 +29,12 @@ from polytempo.cli.options import (
 )
 from polytempo.errors import UsageError
 from polytempo.report.summary import summary_line
+from polytempo.sync.spec import COMPARED, Spec, refused_of
 
 if TYPE_CHECKING:
     from polytempo.launch.local_job import LocalJob
+    from polytempo.launch.request import RunRequest
+    from polytempo.strategy.job_options import JobOptions
 
 SYNC = "The synchronisation mode, by default bsp; all are listed below."
 VIA = (
@@ -83,7 +88,8 @@ def run(
     max_restarts: Annotated[int, Option(help="Planned: restart dead workers.", hidden=True)] = 0,
     seed: SeedOption = 0,
     timeout: Annotated[
-        float | None, Option(help="Give up a worker that other workers have waited for longer than this, in seconds.")
+        float | None,
+        Option(help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."),
     ] = None,
     host_timeout: Annotated[
         float, Option(help="Give up another host without a heartbeat for longer than this, in seconds.")
@@ -106,37 +112,44 @@ def run(
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
     fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ()), "gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
-    fields |= JobOptions(strategy, workers, expect, sync, via, min_workers, saves).settled()
-    request = RunRequest(**fields, limits=limits_of(steps, samples, seconds))
+    options = JobOptions(strategy, workers, expect, sync, via, min_workers, saves)
+    request = RunRequest(**fields | options.settled(), limits=limits_of(steps, samples, seconds))
     job = LocalJob(request.checked(), Display(request.sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
-        _show_summary(job)
+        _show_summary(job, options)
     raise typer.Exit(status)
 
 
-def _show_summary(job: LocalJob) -> None:
+def _show_summary(job: LocalJob, options: JobOptions) -> None:
     from polytempo.launch.display import progress_line
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
-        _show_stragglers(job)
+        _show_straggler(job, options)
     if job.progress is not None:
         job.display.say(progress_line(job.progress))
     if job.record_lost:
         job.display.say(f"warning: {job.record_lost}")
 
 
-def _show_stragglers(job: LocalJob) -> None:
-    """Say which worker was slow and why, where one was."""
+def _show_straggler(job: LocalJob, options: JobOptions) -> None:
+    """Say which worker was slow, why, and what would help, where one was."""
     from polytempo.records.lines import MAIN
     from polytempo.records.step_figures import figures_from
-    from polytempo.report.straggler_report import closing_lines, straggler_report
+    from polytempo.report.straggler_report import closing_line, straggler_report
 
     sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
+    refused = {*job.summary.get("refused", ()), *refused_of(COMPARED, partial(_check_command, options, job.request))}
     record = str(job.request.record) if job.request.record else ""
-    for line in closing_lines(straggler_report(figures_from(job.paces), sync), record):
+    if line := closing_line(straggler_report(figures_from(job.paces), sync, refused), record):
         job.display.say(line)
+
+
+def _check_command(options: JobOptions, request: RunRequest, spec: Spec) -> None:
+    """Refuse a mode as this command would with that `--sync`."""
+    replace(options, sync=spec.text).settled()
+    replace(request, sync=spec.text).check_mode()
 
 
 def worker(
@@ -147,7 +160,8 @@ def worker(
     workers: Workers = 1,
     insecure: Insecure = False,
     host_timeout: Annotated[
-        float, Option(help="End when nothing was received from the job for longer than this, in seconds.")
+        float,
+        Option(help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."),
     ] = 15.0,
     fork: Fork = False,
     quiet: Quiet = False,

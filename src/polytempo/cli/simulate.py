@@ -1,7 +1,8 @@
 """`polytempo simulate`: compare synchronisation modes on a described cluster, in virtual time.
 
 A YAML file describes the experiment; options override it. With `--train` a model is really trained in virtual time, with
-`--scaling` the number of workers varies, else only times are simulated.
+`--scaling` the number of workers varies, else only times are simulated. What was not given is said with its value, and the
+last line says which mode to use; `polytempo advise` (`advise.py`) is the same with less around it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
 import typer
@@ -23,25 +24,45 @@ import yaml
 from polytempo.cli.options import Option, progress_bar
 from polytempo.errors import ClusterError, UsageError, counted
 from polytempo.records.files import RecordWriter, read_events, read_meta
+from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
+from polytempo.simulate.advice import Advice, advise, default_modes
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
 from polytempo.simulate.description import Experiment, cluster_from_record, experiment_from
-from polytempo.simulate.durations import Constant, Lognormal, as_duration
+from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
-from polytempo.simulate.run import resolve_via, simulate_job
+from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
 from polytempo.simulate.run import scaling as measure_scaling
-from polytempo.summation import in_order
 from polytempo.sync.spec import parse_spec
-from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size
+from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size, written_seconds
 
 ReportProgress = Callable[[float], None]
 
 EVALUATIONS = 120  #: of a training run, about
-DEFAULT_MODES = ("bsp", "ssp:3", "dssp:3..15", "asp")
 LIMITS = ("seconds", "steps", "samples", "steps_each")
 DEFAULT_STEPS = 100  # of each worker, in runs without training
+BLOCKS, FEW = 8, 32  # blocks of local steps there, where there are few workers
 SCALING_STEPS = 10  # of each worker, at least, for each number of workers
+
+
+# The options that describe a cluster, of this command and of `polytempo advise`.
+ClusterSizeOption = Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")]
+StepTimeOption = Annotated[str | None, Option(help="Time of a step, such as 0.1 or 80ms (1s).")]
+FixedTimeOption = Annotated[
+    str | None, Option(help="Of that, what a step or micro-batch takes whatever its samples, such as 20ms (0).")
+]
+SpreadOption = Annotated[float | None, Option(help="Standard deviation of step times over their mean (0).")]
+SlowWorkersOption = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor.")]
+StallsOption = Annotated[str | None, Option("--hiccup", help="PROBABILITY:SECONDS of a passing stall in each step.")]
+BatchOption = Annotated[int | None, Option(help="Samples of a step (32).")]
+BandwidthOption = Annotated[str | None, Option(help="Bandwidth of each worker's link, such as 1Gb/s (no limit).")]
+LatencyOption = Annotated[str | None, Option(help="Latency of a message, such as 0.2ms (0).")]
+ModelSizeOption = Annotated[
+    str | None, Option("--model", help="Size of the model, such as 100MB (that of the trained one, or 0).")
+]
+ShardsOption = Annotated[int | None, Option("--servers", help="Parameter-server shards (1).")]
+RandomSeedOption = Annotated[int | None, Option(help="Seed of all random draws (0).")]
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,17 @@ class Settings:
     budget: Mapping[str, Any]
     train: Mapping[str, Any]
     seed: int
+    sources: Mapping[str, str]  #: of each figure of the cluster, where it came from (`report/advice.py`)
+    note: str = ""  #: what a record could not tell
+    chosen: bool = True  #: did the user choose the modes?
+
+    def shorter_steps(self) -> Settings:
+        """The same with steps of a tenth, and the modes for it."""
+        step, fixed = mean_step_time(self.cluster) / 10, self.cluster.fixed_time / 10
+        cluster = replace(self.cluster, step_time=step, fixed_time=fixed)
+        return replace(
+            self, cluster=cluster, jobs=tuple(_jobs(default_modes(cluster, self.seed), (), cluster, default=True))
+        )
 
 
 def simulate(
@@ -64,21 +96,22 @@ def simulate(
         Path | None,
         Option(help="Re-simulate a recorded job and predict modes on it: .npz of operations, .csv or .jsonl of step times."),
     ] = None,
-    workers: Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")] = None,
-    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    workers: ClusterSizeOption = None,
+    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (those that may win on this cluster).")] = None,
     via: Annotated[
         list[str] | None, Option(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
     ] = None,
-    step_time: Annotated[str | None, Option(help="Time of a step, such as 0.1 or 80ms (1s).")] = None,
-    spread: Annotated[float | None, Option(help="Standard deviation of step times over their mean (0).")] = None,
-    slow: Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor.")] = None,
-    hiccup: Annotated[str | None, Option(help="PROBABILITY:SECONDS of a passing stall in each step.")] = None,
-    batch: Annotated[int | None, Option(help="Samples of a step (32).")] = None,
-    bandwidth: Annotated[str | None, Option(help="Bandwidth of each worker's link, such as 1Gb/s (no limit).")] = None,
-    latency: Annotated[str | None, Option(help="Latency of a message, such as 0.2ms (0).")] = None,
+    step_time: StepTimeOption = None,
+    fixed_time: FixedTimeOption = None,
+    spread: SpreadOption = None,
+    slow: SlowWorkersOption = None,
+    hiccup: StallsOption = None,
+    batch: BatchOption = None,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
     shared: Annotated[bool, Option("--shared", help="All links share one medium of that bandwidth.")] = False,
-    model: Annotated[str | None, Option(help="Size of the model, such as 100MB (that of the trained model, or 0).")] = None,
-    servers: Annotated[int | None, Option(help="Parameter-server shards (1).")] = None,
+    model: ModelSizeOption = None,
+    servers: ShardsOption = None,
     per_host: Annotated[int | None, Option(help="Workers on each host, for hierarchical all-reduce.")] = None,
     steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers (100 for each).")] = None,
     samples: Annotated[int | None, Option(help="Budget: samples, summed over all workers.")] = None,
@@ -87,7 +120,7 @@ def simulate(
     train: Annotated[str | None, Option(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate of the training (the task's).")] = None,
     target: Annotated[float | None, Option(help="Compare the time until this accuracy is reached (the task's).")] = None,
-    seed: Annotated[int | None, Option(help="Seed of all random draws (0).")] = None,
+    seed: RandomSeedOption = None,
     scaling: Annotated[
         bool, Option("--scaling", help="Throughput for 1 to 64 workers: 1, 2, 4, 8 shards, and ring.")
     ] = False,
@@ -115,7 +148,7 @@ def simulate(
 
 
 def _trace(path: Path, flags: Mapping[str, Any]) -> None:
-    from polytempo.cli.trace import analyse_file, trace_table  # numpy
+    from polytempo.cli.trace import analyse_file, refused_here, trace_table  # numpy
     from polytempo.traces.analysis import verdict as trace_verdict
 
     given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
@@ -129,10 +162,24 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
     _print(trace_table(found, path.name))
     for line in trace_verdict(found):
         _say(line)
+    if not_here := refused_here(found):
+        _say(not_here)
     _write_json(flags["json_file"], found.as_dict())
 
 
 def _timing(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
+    outcomes = simulate_all(settings, record, quiet)
+    say_assumptions(settings)
+    _print(comparison(outcomes, _title(settings)))
+    _write_json(json_file, [outcome.as_dict() for outcome in outcomes])
+    if picture:
+        draw_comparison(outcomes, picture, _title(settings))
+        _say(f"picture: {picture}")
+    say_advice(settings, advise(outcomes))
+
+
+def simulate_all(settings: Settings, record: Path | None = None, quiet: bool = False) -> list[Outcome]:
+    """The outcome of each mode."""
     outcomes: list[Outcome] = []
     for sync, via in settings.jobs:
         with _bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
@@ -148,11 +195,37 @@ def _timing(settings: Settings, picture: Path | None, json_file: Path | None, re
             if recorder:
                 recorder.close(meta_of(outcome, settings.cluster, settings.seed))
             outcomes.append(outcome)
-    _print(comparison(outcomes, _title(settings)))
-    _write_json(json_file, [outcome.as_dict() for outcome in outcomes])
-    if picture:
-        draw_comparison(outcomes, picture, _title(settings))
-        _say(f"picture: {picture}")
+    return outcomes
+
+
+def say_assumptions(settings: Settings) -> list[Assumption]:
+    """Print what the predictions rest on, and where it came from."""
+    found = assumptions_of(settings.cluster, settings.sources)
+    _say("Predictions rest on:")
+    for line in assumption_lines(found):
+        _say(line)
+    if settings.note:
+        _say(_folded(settings.note))
+    _say("")
+    return found
+
+
+def say_advice(settings: Settings, advice: Advice) -> None:
+    """Print the doubts, and last what to use and why."""
+    _say(_folded(CAVEAT))
+    other = doubtful(settings, advice)
+    if other is not None:
+        short = written_seconds(mean_step_time(settings.cluster) / 10)
+        _say(_folded(f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."))
+    _say(_folded(use_line(advice)))
+
+
+def doubtful(settings: Settings, advice: Advice) -> str | None:
+    """The mode that would be advised if steps were ten times shorter, where their time was assumed and it is another one."""
+    if settings.chosen or not settings.sources["step time"].startswith(ASSUMED) or not settings.cluster.model_bytes:
+        return None
+    other = advise(simulate_all(settings.shorter_steps(), quiet=True)).best.sync
+    return other if other != advice.best.sync else None
 
 
 def _training(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
@@ -166,9 +239,10 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     target = settings.train.get("target", task.target)
     optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr))
     budget: dict[str, Any] = dict(settings.budget) or {"steps": task.steps * settings.cluster.workers}
-    cluster = settings.cluster
+    cluster, sources = settings.cluster, settings.sources
     if not cluster.model_bytes:
         cluster = replace(cluster, model_bytes=model_bytes(task.model))
+        sources = {**sources, "model": "the task's"}
     every = settings.train.get("evaluate_every")
     runs = []
     for sync, via in settings.jobs:
@@ -191,6 +265,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
                 recorder.close(meta_of(run.outcome, cluster, settings.seed))
             runs.append(run)
     title = f"{settings.train['task']}: {_title(settings)}"
+    say_assumptions(replace(settings, cluster=cluster, sources=sources))
     _print(trained_comparison(runs, target, title))
     _say(verdict(runs, target))
     _write_json(json_file, [run.as_dict() for run in runs])
@@ -214,6 +289,7 @@ def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, q
         )
     way = "among peers" if spec.gossip else f"over parameter-server shards{' and ring' * bool(rings)}"
     title = f"{sync} {way}: {_machines(settings)}"
+    say_assumptions(settings)
     _print(scaling_table(series, title))
     _write_json(json_file, [one.as_dict() for one in series])
     if picture:
@@ -245,19 +321,85 @@ def load_experiment(path: Path | None) -> Experiment:
 
 
 def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None = None) -> Settings:
-    """Flags win over the file, the file over the defaults. Settings that cannot work are refused here."""
+    """Flags win over the file, the file over the defaults. Settings that cannot work are refused here.
+
+    Args:
+        experiment: Of the file.
+        flags: Options by name; those without a value were not given.
+        like: A record whose machines are simulated; modes that its job would refuse are not compared unless asked for.
+    """
     given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
-    cluster = _cluster(cluster_like(like) if like else experiment.cluster, given)
+    described = cluster_like(like) if like else experiment.cluster
+    cluster = _cluster(described, given)
+    sources, note = _sources(described, given, like, flags.get("file"))
+    if like and set(cluster.batches.values()) == {1}:  # plain step() says nothing of samples, and a batch of 1 has no shares
+        cluster = replace(cluster, batches={})
+        sources["batch"] = f"{ASSUMED}: no step says its own (--batch)"
     budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
     train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
-    sync = given.get("sync") or experiment.sync or DEFAULT_MODES
-    jobs = tuple(_jobs(sync, given.get("via") or experiment.via, cluster))
+    sync = given.get("sync") or experiment.sync
+    refused = read_meta(like).get("job", {}).get("refused", ()) if like and not sync else ()
+    modes = sync or [mode for mode in default_modes(cluster, given.get("seed", 0)) if mode not in refused]
+    if not modes:
+        raise UsageError(
+            f"the job of {like} would take none of the modes that are compared; ask for some with simulate --sync"
+        )
+    jobs = tuple(_jobs(modes, given.get("via") or experiment.via, cluster, default=not sync))
     budget = budget or dict(experiment.budget)
     if not budget and "task" not in train:
-        budget = {"steps": DEFAULT_STEPS * cluster.workers}
+        budget = {"steps": _steps_each(modes, cluster) * cluster.workers}
     if budget:
         Budget(**budget)
-    return Settings(cluster, jobs, budget, train, given.get("seed", experiment.seed or 0))
+    return Settings(cluster, jobs, budget, train, given.get("seed", experiment.seed or 0), sources, note, bool(sync))
+
+
+#: How the source of a figure begins that was not given.
+ASSUMED = "assumed"
+#: The figures that predictions rest on, and the options that give them.
+FIGURES = {
+    "step time": ("step_time", "spread"),
+    "fixed time": ("fixed_time",),
+    "batch": ("batch",),
+    "model": ("model",),
+    "links": ("bandwidth", "latency", "shared"),
+}
+CANNOT_TELL = (
+    "This record cannot tell the fixed time of a step from its time a sample, as the samples of its steps hardly differ, so "
+    "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half "
+    "the batch in the same run, or give --fixed-time."
+)
+
+
+def _steps_each(modes: Iterable[str], cluster: Cluster) -> int:
+    """Steps of each worker: of modes that average models now and then several blocks, or the last one decides too much."""
+    periods = [spec.averaging.period for mode in modes if (spec := parse_spec(mode)).averaging is not None]
+    return max([DEFAULT_STEPS, *(BLOCKS * period for period in periods if cluster.workers <= FEW)])
+
+
+def _sources(
+    described: Cluster, given: Mapping[str, Any], like: Path | None, file: Path | None
+) -> tuple[dict[str, str], str]:
+    """Where each figure came from: an option, the record, the file, or nowhere; and what the record could not tell."""
+    plain = Cluster()
+    of_file = {
+        "step time": (described.step_time, dict(described.step_times)) != (plain.step_time, {}),
+        "fixed time": (described.fixed_time, dict(described.fixed_times)) != (0.0, {}),
+        "batch": (described.batch, dict(described.batches)) != (plain.batch, {}),
+        "model": described.model_bytes > 0,
+        "links": (described.link, dict(described.links)) != (plain.link, {}),
+    }
+    in_record = {"step time", "batch", "links"} | ({"fixed time"} if described.fixed_times else set())
+    found: dict[str, str] = {}
+    for name, options in FIGURES.items():
+        if any(option in given for option in options):
+            found[name] = "given"
+        elif like and name in in_record:
+            found[name] = "from the record"
+        elif not like and of_file[name]:
+            found[name] = f"from {file}" if file else "described"
+        elif not like or name != "model":
+            found[name] = f"{ASSUMED} (--{options[0].replace('_', '-')})"
+    return found, CANNOT_TELL if like and found["fixed time"].startswith(ASSUMED) else ""
 
 
 def cluster_like(directory: Path) -> Cluster:
@@ -265,31 +407,33 @@ def cluster_like(directory: Path) -> Cluster:
     return cluster_from_record(read_events(directory), read_meta(directory)["size"])
 
 
-def mean_step_time(cluster: Cluster) -> float:
-    """Seconds of a step on a worker that is not slow, on average."""
-    draws = as_duration(cluster.step_time).draw(Random(0), 0, 64)
-    return in_order(draws) / len(draws)
-
-
-def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, str]]:
+def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: bool = False) -> Iterator[tuple[str, str]]:
     """Each mode over the server; where bytes take time, those that need no server over all-reduce too, unless told. Modes
-    that send models have a way of their own."""
+    that send models have a way of their own. Of modes that the user did not choose (`default`) bsp alone is there twice."""
+    timed = cluster.workers > 1 and cluster.link != Link()
     for text in sync:
         spec = parse_spec(text)
         spec.policy(cluster.workers)
         choices = list(vias)
+        if not choices and spec.averaging is not None and cluster.links and not cluster.model_bytes:
+            choices = ["ps"]  # of a record: an exchange is a latency to the servers and back
         if not choices and (spec.averaging is not None or spec.gossip is not None):
             choices = ["auto"]
         if not choices:
-            choices = ["ps"]
-            if spec.mode.barrier and spec.mode.all_reduce and cluster.workers > 1 and cluster.link != Link():
-                choices.append("allreduce")
+            both = timed and spec.mode.barrier and spec.mode.all_reduce
+            choices = ["ps", "allreduce"] if both else ["ps"]
+            if both and default and spec.mode.name != "bsp":
+                choices = ["allreduce"]
         for via in choices:
             yield text, resolve_via(spec, via, cluster)
 
 
 def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
     changes: dict[str, Any] = {name: given[name] for name in ("workers", "batch") if name in given}
+    if "batch" in given:
+        changes["batches"] = {}
+    if "fixed_time" in given:
+        changes |= {"fixed_time": parse_seconds(given["fixed_time"], "--fixed-time"), "fixed_times": {}}
     if "step_time" in given or "spread" in given:
         seconds = parse_seconds(given["step_time"], "--step-time") if "step_time" in given else mean_step_time(cluster)
         changes["step_time"] = Lognormal(seconds, given["spread"]) if "spread" in given else Constant(seconds)
@@ -308,6 +452,8 @@ def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
         link["bandwidth"] = parse_rate(given["bandwidth"], "--bandwidth")
     if "latency" in given:
         link["latency"] = parse_seconds(given["latency"], "--latency")
+    if link and cluster.links and not cluster.model_bytes:
+        changes["links"] = {}  # of a record: what is given takes the place of what was measured
     return replace(cluster, **changes, link=replace(cluster.link, **link))
 
 
@@ -349,6 +495,11 @@ def _print(table: TextTable) -> None:
 
 def _say(text: str) -> None:
     typer.echo(text)
+
+
+def _folded(text: str) -> str:
+    """Prose as wide as the terminal; in a pipe on one line."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text
 
 
 def _write_json(path: Path | None, results: list[dict[str, Any]] | dict[str, Any]) -> None:

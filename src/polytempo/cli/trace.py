@@ -7,6 +7,8 @@ from pathlib import Path
 
 from polytempo.errors import counted
 from polytempo.report.table import TextTable
+from polytempo.strategy.soundness import refusal
+from polytempo.sync.spec import parse_spec
 from polytempo.traces.analysis import TraceAnalysis, analyse
 from polytempo.traces.read import read_trace
 
@@ -58,3 +60,12 @@ def _shares(shares: Sequence[float]) -> str:
         return f"{shares[0]:g} each"
     text = " ".join(f"{share:g}" for share in shares)
     return text if len(text) <= 24 else f"{min(shares):g} to {max(shares):g}"
+
+
+def refused_here(found: TraceAnalysis) -> str:
+    """That Polytempo itself refuses the best mode for a model in these stages, and why; empty where it does not."""
+    sync = found.best().mode.split(" ")[0]  # a prediction may add how batches are cut
+    reason = refusal(parse_spec(sync), found.stages, 1)
+    if reason is None:
+        return ""
+    return f"note: polytempo run refuses {sync} with pipe={found.stages}: {reason.reason}; there use {reason.instead}"

@@ -41,12 +41,15 @@ from polytempo.protocol.messages import (
     MetricReport,
     PartialPush,
     ReadAnswer,
+    RecallState,
     Refused,
     Register,
     Resend,
     SamplesLeased,
+    ScriptState,
     SendSeed,
     ShareDevice,
+    StateRecalled,
     StatusReply,
     Stopped,
     StoreGet,
@@ -63,6 +66,9 @@ from polytempo.transport.deadline import LOOK_EVERY, MORE_TIME, Deadline, said_o
 
 #: Seconds for which a wait keeps a communication thread from using the client, at most.
 TURN = 0.005
+
+#: Seconds between two questions to the servers while a rank that is lost may have been given up.
+ASK_EVERY = 1.0
 
 
 class Client:
@@ -97,8 +103,13 @@ class Client:
         self.retry = retry
         self.pool = pool
         self.whereabouts = Whereabouts()  #: what answers to `AskWhere` have said so far
+        self.departed: set[int] = set()  #: workers that have ended, or were given up, by the coordinator's word
+        self._asked = 0.0  # when the servers were last asked, for want of a word of it
+        self._listening = False  # for that word only: what else comes waits until it is waited for
+        self._postponed: list[tuple[int, AnyMessage, list[Bytes]]] = []
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
+        self._recalled: dict[bool, tuple[StateRecalled, list[Bytes]]] = {}  # the answers to `RecallState`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
         self._mapped: dict[str, dict[int, str]] = {}  # by optimizer: what shards have said to `ShareDevice`
@@ -122,8 +133,8 @@ class Client:
             Refused: self._refused,
             StoreSet: self._value_stored,
             SamplesLeased: self._places_leased,
+            StateRecalled: lambda shard, message, buffers: self._recalled.update({message.shared: (message, buffers)}),
             Departed: self._departed,
-            Whereabouts: self._told_where,
             Stopped: self._stopped,
         }
         try:
@@ -262,6 +273,48 @@ class Client:
         assert self._leased is not None
         return self._leased
 
+    def ask_who_departed(self, patience: float) -> None:
+        """Listen for a while to which workers are gone, and to nothing else: answers are taken in where a step waits for
+        them, so that all workers learn of the end of the budget after the same step. What the servers are asked they answer,
+        once they have given this worker itself up, with the reason.
+
+        Raises:
+            JobEnded: They go on without this worker.
+        """
+        now = time.monotonic()
+        if now - self._asked >= ASK_EVERY:
+            self._asked = now
+            for state in self.exchanges.states.values():
+                self.exchanges.ask_status(state)
+        self.listen(patience)
+
+    def listen(self, patience: float = 0.0) -> None:
+        """Take in who is gone, where workers are and that the job has ended; the rest stays until it is waited for."""
+        self._listening = True
+        try:
+            self.connections.receive(patience)
+        finally:
+            self._listening = False
+
+    def _take_postponed(self) -> None:
+        while self._postponed:
+            shard, message, buffers = self._postponed.pop(0)
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(shard, message, buffers)
+
+    def report_state(self, message: ScriptState, buffers: list[Bytes]) -> None:
+        """Give the coordinator what the script has registered for checkpoints."""
+        self.connections.send(0, message, buffers)
+
+    def recall_state(self, shared: bool) -> tuple[StateRecalled, list[Bytes]]:
+        """What was registered in the checkpoint that the job goes on from."""
+        asked = RecallState(shared=shared)
+        self.connections.send(0, asked)
+        again = lambda: self.connections.send(0, asked)  # noqa: E731
+        self._wait(lambda: shared in self._recalled, "what the checkpoint has of the script", again)
+        return self._recalled.pop(shared)
+
     # Waiting.
 
     def share(self, lock: threading.RLock) -> None:
@@ -291,6 +344,7 @@ class Client:
         states: Sequence[ClientState],
         deadline: Deadline,
     ) -> None:
+        self._take_postponed()
         heard, moved = time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
             turn = min(self.retry, 1.0, deadline.until_next_look)
@@ -303,13 +357,14 @@ class Client:
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
-            self.check_wait(deadline, what, states)
+            self.check_wait(deadline, what, states, self.connections.silence() if moved == before else "")
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
 
-    def check_wait(self, deadline: Deadline, what: str, states: Sequence[ClientState] = ()) -> None:
+    def check_wait(self, deadline: Deadline, what: str, states: Sequence[ClientState] = (), silent: str = "") -> None:
         """Report a wait for an answer if that is due, with the workers that the mode waits for and what these are in.
+        `silent`: the servers that are not heard of.
 
         Raises:
             PeerError: The time is over.
@@ -321,7 +376,7 @@ class Client:
             self.ask_where(AskWhere(life=0, ranks=ranks))
 
         def waited_for() -> str:
-            waits = what if held is None else held.waits_for(what)
+            waits = f"{what if held is None else held.waits_for(what)}{silent}"
             return f"for {'; '.join(filter(None, (waits, said_of(ranks, self.whereabouts.calls))))}"
 
         if deadline.over:
@@ -342,6 +397,7 @@ class Client:
 
     def poll(self) -> None:
         """Handle what has come, without waiting."""
+        self._take_postponed()
         self.connections.receive(0)
 
     def together(self) -> AbstractContextManager[None]:
@@ -355,6 +411,13 @@ class Client:
     # Messages.
 
     def _handle(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if isinstance(message, Whereabouts):
+            self._told_where(message)
+            return
+        if self._listening and not isinstance(message, Departed | Stopped):
+            self._postponed.append((shard, message, buffers))
+            return
+        self._take_postponed()
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(shard, message, buffers)
@@ -378,6 +441,8 @@ class Client:
         self._welcomes.add(shard)
 
     def _departed(self, shard: int, message: Departed, buffers: list[Bytes]) -> None:
+        if message.ended:
+            self.departed.add(message.worker)
         self.on_departed(message.worker)
         if message.group:
             ranks = ", ".join(map(str, message.group))
@@ -386,7 +451,7 @@ class Client:
                 f"{text}; start the job again, from a checkpoint", (message.worker,)
             )
 
-    def _told_where(self, shard: int, message: Whereabouts, buffers: list[Bytes]) -> None:
+    def _told_where(self, message: Whereabouts) -> None:
         self.whereabouts.ended.update(message.ended)
         self.whereabouts.calls.update(message.calls)
 
@@ -404,14 +469,14 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str, life: int = 0) -> None:
-        """Leave the job and close. A worker that finishes waits for its last answers first (`delay`). `life`: the number of
-        jobs that this process had left before."""
+    def leave(self, reason: str, alone: int = 0, life: int = 0) -> None:
+        """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
+        waits for its last answers first (`delay`). `life`: the number of jobs that this process had left before."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, life=life)
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone, life=life)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

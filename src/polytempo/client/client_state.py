@@ -56,6 +56,8 @@ class ClientState:
     deferred: bool = False  # is the last push's answer taken later, by a caller that did not wait for it?
     held: Held | None = None
     checkpoint: str = ""  # one was begun, to which what this worker's filters hold back belongs
+    wanted: str = ""  # likewise, for what the script has registered
+    pushed: int = -1  # its last push
     answer: Answer = field(default_factory=lambda: NO_ANSWER)  # the last, of the first shard
     take: Callable[[dict[int, list[Bytes]], tuple[int, ...]], None] = lambda parts, absent: None
     take_rows: Callable[[int, RowsOfShards], None] = lambda exchange, rows: None

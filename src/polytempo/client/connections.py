@@ -9,7 +9,7 @@ import zmq
 
 from polytempo.client.process_identity import InheritedChannel
 from polytempo.errors import PeerError
-from polytempo.protocol.messages import AnyMessage, Hello, decode, encode
+from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, decode, encode
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.poller import Poller
 
@@ -29,6 +29,7 @@ class ServerConnections:
     def __init__(self, channels: Sequence[Channel], hello: Hello, handle: HandleMessage) -> None:
         self.channels = list(channels)
         self.bytes_sent = self.bytes_received = 0
+        self._silent: set[int] = set()  # shards that were asked what became of a message, and have sent nothing since
         self._hello, self._handle = hello, handle
         self._poller = Poller()
         for channel in channels:
@@ -44,6 +45,8 @@ class ServerConnections:
         """Send a message to one shard. Where its server is gone, the reason it gave, if any, is raised."""
         try:
             self.bytes_sent += self.channels[shard].send(encode(message), buffers)
+            if isinstance(message, PushStatus):
+                self._silent.add(shard)
         except PeerError:
             with suppress(PeerError):
                 self.receive(0)
@@ -57,6 +60,7 @@ class ServerConnections:
             more = channel.pollable() in ready
             while more and (received := channel.receive()) is not None:
                 got = True
+                self._silent.discard(shard)
                 header, buffers = received
                 self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
                 self._handle(shard, decode(header), buffers)
@@ -71,6 +75,10 @@ class ServerConnections:
     def moved(self) -> int:
         """Bytes that have moved on any connection, either way; those of messages that are only partly through, too."""
         return sum(channel.moved() for channel in self.channels)
+
+    def silence(self) -> str:
+        """Which servers do not answer a question that each answers at once, however busy it is; for the end of a line."""
+        return "".join(f"; server {shard} does not answer, is it stopped?" for shard in sorted(self._silent))
 
     def reconnect(self, shard: int, channel: Channel) -> None:
         """Go on over another connection to the same server."""

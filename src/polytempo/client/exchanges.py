@@ -49,7 +49,7 @@ class Exchanges:
         push.asked = self.asked
         state = self.states[push.id.optimizer_id]
         state.outstanding[push.id.step] = waiting
-        state.held = None
+        state.held, state.pushed = None, max(state.pushed, push.id.step)
         if sent is None:
             self._send(waiting)
             return
@@ -143,7 +143,9 @@ class Exchanges:
         state.released = max(state.released, first.step)
         state.version, state.skipped, state.staleness = first.version, first.skipped, first.staleness
         state.waited += first.waited if waited else 0.0
-        state.held, state.answer, state.checkpoint = None, first, first.checkpoint or state.checkpoint
+        state.held, state.answer = None, first
+        if first.checkpoint:
+            state.checkpoint = state.wanted = first.checkpoint
         if first.stop and self.heeds in ("", state.name):
             self.stop = True
         if first.rows:

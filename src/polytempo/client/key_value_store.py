@@ -85,7 +85,7 @@ class JobWatch(RankWatch):
             try:
                 self._told = call
                 self._client.ask_where(AskWhere(life=self._life, call=call, ranks=tuple(ranks)))
-                self._client.poll()
+                self._client.listen()
             finally:
                 self._lock.release()
             told = self._client.whereabouts

@@ -56,6 +56,7 @@ class CallQueue:
         self.finished = 0  #: calls up to this number have ended here
         self.later: tuple[int, Exception] | None = None  #: a call that this rank has not come to has failed elsewhere
         self.early: dict[int, tuple[Exception, bool]] = {}  #: failures of generations that this rank has not reached
+        self.heard: LinkMessage | None = None  #: the last failure that another rank has told
         self.tasks: deque[Task] = deque()
         self.when_failed: Callable[[], object] = lambda: None  #: opens it again, unless that is final
 
@@ -162,6 +163,13 @@ class CallQueues:
             if rank != self._messages.rank and rank not in self._messages.left:
                 self._messages.links[rank].send(message)
 
+    def pass_on(self) -> None:
+        """Repeat the failures that others have told, before this rank leaves because of them: a rank that was not told yet
+        would see this one go, and name it as the cause."""
+        for queue in self:
+            if queue.heard is not None:
+                self.spread(queue, queue.heard)
+
     def forget(self, context: int, number: int) -> None:
         """Drop what is left of calls up to this one: all ranks have given them up."""
         self._messages.mailbox.drop(context, number)
@@ -177,6 +185,8 @@ class CallQueues:
 
     def _failure_elsewhere(self, message: LinkMessage) -> None:
         queue = self._queues.setdefault(message.context, CallQueue(message.context, ()))
+        if not queue.final:
+            queue.heard = message
         error, generation, final, number = read_failure(message)
         if final or (generation == queue.generation and number <= queue.finished + 1):
             self.fail(queue, error, tell=False, final=final)

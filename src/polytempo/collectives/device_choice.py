@@ -58,7 +58,7 @@ class DeviceWay:
     reason: str
 
 
-def choose_way(facts: Sequence[DeviceFacts], network: Network = Network()) -> DeviceWay:  # noqa: B008  it is frozen
+def choose_way(facts: Sequence[DeviceFacts], network: Network = Network()) -> DeviceWay:
     """The way for the tensors of a group.
 
     Args:

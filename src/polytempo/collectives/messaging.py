@@ -9,7 +9,8 @@ which the progress engine asks again whenever a link was read.
     HANDLE   of device memory, kept likewise; a DEVICE_NOTE is a NOTE that says so: what it tells of lies there
     ON_HOST  the sender's part of a call goes by host memory
     WAITS    the calls in which the sender waits for long; empty: none any more
-    BYE      an orderly end: a link that closes without it belongs to a rank that has crashed
+    BYE      an orderly end: a link that closes without it belongs to a rank that has crashed, or is silent
+    GIVEN_UP the sender goes on without this rank, and why: this rank can only end
 
 The calls that messages announce, and failures of calls, go to the call queues (`call_queues.py`).
 """
@@ -34,6 +35,7 @@ from polytempo.transport.peer_link import (
     DATA,
     DEVICE_NOTE,
     FAILED,
+    GIVEN_UP,
     HANDLE,
     NOTE,
     ON_HOST,
@@ -63,6 +65,8 @@ class Messaging:
         self.handed: Counter[int] = Counter()  #: context -> bytes for other ranks: sent to them, or put into shared memory
         self.left: dict[int, str] = {}  #: ranks that are gone, and why
         self.crashed: dict[int, float] = {}  #: those that did not say goodbye, and since when
+        self.silent: set[int] = set()  #: those of them that may be alive: no kernel has said that they have ended
+        self.given_up = ""  #: why other ranks go on without this one
         self.pool = Pool()
         self.mailbox = Mailbox(self.pool)
         self.notified: dict[tuple[int, int], int] = {}  #: (source, context) -> the highest number
@@ -83,6 +87,7 @@ class Messaging:
             ON_HOST: self._on_host,
             WAITS: self._waits,
             BYE: lambda source, message, payload: self._goodbyes.add(source),
+            GIVEN_UP: self._left_behind,
         }
         let_go_after_fork(self.links)
 
@@ -165,17 +170,35 @@ class Messaging:
 
     def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         """A whole message is there."""
-        if message.meta and message.kind not in (FAILED, WAITS):
+        if message.meta and message.kind not in (FAILED, WAITS, GIVEN_UP):
             self.on_call(source, message)
         self._arrivals[message.kind](source, message, payload)
 
     def gone(self, source: int, reason: str) -> None:
         """A link has ended."""
+        if source in self.left:  # it was given up before
+            return
         if source in self._goodbyes:
             self.left[source] = "has left the job"
         else:
-            self.left[source] = f"is gone ({reason})"
-            self.crashed[source] = time.monotonic()
+            self._lose(source, f"is gone ({reason})", source in self.links and self.links[source].silent)
+
+    def _lose(self, rank: int, how: str, silent: bool) -> None:
+        self.left[rank], self.crashed[rank] = how, time.monotonic()
+        if silent:
+            self.silent.add(rank)
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """Go on without a rank that is still connected, and tell it so. Its link stays open: closed, it would look to that
+        rank as if this one had ended. For tasks only."""
+        if rank not in self.left:
+            self.links[rank].send(LinkMessage(GIVEN_UP, 0, 0, reason.encode()))
+            self._lose(rank, f"was given up ({reason})", True)
+
+    def _left_behind(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        self.given_up = self.given_up or message.meta.decode(errors="replace")
+        if source not in self.left:
+            self._lose(source, f"goes on without rank {self.rank} ({self.given_up})", True)
 
     def _data(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         self.payload_received += payload.nbytes if payload is not None else 0

@@ -41,6 +41,7 @@ class ProgressEngine:
         self.rank, self.watch = rank, watch or RankWatch()
         self.messages = Messaging(rank)
         self.queues = CallQueues(self.messages)
+        self.started = 0  #: tasks: collectives and messages
         self._free: list[Task] = []  # tasks of no queue
         self._submitted: deque[Task] = deque()
         self._poller = Poller()
@@ -80,6 +81,7 @@ class ProgressEngine:
         """Append a task to its queue; with `background`, it goes on whether or not a caller waits for it."""
         task = Task(self, queue, name, steps, timeout)
         task.number, task.on = number, on
+        self.started += 1
         if self._closing:
             task.finish(None, PeerError("the group was closed"))
             return task
@@ -264,6 +266,9 @@ class ProgressEngine:
                 task.finish(None, PeerError(task.deadline.line(f"in {task.name}{self._missing(task)}")))
             else:
                 task.deadline.report(lambda task=task: f"in {task.name}{self._missing(task)}")  # type: ignore[misc]
+        for task in heads:
+            if task.done and task.queue.tasks and task.queue.tasks[0] is task:
+                self._retire(task.queue)  # now: its caller may leave, and the others must have heard why
 
     def _tell(self, waiting: Sequence[Task]) -> None:
         """Let the other ranks know in which calls this one waits for long, if that has changed; they may wait for it."""
@@ -318,6 +323,7 @@ class ProgressEngine:
             last.callback(self._end_all, PeerError("the group was closed"))
             for link in reversed(self.messages.links.values()):
                 last.callback(self._closes, link)
+            last.callback(self.queues.pass_on)
 
     def _end_all(self, error: Exception) -> None:
         for queue in self.queues:

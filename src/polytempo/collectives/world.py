@@ -1,7 +1,9 @@
 """All ranks of a job, as one of them sees them: links to the others, a progress engine, and groups.
 
 A group that has lost a member can be formed again without it: the surviving ranks first agree on the lost ones, by telling
-each other which ranks they miss until all miss the same.
+each other which ranks they miss until all miss the same. A rank that is only silent may be alive: `quorum.py` says who may
+go on without it. Where there is a coordinator its word is waited for; else a rank that one of them does not hear is given
+up by all, and told so.
 
 Every group has a context, which its messages carry. A new group of the world takes the next number, on all ranks. A subgroup
 takes one of its parent's, on the parent's ranks alone, so what one group makes for itself need not be known outside.
@@ -10,7 +12,10 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy
@@ -20,14 +25,16 @@ from polytempo.collectives.device_choice import Network
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.tasks import Steps, Wait
-from polytempo.errors import UsageError
+from polytempo.collectives.quorum import objection, of_ranks
+from polytempo.collectives.tasks import Steps, Task, Wait
+from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.transport.deadline import Deadline, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks, Rendezvous, rendezvous_by_name, rendezvous_by_store
+from polytempo.transport.zmq_link import HOST_TIMEOUT, patience_for
 
 #: Seconds in which all ranks must come to the rendezvous.
 JOIN_TIMEOUT = 60.0
@@ -43,6 +50,12 @@ GENERATIONS = 1 << 12
 #: Contexts from here on belong to subgroups, this many for each group.
 WITHIN = 1 << 30
 SUBGROUPS = 1 << 10
+#: Seconds after which a rank that waits in a step listens to the coordinator.
+LISTEN_EVERY = 0.5
+#: What a rank is told that was given up by the coordinator's word.
+GIVEN_UP = "the coordinator has given it up"
+#: How a rank is missed: it may be alive, or its process is known to have ended.
+SILENT, ENDED = 1, 2
 
 
 class World:
@@ -58,6 +71,12 @@ class World:
     ) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
         self.timeout, self.network = timeout, network
+        #: Says which ranks the coordinator has given up, after listening for a moment; or None, once this rank has left it.
+        #: It is None itself where the job has no coordinator.
+        self.word: Callable[[], frozenset[int] | None] | None = None
+        self.patience = patience_for(HOST_TIMEOUT)  #: seconds in which a link comes back, or is given up
+        self._members: dict[int, tuple[int, ...]] = {}  # of the last generation, by number
+        self._views: dict[tuple[int, int, int], Receipt] = {}  # context, rank, and how many it misses
         self._generations: dict[tuple[int, int], int] = {}
         engine.when_closed = links.close
         engine.attach(links.links)
@@ -115,44 +134,161 @@ class World:
         chosen = sorted(ranks)
         return self._group(chosen, WITHIN + parent * SUBGROUPS + number) if self.rank in chosen else None
 
-    def reform(self, number: int = 0, lost: Sequence[int] = ()) -> RankGroup:
+    def reform(self, number: int = 0) -> RankGroup:
         """All surviving ranks, as a new generation of the group of this number. All of them must call this.
 
-        `lost`: ranks known to be lost, though that may not have been seen here yet. Should another rank die meanwhile, some
-        ranks may get a group that the others are not in; they fail there, call this again, and agree with the rest.
+        Should another rank die meanwhile, some ranks may get a group that the others are not in; they fail there, call this
+        again, and agree with the rest.
+
+        Raises:
+            RankLost: These ranks may not go on without the lost (`quorum.py`), or others go on without this one.
         """
-        queue = CallQueue(-1, tuple(range(self.size)))
-        steps = self._agree(2 * (AGAIN + number) + 1, lost)
-        ranks = self.engine.start(queue, "forming a group without the lost", steps, False, self.timeout).wait()
+        members = self._members.get(number, tuple(range(self.size)))
+        word = self._await_word(members)
+        steps = self._agree(2 * (AGAIN + number) + 1, members, word or ())
+        queue, name = CallQueue(-1, members), "forming a group without the lost"
+        ranks, ended = self.engine.start(queue, name, steps, False, self.timeout).wait()
+        if word is not None:
+            word = self._await_word(members)
+        self._check(members, ranks, ended, word)
+        self._members[number] = tuple(ranks)
         missing = self.size - len(ranks)
         again = self._generations[number, missing] = self._generations.get((number, missing), 0) + 1
         context = AGAIN * (2 + number) + missing * GENERATIONS + again
         return self._group(ranks, context)
 
-    def _agree(self, context: int, lost: Sequence[int]) -> Steps:
-        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context."""
-        yield Wait(lambda: not self._unseen(lost), lambda: self._unseen(lost))
-        while True:
-            missing = sorted(self.engine.messages.left)
-            alive = [rank for rank in range(self.size) if rank not in missing]
-            others = [rank for rank in alive if rank != self.rank]
-            view = numpy.zeros(self.size, dtype=numpy.uint8)
-            view[missing] = 1
-            receipts = [self.engine.messages.expect(context, len(missing), rank, self.size) for rank in others]
-            for rank in others:
-                self.engine.messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
-            outdated = partial(self._knows_more_than, len(missing))
-            yield Wait(partial(_any, partial(_all_done, receipts), outdated), partial(_senders, receipts))
-            for receipt in receipts:
-                self.engine.messages.mailbox.withdraw(receipt, context, len(missing))
-            if outdated():
-                continue
-            if all(receipt.buffer is not None and numpy.array_equal(receipt.buffer, view) for receipt in receipts):
-                return alive
-            yield Wait(outdated, partial(_senders, receipts))  # what others miss is soon missed here, too
+    def wait(self, task: Task) -> None:
+        """Wait for a call, and listen meanwhile: ranks that the coordinator gives up are lost at once, and not when their
+        link has been silent for long enough.
 
-    def _unseen(self, lost: Sequence[int]) -> list[int]:
-        return [rank for rank in lost if rank not in self.engine.messages.left]
+        Raises:
+            RankLost: A rank that takes part has ended, or was given up.
+        """
+        while self.word is not None and not task.done:
+            with suppress(PeerError):  # the time is over, or the call has failed, which the last wait raises
+                task.wait(LISTEN_EVERY)
+            if not task.done and (word := self.word()):
+                self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(word), False).wait()
+        task.wait()
+
+    def _give_up(self, word: Iterable[int]) -> Steps:
+        for rank in word:
+            self.engine.messages.give_up(rank, GIVEN_UP)
+        return
+        yield
+
+    def confirm_loss(self, members: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
+        """Some of these ranks are missing: which, once the others may go on without them. `lost`: as another rank has told,
+        which may have lost others than the coordinator gives up.
+
+        Raises:
+            RankLost: They may not.
+        """
+        word, left = self._await_word(members), self.engine.messages.left
+        if word:
+            self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(word), False).wait()
+        told = lost if word is None else ()
+        missing = [rank for rank in members if rank in left or rank in told]
+        self._check(members, [rank for rank in members if rank not in missing], {*self._ended(), *told}, word)
+        return missing
+
+    def _check(
+        self, members: Sequence[int], present: Sequence[int], ended: Iterable[int], word: frozenset[int] | None
+    ) -> None:
+        missing = tuple(rank for rank in members if rank not in present)
+        self._check_given_up()
+        if why := objection(members, present, frozenset(ended), word):
+            raise RankLost(f"rank {self.rank} ends: {why}", missing)
+
+    def _check_given_up(self) -> None:
+        messages = self.engine.messages
+        if messages.given_up:
+            raise RankLost(f"the other ranks go on without rank {self.rank}: {messages.given_up}", tuple(messages.silent))
+
+    def _ended(self) -> list[int]:
+        """Ranks whose end is known to a kernel that was heard."""
+        messages = self.engine.messages
+        return [rank for rank in messages.left if rank not in messages.silent]
+
+    def _await_word(self, members: Sequence[int]) -> frozenset[int] | None:
+        """Wait until the coordinator has given up every member of another host that this rank misses, and one at least. It
+        hears of a killed process at once, so its word is waited for where a connection has closed, too: what one side has
+        closed because it has given this rank up looks the same.
+
+        Of two hosts that have lost each other alone, and not the coordinator, the one with the higher rank ends first: then
+        the coordinator gives it up, and the other goes on.
+
+        Returns:
+            All ranks that it has given up; None where there is no coordinator.
+
+        Raises:
+            RankLost: It has not given them up in time.
+        """
+        if self.word is None:
+            return None
+        deadline, here = Deadline(self.rank), next(host for host in self.hosts if self.rank in host)
+        while True:
+            word = self.word()
+            if word is None:  # it has left: it is told no more, and goes on without those only that have ended
+                return frozenset()
+            self.engine.look()  # this rank may lose another meanwhile
+            missed = [rank for rank in members if rank in self.engine.messages.left]
+            unknown = [rank for rank in missed if rank not in word and rank not in here]
+            if not unknown and (missed or word & set(members)):
+                return word
+            patience = self.patience * (3 if not unknown else 2 if self.rank < max(unknown) else 1)
+            if deadline.waited >= patience:
+                which = of_ranks(unknown) if unknown else "the rank that another has lost"
+                cause = f"rank {self.rank} cannot reach {which}" if unknown else f"rank {self.rank} has lost no rank"
+                text = f"{cause}, and the coordinator has not given up {which} in {deadline.waited:.0f} s"
+                raise RankLost(f"{text}; look at the network between the hosts", tuple(unknown))
+            deadline.report(lambda: f"for the coordinator to give up {of_ranks(unknown) if unknown else 'a rank'}")  # noqa: B023
+
+    def _agree(self, context: int, members: Sequence[int], word: Iterable[int]) -> Steps:
+        """Exchange the missing ranks; the more are missing, the later the round, so rounds can share a context.
+
+        A rank that others miss, and this one does not, has ended, and is soon missed here, too; or it is given up after a
+        while. The one that most of them miss goes first, or the highest: two that miss each other need not both be lost,
+        and most of the others choose the same.
+        """
+        messages, until = self.engine.messages, 0.0
+        yield from self._give_up(word)
+        while True:
+            self._check_given_up()
+            missing = [rank for rank in range(self.size) if rank in messages.left]
+            alive = [rank for rank in members if rank not in missing]
+            others = [rank for rank in alive if rank != self.rank]
+            view, ended = numpy.zeros(self.size, dtype=numpy.uint8), self._ended()
+            view[missing] = SILENT
+            view[ended] = ENDED
+            ahead = [self._view(context, rank, tag) for rank in others for tag in range(len(missing) + 1, self.size)]
+            receipts = [self._view(context, rank, len(missing)) for rank in others]
+            for rank in others:
+                messages.send(rank, LinkMessage(DATA, context, len(missing)), view)
+            outdated, missed = partial(self._knows_more_than, len(missing)), partial(self._missed_by, (*receipts, *ahead))
+            yield Wait(lambda: _all_done(receipts) or outdated() or bool(missed()), partial(_senders, receipts))  # noqa: B023
+            if not outdated() and _all_done(receipts) and not missed():
+                views = [numpy.asarray(receipt.buffer) for receipt in receipts]
+                for rank in others:
+                    self._views.pop((context, rank, len(missing)))
+                return alive, {rank for rank in missing if any(theirs[rank] == ENDED for theirs in (view, *views))}
+            until = until or time.monotonic() + self.patience
+            yield Wait(lambda: outdated() or time.monotonic() > until, lambda: sorted(missed()))  # noqa: B023
+            if not outdated() and (counts := missed()):
+                rank = max(counts, key=lambda rank: (counts[rank], rank))
+                messages.give_up(rank, f"another rank has heard nothing of rank {rank}")
+
+    def _view(self, context: int, rank: int, missing: int) -> Receipt:
+        """What a rank says that misses this number of ranks; it may come before this rank misses as many."""
+        key = context, rank, missing
+        if key not in self._views:
+            self._views[key] = self.engine.messages.expect(context, missing, rank, self.size)
+        return self._views[key]
+
+    def _missed_by(self, receipts: Iterable[Receipt]) -> Counter[int]:
+        """Ranks that these views miss and this rank does not, and how many views."""
+        views = [numpy.flatnonzero(receipt.buffer) for receipt in receipts if receipt.done and receipt.buffer is not None]
+        return Counter(int(rank) for view in views for rank in view if rank not in self.engine.messages.left)
 
     def _knows_more_than(self, missing: int) -> bool:
         return len(self.engine.messages.left) > missing
@@ -175,7 +311,7 @@ def open_by_name(
     call: str = "",
 ) -> World:
     """Ranks of one host that all know a name no other job uses. `watch`, `call`: as for `open_by_store`."""
-    _check(rank, size)
+    _check_rank(rank, size)
     watch = watch or RankWatch()
     engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
     return _opened(engine, size, lambda: rendezvous_by_name(name, meeting, engine.messages), timeout)
@@ -191,16 +327,20 @@ def open_by_store(
     join_timeout: float | None = JOIN_TIMEOUT,
     timeout: float | None = None,
     emulated: EmulatedHost | None = None,
+    host_timeout: float = HOST_TIMEOUT,
     watch: RankWatch | None = None,
     call: str = "",
 ) -> World:
-    """Ranks that see one store, on any hosts. `emulated`: this rank's place where the network is emulated. `watch`: knows
-    of ranks that have ended: they are not waited for, and what needs them raises `RankLost`. `call`: needs this world."""
-    _check(rank, size)
+    """Ranks that see one store, on any hosts. `emulated`: this rank's place where the network is emulated. `host_timeout`: a
+    link comes back within these seconds, or is given up. `watch`: knows of ranks that have ended; they are not waited for,
+    and what needs them raises `RankLost`. `call`: that needs this world."""
+    _check_rank(rank, size)
     watch = watch or RankWatch()
     engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
-    meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated)
-    return _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
+    meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated, host_timeout)
+    world = _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
+    world.patience = patience_for(host_timeout)
+    return world
 
 
 def _opened(
@@ -240,10 +380,6 @@ def _senders(receipts: Sequence[Receipt]) -> list[int]:
     return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
 
 
-def _any(*conditions: Callable[[], bool]) -> bool:
-    return any(condition() for condition in conditions)
-
-
-def _check(rank: int, size: int) -> None:
+def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise UsageError(f"expected a rank between 0 and {size - 1}, got {rank}")

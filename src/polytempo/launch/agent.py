@@ -3,25 +3,28 @@
 The agent announces its number of workers, receives their ranks, and starts them. It reports their ends and sends a heartbeat
 twice a second, so that the coordinator can tell when this host is gone. Each heartbeat is answered: without an answer for
 `--host-timeout` seconds the job's host is gone, and the workers here end.
+
+A connection whose link was down for a while is quiet for as long again: its kernel tries less and less often. So where
+answers fail to come the agent makes a new connection, again and again: its host is heard of as soon as the link is back.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.child_process import ENDING, ChildProcess
 from polytempo.launch.display import Display
 from polytempo.launch.forked_process import preload
 from polytempo.launch.job_facts import job_from
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.job_processes import start_worker
 from polytempo.launch.process_monitor import (
-    ENDING,
     INTERRUPTED,
     Exited,
     MonitorEvent,
@@ -39,6 +42,8 @@ from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.zeromq import ZmqChannel
 
 HEARTBEAT_EVERY = 0.5
+#: A connection is made anew when a heartbeat is not answered for this many seconds, or for this many times as long as usual.
+RENEW_AFTER, RENEW_TIMES = 1.0, 8
 #: Seconds to wait for the coordinator's first answer.
 PATIENCE = 15.0
 #: Seconds without an answer after which the job is given up: more than the coordinator waits for a host, since a server may
@@ -86,13 +91,17 @@ class Agent:
         self._failed = False
         self._interrupted = False
         self._heard = 0.0  # time of the last message of the coordinator
+        self._unanswered: deque[float] = deque()  # times of heartbeats on this connection
+        self._patience = request.host_timeout
+        self._usual = 0.0  # seconds until one is answered
+        self._ends: list[Gone] = []  # all that were reported
         self._monitor = ProcessMonitor()  # from here on signals are waited for
         self._folder = JobFolder("agent")
 
     def run(self) -> int:
         """Join, run, and end; the exit status."""
         with ExitStack() as undo:
-            undo.callback(self._monitor.close)
+            undo.callback(lambda: self._monitor.close(told_to_end=self._interrupted))
             undo.callback(self._folder.remove)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._channel.close)
@@ -115,16 +124,26 @@ class Agent:
         next_heartbeat, self._heard = 0.0, time.monotonic()
         while self._monitor.running() and not self._cause and not self._interrupted:
             if time.monotonic() >= next_heartbeat:
-                self._channel.send(encode(Heartbeat()))
+                self._beat()
                 next_heartbeat = time.monotonic() + HEARTBEAT_EVERY
             self._handle(self._monitor.turn(HEARTBEAT_EVERY / 2))
             self._receive()
             self.display.tick()
-            if not self._cause and time.monotonic() - self._heard > self.request.host_timeout:
+            if not self._cause and time.monotonic() - self._heard > self._patience:
                 self._cause = (
-                    f"nothing was heard of the job at {self.request.join} for {self.request.host_timeout:g} s: "
+                    f"nothing was heard of the job at {self.request.join} for {self._patience:g} s: "
                     "its host is gone or cannot be reached; this host's workers have ended (--host-timeout)"
                 )
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._unanswered and now - self._unanswered[0] > max(RENEW_AFTER, RENEW_TIMES * self._usual):
+            self._channel.renew()
+            self._unanswered.clear()
+            for end in self._ends:  # it may be lost; what is known already does no harm
+                self._channel.send(encode(end))
+        self._channel.send(encode(Heartbeat()))
+        self._unanswered.append(now)
 
     def _join(self) -> Assigned | None:
         """The ranks of this host; None when a signal ends the wait for them."""
@@ -147,6 +166,7 @@ class Agent:
 
     def _start(self, assigned: Assigned) -> None:
         facts = job_from(dict(assigned.job))
+        self._patience = max(self._patience, facts.host_timeout)  # as long as the job waits for this host
         addresses = tuple(address.replace("HOST", self._host) for address in facts.addresses)
         keys = asdict(self.request.keys) if self.request.keys else None
         count = len(assigned.ranks)
@@ -174,7 +194,9 @@ class Agent:
             elif isinstance(event, Exited):
                 reason, cause = described(event.status)
                 self._failed |= reason != "finished"
-                gone = Gone(worker=self._workers[event.child], incarnation=0, reason=reason, cause=cause)
+                rank, asked = self._workers[event.child], -event.status in ENDING
+                gone = Gone(worker=rank, incarnation=0, reason=reason, cause=cause, asked=asked)
+                self._ends.append(gone)
                 self._channel.send(encode(gone))
             elif isinstance(event, Signalled) and event.number in ENDING:
                 self._interrupted = True
@@ -184,5 +206,7 @@ class Agent:
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
             message, self._heard = decode(received[0]), time.monotonic()
-            if isinstance(message, Stopped):
+            if isinstance(message, Heartbeat) and self._unanswered:
+                self._usual += (self._heard - self._unanswered.popleft() - self._usual) / RENEW_TIMES
+            elif isinstance(message, Stopped):
                 self._cause = message.cause

@@ -1,7 +1,9 @@
 """Child processes: each leads a process group, is watched through a pidfd, and is never left behind.
 
 A signal to the process group also ends what the child has started. The kernel kills a worker with its parent
-(PR_SET_PDEATHSIG). A server sees the end of its parent as the end of its standard input: it has workers to tell.
+(PR_SET_PDEATHSIG). A server sees the end of its parent as the end of its standard input: it has workers to tell. The
+signals that end a job are the launcher's to hear: a server, and whatever else has a standard input, ignores them from its
+first instruction on, also where a scheduler sends them to every process. Servers must outlive the last checkpoint.
 
 A child that has ended is not reaped before `close`. Until then the kernel gives its process id to no other process or group,
 so that no signal reaches another process.
@@ -27,7 +29,15 @@ from polytempo.launch.terminal_output import Screen
 from polytempo.records.files import record_lost
 from polytempo.transport.deadline import Deadline
 
+#: These signals end a job.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TAIL = 80  #: lines of standard error that are kept, to be shown at the end
+
+
+def ignore_endings() -> None:
+    """Ignore the signals that end a job; a program that this process is turned into ignores them, too."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
@@ -49,8 +59,8 @@ class ChildProcess:
         forks: bool = False,
     ) -> None:
         """Args: `environment`: added to this process's own; `log`: a file for its output; `config`: the first line of its
-        standard input, which then stays open as long as this process is there; `forks`: fork it from this process, which
-        has loaded torch, instead of starting an interpreter (`forked_process.py`)."""
+        standard input, which then stays open as long as this process is there, and whose end alone ends the child; `forks`:
+        fork it from this process, which has loaded torch, instead of starting an interpreter (`forked_process.py`)."""
         self.label = label
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
@@ -61,9 +71,10 @@ class ChildProcess:
         self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
         variables = {**os.environ, **environment}
+        prepare = partial(die_with_parent, os.getpid()) if config is None else ignore_endings
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if forks:
-            self.process = ForkedProcess(command, variables, stdin=config is not None, dies_with_parent=config is None)
+            self.process = ForkedProcess(command, variables, config is not None, prepare)
         else:
             self.process = subprocess.Popen(
                 command,
@@ -72,7 +83,7 @@ class ChildProcess:
                 stderr=subprocess.PIPE,
                 env=variables,
                 process_group=0,
-                preexec_fn=partial(die_with_parent, os.getpid()) if config is None else None,  # safe: no threads here
+                preexec_fn=prepare,  # safe: no threads here
             )
         if config is not None and self.process.stdin is not None:
             with suppress(BrokenPipeError):  # the child has ended already, as its pidfd will tell
@@ -137,6 +148,13 @@ class ChildProcess:
         assert found is not None
         self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return self.status
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP, or another signal that stops, has stopped it, as the kernel says: one that is busy is not."""
+        if self.status is not None:
+            return False
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def ask_to_end(self) -> None:
         """Close the standard input of a server; send SIGTERM to a worker."""

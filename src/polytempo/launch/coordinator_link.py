@@ -13,6 +13,8 @@ from polytempo.transport.stream import StreamChannel
 
 STATUS_EVERY = 0.5
 LARGEST = 1 << 40
+#: Requests that may be unanswered: more of them would fill the socket of a coordinator that is stopped, and block a sender.
+UNANSWERED = 8
 
 
 class CoordinatorLink:
@@ -55,8 +57,9 @@ class CoordinatorLink:
         return self.requested
 
     def request_status_when_due(self) -> None:
-        """Twice a second."""
-        if self.is_open and time.monotonic() - self._requested_at >= STATUS_EVERY:
+        """Twice a second, while they are answered."""
+        is_due = time.monotonic() - self._requested_at >= STATUS_EVERY
+        if self.is_open and is_due and self.requested - self.answered < UNANSWERED:
             self.request_status()
 
     def received(self) -> Iterator[AnyMessage]:

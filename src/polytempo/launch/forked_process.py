@@ -67,21 +67,21 @@ def die_with_parent(parent: int) -> None:
 class ForkedProcess:
     """A forked Python process with pipes; the part of `subprocess.Popen` that `ChildProcess` uses."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdin: bool, dies_with_parent: bool) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], stdin: bool, prepare: Callable[[], None]
+    ) -> None:
         """Args: `command` as for `subprocess` (the interpreter, then `-m MODULE`, `-c CODE` or a script, and arguments);
-        `environment`: all of it; `stdin`: open a pipe for standard input, else it is empty; `dies_with_parent`: kill the
-        process when the launcher ends."""
+        `environment`: all of it; `stdin`: open a pipe for standard input, else it is empty; `prepare`: called in the child
+        first, while signals are still blocked."""
         self.returncode: int | None = None
         inward = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
         outward, errors = os.pipe(), os.pipe()
-        parent = os.getpid()
 
-        def prepare() -> None:
+        def lead_group() -> None:
             os.setpgid(0, 0)
-            if dies_with_parent:
-                die_with_parent(parent)
+            prepare()
 
-        self.pid = fork_python(command, environment, os.getcwd(), (inward[0], outward[1], errors[1]), prepare)
+        self.pid = fork_python(command, environment, os.getcwd(), (inward[0], outward[1], errors[1]), lead_group)
         with suppress(ProcessLookupError, PermissionError):  # the child does it too; whichever comes first
             os.setpgid(self.pid, self.pid)
         for descriptor in (inward[0], outward[1], errors[1]):

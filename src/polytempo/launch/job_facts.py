@@ -49,7 +49,10 @@ class JobFacts:
     proxies: dict[int, str] = field(default_factory=dict)  #: by rank: its way to all others, where the network is emulated
     strategy: str = ""  #: how the model is spread (--strategy); empty where the script says it, or nothing does
     budgeted: bool = False  #: has the job a budget?
+    saves: bool = False  #: does it write checkpoints?
+    resumed: bool = False  #: does it go on from one?
     replica: int = 1  #: workers that share one replica of the model, by that strategy
+    host_timeout: float = 5.0  #: seconds in which a link between hosts may come back (--host-timeout)
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:

@@ -123,6 +123,9 @@ class JobProcesses:
             strategy=request.strategy,
             replica=request.replica,
             budgeted=self._plan.limits.any,
+            host_timeout=request.host_timeout,
+            saves=request.checkpoint is not None,
+            resumed=self._checked.resume is not None,
             port=self._port,
         )
 

@@ -2,14 +2,13 @@
 
 It prints the proxy addresses of all workers in one line of JSON, and carries their bytes (`transport/link_relay.py`). When
 its standard input ends, the workers have ended, or the launcher has: what they sent before is still carried, and then this
-process ends, too. Signals that end a job are left to the launcher.
+process ends, too. Signals that end a job are left to the launcher (`child_process.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -17,16 +16,12 @@ from typing import Any
 from polytempo.transport.link_emulation import EmulatedNetwork
 from polytempo.transport.link_relay import LinkRelay
 
-#: As in `process_monitor.py`, which loads more than this small program needs.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Seconds without a byte after which it ends, though a connection is open.
 SILENCE = 5.0
 
 
 def main() -> None:
     """Read the configuration and relay."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
     config: dict[str, Any] = json.loads(sys.stdin.readline())
     network = EmulatedNetwork(config["bandwidth"], config["latency"], dict(config["own"]))
     relay = LinkRelay(network, config["workers"], config["servers"], time.monotonic)

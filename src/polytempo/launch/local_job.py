@@ -26,15 +26,15 @@ from polytempo.checkpoints import (
     partial_checkpoints,
     remove_checkpoint,
     stamp_of,
+    step_of,
     whole_checkpoints,
 )
 from polytempo.errors import counted
-from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.child_process import ENDING, ChildProcess
 from polytempo.launch.coordinator_link import STATUS_EVERY, CoordinatorLink
 from polytempo.launch.display import Display
 from polytempo.launch.job_processes import JobProcesses
 from polytempo.launch.process_monitor import (
-    ENDING,
     INTERRUPTED,
     Exited,
     MonitorEvent,
@@ -49,6 +49,7 @@ from polytempo.launch.supervisor import (
     AllDone,
     EndJob,
     FailureReport,
+    StoppedProcesses,
     Supervisor,
     SupervisorAction,
     described,
@@ -57,10 +58,15 @@ from polytempo.launch.supervisor import (
 )
 from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Notice, Status, Stop
 from polytempo.protocol.values import TrainingProgress
+from polytempo.transport.deadline import named
 from polytempo.transport.keys import write_key_file
 
 #: Seconds that the servers may take to write the record and the last checkpoint.
 SERVERS_END = 60.0
+#: SIGINT (Ctrl-C) this often ends a job at once, without its checkpoint. SIGTERM and SIGHUP never do, however often they
+#: come: a scheduler sends them to every process of a job, and a shell that it runs in may pass them on.
+ENOUGH = 3
+INSIST = "Ctrl-C three times, or SIGQUIT, ends at once"
 
 
 class CheckpointWatch:
@@ -73,12 +79,22 @@ class CheckpointWatch:
         self._before = {checkpoint: stamp_of(checkpoint) for checkpoint in there}
         self._begun = partial_checkpoints(directory) if directory is not None else set()
 
-    def newest(self) -> str:
-        """The checkpoint to resume from: the job's newest, else the one it was resumed from; empty when there is none."""
+    def newest(self) -> Path | None:
+        """The checkpoint to resume from: the job's newest, else the one it was resumed from; None when there is none."""
         found = newest_since(self.directory, self._before) if self.directory is not None else None
         if found is None and self._resumed is not None and has_all_files(self._resumed):
             found = self._resumed
-        return "" if found is None else str(found)
+        return found
+
+    def hint(self) -> str:
+        """How to go on from the newest, for the end of a line; empty when there is none."""
+        newest = self.newest()
+        return f"; go on with --resume {newest}" if newest is not None else ""
+
+    def lost_with(self, step: int) -> str:
+        """What is lost when a job that has reached this step ends at once."""
+        newest = self.newest()
+        return f"the checkpoint was not finished: steps {step_of(newest) if newest else 0} to {step} are lost"
 
     def clear(self) -> None:
         """All servers have ended: remove the partial checkpoints of this job."""
@@ -89,9 +105,8 @@ class CheckpointWatch:
         """The last line of an interrupted job about its checkpoints; `trouble`: why the last was not written."""
         if self.directory is None:
             return ""
-        newest = self.newest()
-        resume = f"go on with --resume {newest}" if newest else "there is no checkpoint to go on from"
-        return f"; {trouble}; {resume}" if trouble else f"; {resume}"
+        resume = self.hint() or "; there is no checkpoint to go on from"
+        return f"; {trouble}{resume}" if trouble else resume
 
 
 @dataclass
@@ -100,16 +115,30 @@ class JobEnd:
 
     cause: EndJob | None = None
     interrupted: bool = False
-    signals: int = 0
+    signals: int = 0  #: how many have come
+    insisted: int = 0  #: how many of them were SIGINT; SIGQUIT counts as `ENOUGH` of them
     finished: bool = False  #: the coordinator has sent the summary: all is written
+    dismissed: bool = False  #: the servers have been waited for, and end now; one that is still starting is too late
     stopped: str = ""  #: the cause that the servers were told
     lost: str = ""  #: how a server was lost after the workers had ended
     unsaved: str = ""  #: why the last checkpoint could not be written
 
     @property
     def at_once(self) -> bool:
-        """A second signal, or SIGQUIT, ends all processes at once."""
-        return self.signals > 1
+        """Whether a person wants all processes to end at once, and the checkpoint to be given up."""
+        return self.insisted >= ENOUGH
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the job ends early though nothing is wrong with the values that servers hold: they are worth saving."""
+        if self.at_once or self.cause is None:
+            return self.interrupted and not self.at_once
+        return self.cause.worker is not None and (self.cause.lost or self.signals > 0)  # else a server is lost
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the job ends before its workers have finished."""
+        return self.interrupted or self.cause is not None
 
     @property
     def in_words(self) -> str:
@@ -120,13 +149,12 @@ class JobEnd:
         """A server is lost; the first one counts."""
         self.lost = self.lost or how
 
-    def unfinished(self, stop_when_unsaved: bool, newest: str) -> EndJob | None:
+    def unfinished(self, stop_when_unsaved: bool, hint: str) -> EndJob | None:
         """All workers have finished; the cause if the servers have not, or if the last checkpoint is missing."""
         if self.finished:
             return EndJob(self.unsaved) if self.unsaved and stop_when_unsaved else None
-        resume = f"; go on with --resume {newest}" if newest else ""
         what = self.lost or "the servers ended"
-        return EndJob(f"{what} after the workers had finished: what was still to be written is missing{resume}")
+        return EndJob(f"{what} after the workers had finished: what was still to be written is missing{hint}")
 
 
 class LocalJob:
@@ -145,8 +173,11 @@ class LocalJob:
         self._checkpoints = CheckpointWatch(self.request.checkpoint, checked.resume)
         self._end = JobEnd()
         self._ready: dict[int, list[str]] = {}  #: addresses of the servers that listen, by shard
+        self._asked: set[int] = set()  #: workers that a signal like SIGTERM has ended: soon it may come to this process, too
+        self._step = 0  #: of the worker that is farthest
         self._given_up: dict[int, tuple[str, str]] = {}  #: reason and cause of workers given up by --timeout
         self._undecided: list[tuple[int, int, str, str]] = []  # status request, worker, reason and cause of its end
+        self._stopped: StoppedProcesses[ChildProcess] = StoppedProcesses(self.request.timeout)
         self._processes = JobProcesses(checked)
         self._monitor = self._processes.monitor
         self._coordinator = CoordinatorLink(self._monitor)
@@ -158,14 +189,14 @@ class LocalJob:
             Signalled: self._on_signal,
             Status: self._on_status,
             Notice: self._on_notice,
-            Gone: lambda message: self._worker_ended(message.worker, message.reason, message.cause),  # on another host
+            Gone: self._on_gone,
             Finished: self._on_finished,
         }
 
     def run(self) -> int:
         """Run the job; its exit status."""
         with ExitStack() as undo:
-            undo.callback(self._monitor.close)
+            undo.callback(lambda: self._monitor.close(told_to_end=self._end.signals > 0 and self._end.is_early))
             undo.callback(self._processes.folder.remove)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._coordinator.close)
@@ -196,7 +227,40 @@ class LocalJob:
         for child in self._monitor.children if not self.record_lost else ():
             if child.log_lost:
                 self._warn_lost_record(child.log_lost)
+        self._look_for_stopped()
         self._handle(self._monitor.turn(STATUS_EVERY))
+
+    def _look_for_stopped(self) -> None:
+        """Name servers, and the emulated network, that are stopped: all workers wait for them. `--timeout` gives them up."""
+        now, processes = time.monotonic(), self._processes
+        watched = {child: child.label for child in processes.servers}
+        if processes.link is not None:
+            watched[processes.link] = "the emulated network (--link)"
+        due, again, over = self._stopped.look([child for child in watched if child.is_stopped], now)
+        for child in due:
+            pid, waiting, limit = child.process.pid, self._supervisor.active(), self._stopped.limit
+            waits = f"{named(waiting)} cannot go on without it" if waiting else "the job cannot end without it"
+            until = "" if limit is None else f"; after {limit:g} s the job ends (--timeout)"
+            stopped = f"{watched[child]} (process {pid}) has been stopped for {now - self._stopped.since[child]:.0f} s"
+            self.display.say(f"warning: {stopped}: {waits}; to continue it: kill -CONT {pid}{until}")
+        for child in again:
+            self.display.say(f"{watched[child]} (process {child.process.pid}) goes on")
+        for child in over:
+            self._give_up_stopped(child, f"was stopped for longer than {self._stopped.limit:g} s (--timeout)")
+
+    def _give_up_stopped(self, child: ChildProcess, cause: str) -> None:
+        child.kill(signal.SIGKILL)
+        if self._supervisor.ending:
+            self._end.note_lost(f"{child.label} {cause}")
+        elif child is self._processes.link:
+            self._link_lost(cause)
+        else:
+            newest = str(self._checkpoints.newest() or "")
+            self._apply(self._supervisor.server_exited(self._processes.servers[child], cause, newest))
+
+    def _link_lost(self, cause: str) -> None:
+        self._supervisor.ending = True
+        self._end.cause = EndJob(f"the emulated network (--link) {cause}")
 
     def _handle(self, events: Iterable[MonitorEvent]) -> None:
         for event in events:
@@ -211,14 +275,20 @@ class LocalJob:
     # Events of child processes, and signals.
 
     def _on_signal(self, event: Signalled) -> None:
-        """The first signal ends the job in order; a second one, or SIGQUIT, at once."""
+        """The first signal ends the job in order. Who insists (`JobEnd.at_once`) ends it at once."""
         if event.number not in ENDING:
             return
-        self._end.signals += 2 if event.number == signal.SIGQUIT else 1
+        end = self._end
+        end.signals += 1
+        end.insisted += {signal.SIGINT: 1, signal.SIGQUIT: ENOUGH}.get(signal.Signals(event.number), 0)
         if not self._supervisor.ending:
-            self._end.interrupted = self._supervisor.ending = True  # processes that end from now on end because of it
-        elif self._end.signals == 1:
-            self.display.say("the job is ending, servers write what is left; again to end at once")
+            end.interrupted = self._supervisor.ending = True  # processes that end from now on end because of it
+        elif end.cause is not None and end.cause.worker in self._asked:  # it came to the worker first
+            end.interrupted, end.cause = True, None
+        elif end.at_once:
+            self.display.say("ending at once")
+        elif event.number == signal.SIGINT or end.signals == 1:
+            self.display.say(f"the job is ending, servers write what is left; {INSIST}")
 
     def _on_line(self, event: OutputLine) -> None:
         rank = self._processes.workers.get(event.child)
@@ -239,7 +309,7 @@ class LocalJob:
     def _on_ready(self, server: int, addresses: list[str]) -> None:
         """A server listens at these addresses; when all do, workers of other hosts may join."""
         self._ready[server] = addresses
-        if server == 0 and not self._coordinator.open(addresses[0]):
+        if self._end.dismissed or (server == 0 and not self._coordinator.open(addresses[0])):
             return
         if len(self._ready) < self.plan.shards or not self.request.listen:
             return
@@ -264,19 +334,27 @@ class LocalJob:
         reason, cause = described(event.status)
         rank = self._processes.workers.get(event.child)
         if rank is not None:
+            if -event.status in ENDING:
+                self._asked.add(rank)
             self._worker_ended(rank, *self._given_up.get(rank, (reason, cause)))
             return
         if event.child is self._processes.link:
             if not self._end.finished and not self._supervisor.ending:
-                self._supervisor.ending = True
-                self._end.cause = EndJob(f"the emulated network (--link) {cause}")
+                self._link_lost(cause)
             return
         self._receive()  # its last messages may be waiting
         if not self._end.finished:
             server = self._processes.servers[event.child]
-            if self._supervisor.ending and event.status:
+            if self._supervisor.ending and event.status and server in self._ready:  # before that it holds nothing
                 self._end.note_lost(f"server {server} {cause}")
-            self._apply(self._supervisor.server_exited(server, cause, self._checkpoints.newest()), event.child)
+            newest = str(self._checkpoints.newest() or "")
+            self._apply(self._supervisor.server_exited(server, cause, newest), event.child)
+
+    def _on_gone(self, message: Gone) -> None:
+        """A worker on another host has ended."""
+        if message.asked:
+            self._asked.add(message.worker)
+        self._worker_ended(message.worker, message.reason, message.cause)
 
     def _worker_ended(self, worker: int, reason: str, cause: str) -> None:
         """Whether a script failed before its first push the coordinator knows, as soon as it is ready.
@@ -318,6 +396,7 @@ class LocalJob:
         for _, worker, reason, cause in due:
             self._apply(self._supervisor.exited(worker, reason, cause, status.workers[worker].accepted))
         self._note_progress(status.progress)
+        self._step = max([self._step, *(worker.step for worker in status.workers)])
         self.display.show(status)
         self._check_timeout(status)
 
@@ -349,7 +428,8 @@ class LocalJob:
     def _check_timeout(self, status: Status) -> None:
         """`--timeout`: a worker that others have waited for longer than that is given up."""
         limit = self.request.timeout
-        late = waited_too_long(status, limit) if limit is not None else None
+        held_up = self._stopped.held_up(time.monotonic())
+        late = waited_too_long(status, limit) if limit is not None and not held_up else None
         if late is None or late in self._given_up:
             return
         self._given_up[late] = "lost", f"was given up: others had waited for it longer than {limit:g} s (--timeout)"
@@ -366,11 +446,8 @@ class LocalJob:
         if self.progress is not None and (self.progress.counted or not self._supervisor.trains):
             self._checkpoints = CheckpointWatch(None, None)  # of a pipeline, whose script saves for itself
         end, processes = self._end, self._processes
-        saves = end.interrupted and self._checkpoints.directory is not None and not end.at_once
-        if saves:
-            limit = f"at most {self.request.grace:g} s; again to end at once"
-            self.display.say(f"interrupted: saving a checkpoint to {self._checkpoints.directory} ({limit})")
         cause = end.in_words
+        saves = self._announce_save(False)
         if cause:
             end.stopped = cause
             self._coordinator.send(Stop(cause=cause))
@@ -378,13 +455,24 @@ class LocalJob:
         self._handle(self._monitor.end(processes.workers, 1.0 if cause else SERVERS_END, at_once))
         if not cause:
             self._empty_link()
+        saves = self._announce_save(saves)  # a signal may have come meanwhile
         status = INTERRUPTED if end.interrupted else int(bool(cause))
         self._coordinator.send(Finish(exit_status=status, cause=cause, save=saves))
         self._wait_for_servers(self.request.grace if saves else SERVERS_END)
+        end.dismissed = True
         self._handle(self._monitor.end(processes.servers, 1.0, at_once))
         self._checkpoints.clear()
         self.display.close()
         return self._report()
+
+    def _announce_save(self, announced: bool) -> bool:
+        """Whether the job ends early and its servers shall save what they hold; say so, if it was not `announced` yet."""
+        if self._checkpoints.directory is None or not self._end.keeps_values:
+            return False
+        if not announced:
+            limit = f"at most {self.request.grace:g} s; {INSIST}, without it"
+            self.display.say(f"{self._end.in_words}: saving a checkpoint to {self._checkpoints.directory} ({limit})")
+        return True
 
     def _empty_link(self) -> None:
         """What workers sent last may still be under way on an emulated network: the servers get it before they finish."""
@@ -392,27 +480,31 @@ class LocalJob:
         if link is not None:
             link.ask_to_end()
             while link.status is None and not self._end.at_once and time.monotonic() < deadline:
+                self._look_for_stopped()
                 self._handle(self._monitor.turn(0.1))
 
     def _wait_for_servers(self, patience: float) -> None:
         end, deadline = self._end, time.monotonic() + patience
         while not (end.finished or end.lost or end.at_once) and self._coordinator.is_open and time.monotonic() < deadline:
+            self._look_for_stopped()
             self._handle(self._monitor.turn(0.1))
         if not (end.finished or end.lost or end.at_once) and self._coordinator.is_open:
-            end.note_lost(f"the servers were waited for longer than {patience:g} s")
+            stopped = "".join(f"; {child.label} is stopped" for child in self._processes.servers if child.is_stopped)
+            end.note_lost(f"the servers were waited for longer than {patience:g} s{stopped}")
 
     def _report(self) -> int:
         """The last lines; the exit status."""
         end = self._end
         if end.interrupted or (end.at_once and not end.finished):
-            trouble = "" if end.at_once else end.unsaved or end.lost
+            cut = end.at_once and not end.finished
+            trouble = self._checkpoints.lost_with(self._step) if cut else end.unsaved or end.lost
             self.display.say(f"interrupted; all processes have ended{self._checkpoints.after(trouble)}")
             return INTERRUPTED
-        cause = end.cause or end.unfinished(self.request.checkpoint_errors == "stop", self._checkpoints.newest())
+        cause = end.cause or end.unfinished(self.request.checkpoint_errors == "stop", self._checkpoints.hint())
         if cause is None:
             return 0
         child = self._processes.worker(cause.worker)
         if child is not None and child.tail and self.display.latest != (str(cause.worker), True):  # else it is in sight
             self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))
-        self.display.say(cause.cause)
+        self.display.say(f"{cause.cause}{self._checkpoints.hint() if cause.lost else ''}")
         return 1

@@ -78,6 +78,8 @@ def end_processes(mark: str) -> None:
 
 def main(who: str, process: str, folder: str, mark: str) -> None:
     """Wait for the end of the launcher, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a scheduler signals every process
+        signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read(1):
         return
     end_processes(mark)

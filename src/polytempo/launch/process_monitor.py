@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.launch.child_process import ChildProcess
+from polytempo.launch.child_process import ENDING, ChildProcess
 
-#: These signals end a job. SIGHUP stays ignored under nohup; SIGINT does not: a shell ignores it for all background
-#: jobs.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Exit status of an interrupted job.
 INTERRUPTED = 130
 #: Seconds between the request to end and SIGKILL.
@@ -76,6 +73,7 @@ class ProcessMonitor:
         for descriptor in (self._read_signal, self._write_signal):
             os.set_blocking(descriptor, False)
         self._selector.register(self._read_signal, selectors.EVENT_READ, Signalled(0))
+        # SIGHUP stays ignored under nohup; SIGINT does not: a shell ignores it for all background jobs.
         outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._before = {n: signal.signal(n, lambda *_: None) for n in ENDING if n != signal.SIGHUP or not outlives}
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses would be lost
@@ -174,13 +172,14 @@ class ProcessMonitor:
         for child in self.children:
             child.close()
 
-    def close(self) -> None:
-        """Kill the children that are left; restore the signal handlers."""
+    def close(self, told_to_end: bool = False) -> None:
+        """Kill the children that are left; restore the signal handlers. `told_to_end`: this process ends by a signal, and
+        ignores those that still come: they must not take its exit status."""
         self.dismiss()
         self._selector.close()
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if told_to_end and number in ENDING else handler)
         os.close(self._read_signal)
         os.close(self._write_signal)
 

@@ -13,6 +13,7 @@ from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.server_device import check_server_device, default_servers
+from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import parse_spec
 
 
@@ -128,7 +129,9 @@ class RunRequest:
         }
         return [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
 
-    def _check_via(self) -> None:
+    def check_mode(self) -> None:
+        """Refuse a mode that does not go with the number of workers, or with the way of gradients that was asked for."""
+        parse_spec(self.sync).policy(self.size)
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
@@ -145,8 +148,7 @@ class RunRequest:
 
         Raises: UsageError, one line with the fix, for what cannot work."""
         self._check_counts()
-        parse_spec(self.sync).policy(self.size)
-        self._check_via()
+        self.check_mode()
         check_server_device(self.server_device, self.gpus)
         if not os.path.isfile(self.script):
             raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
@@ -216,11 +218,14 @@ class CheckedRequest:
     resume: Path | None
 
     def note(self) -> str:
-        """A line about the chosen checkpoint where a newer file exists; else empty."""
-        if self.resume is None or self.request.resume is None or self.resume == self.request.resume:
+        """Where a resumed job goes on, and whether another checkpoint was written later; empty where it does not resume."""
+        if self.resume is None or self.request.resume is None:
             return ""
-        later = written_later(self.request.resume, self.resume)
-        return f"going on from {self.resume}; {later} was written later: name it to go on from there" if later else ""
+        parts = self.plan.resumed.get("positions", ())
+        epoch = f", epoch {epoch_to_go_on_with(parts)}" if parts else ""
+        later = written_later(self.request.resume, self.resume) if self.resume != self.request.resume else None
+        other = f"; {later} was written later: name it to go on from there" if later else ""
+        return f"resumed at step {self.plan.first_step}{epoch}, from {self.resume}{other}"
 
     def options(self) -> dict[str, Any]:
         """The options that meta.json records."""

@@ -1,8 +1,8 @@
 """The program of a server process: `python -m polytempo.launch.server_process`, its configuration on standard input.
 
 Nothing secret is on its command line. When it listens it prints its addresses in one line of JSON. Its standard input stays
-open as long as the launcher lives; its end tells the end of the launcher. Signals that end a job are left to the launcher,
-also where a scheduler sends them to every process: servers must live until the last checkpoint is written.
+open as long as the launcher lives; its end tells the end of the launcher. Signals that end a job are left to the launcher
+(`child_process.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from polytempo.errors import PolytempoError
-from polytempo.launch.process_monitor import ENDING
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.records.files import RecordWriter, record_lost
@@ -68,7 +66,7 @@ def serve(config: dict[str, Any]) -> None:
         record, lost = _opened(config["record"])
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
         coordinator = Coordinator(
-            Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials, record_lost=lost
+            Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials, record_lost=lost, resume=resume
         )
         to_coordinator = None
     gc.collect()
@@ -89,8 +87,6 @@ def _opened(directory: str | None) -> tuple[RecordWriter | None, str]:
 
 def main() -> None:
     """Read the configuration and serve."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
     try:
         serve(json.loads(sys.stdin.readline()))
     except PolytempoError as error:

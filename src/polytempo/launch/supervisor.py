@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from polytempo.protocol.messages import Status
 
@@ -25,6 +26,7 @@ class EndJob:
 
     cause: str
     worker: int | None = None
+    lost: bool = False  #: the worker was killed, or its host is gone: nothing is wrong with the values that servers hold
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,13 @@ class Supervisor:
         if left < self.least:
             self.ending = True
             needs = "" if left == 0 else f"; {left} of {self.size} workers are left, at least {self.least} are needed"
-            return [EndJob(f"worker {worker} {cause}{needs}", worker)]
+            return [EndJob(f"worker {worker} {cause}{needs}", worker, lost=reason == "lost")]
         warning = f"worker {worker} {cause}; going on with {left} of {self.size}"
         return [FailureReport(worker, reason, cause, warning), *self._whether_done()]
+
+    def active(self) -> list[int]:
+        """The workers that have not ended; none once the job ends."""
+        return [] if self.ending else [w for w in range(self.size) if w not in self.finished and w not in self.dead]
 
     def training(self) -> list[SupervisorAction]:
         """A worker has made an optimizer: a worker that failed before its first push ends the job after all."""
@@ -101,6 +107,49 @@ class Supervisor:
             else "there is no checkpoint to resume from (--checkpoint DIR)"
         )
         return [EndJob(f"server {server} {cause}: its part of the model is lost; {resume}")]
+
+
+#: Seconds for which a process is stopped before it is named (a snapshot stops it for less), and before it is named again;
+#: from then on it is named each time that the stop has doubled.
+NAMED_AFTER, AGAIN_AFTER = 1.0, 10.0
+
+
+Process = TypeVar("Process", bound=Hashable)
+
+
+@dataclass
+class StoppedProcesses(Generic[Process]):
+    """The processes without which no worker goes on, and since when which of them are stopped (SIGSTOP).
+
+    The kernel tells them from those that are busy: a long optimizer step or checkpoint is no reason to name one.
+    """
+
+    limit: float | None  #: seconds after which one is given up (--timeout)
+    since: dict[Process, float] = field(default_factory=dict)
+    named: dict[Process, float] = field(default_factory=dict)  #: when each was named last
+    resumed: float = float("-inf")  #: when one was last seen to go on
+
+    def look(self, stopped: Collection[Process], now: float) -> tuple[list[Process], list[Process], list[Process]]:
+        """These are stopped now: which of them to name, which that were named go on again, and which to give up."""
+        gone_on = [process for process in self.since if process not in stopped]
+        again = [process for process in gone_on if self.named.pop(process, None) is not None]
+        for process in gone_on:
+            del self.since[process]
+            self.resumed = now
+        for process in stopped:
+            self.since.setdefault(process, now)
+        over = [process for process, since in self.since.items() if self.limit is not None and now - since > self.limit]
+        due = [process for process in self.since if process not in over and self._is_due(process, now)]
+        self.named.update(dict.fromkeys(due, now))
+        return due, again, over
+
+    def _is_due(self, process: Process, now: float) -> bool:
+        since, last = self.since[process], self.named.get(process)
+        return now - since >= (NAMED_AFTER if last is None else max(AGAIN_AFTER, 2 * (last - since)))
+
+    def held_up(self, now: float) -> bool:
+        """Whether workers may have waited for a stopped process in the last `limit` seconds, instead of for each other."""
+        return bool(self.since) or (self.limit is not None and now - self.resumed <= self.limit)
 
 
 def waited_too_long(status: Status, limit: float) -> int | None:

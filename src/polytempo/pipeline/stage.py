@@ -87,6 +87,7 @@ class Stage:
         self.device = device or (tensors[0].device if tensors else torch.device("cpu"))
         self.optimizer = make_optimizer(self.params) if self.params else None
         self.samples = 0.0  #: examples of the backwards since the last update
+        self._losses: Any = 0.0  # of these, summed over examples, on the last stage
         self.version = 0
         self.backwards = 0  #: since the last update
         self.updating = False  #: the weights may be those of no version
@@ -166,6 +167,8 @@ class Stage:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.backwards += 1
         self.samples += microbatch.inputs.figure
+        if self.loss is not None:
+            self._losses = self._losses + outputs[0].detach() * microbatch.inputs.figure
         if pieces:
             self.deferred.append(DeferredBackward(number, microbatch.version, deque(pieces)))
         elif microbatch.version != self.version:
@@ -222,12 +225,13 @@ class Stage:
             for param in self.params:
                 param.data = param.data.clone()
         if self.data_axis is not None:
-            self.data_axis.optimizer.step(samples=self.samples)
+            loss = None if self.loss is None or not self.samples else self._losses / self.samples
+            self.data_axis.optimizer.step(samples=self.samples, loss=loss)
         elif self.optimizer is not None:
             self.optimizer.step()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        old, self.version, self.backwards, self.samples = self.version, self.version + 1, 0, 0.0
+        old, self.version, self.backwards, self.samples, self._losses = self.version, self.version + 1, 0, 0.0, 0.0
         self._weights[self.version] = self._aliases() if self._stashing and read else self._weights[old]
         if not read:
             del self._weights[old]
@@ -294,7 +298,7 @@ class Stage:
         self._active, self._oldest = -1, self.version
         self.in_flight.clear()
         self.deferred.clear()
-        self.backwards, self.samples = 0, 0.0
+        self.backwards, self.samples, self._losses = 0, 0.0, 0.0
 
     @contextmanager
     def _buffers_apart(self) -> Iterator[None]:

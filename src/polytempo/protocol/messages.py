@@ -4,13 +4,13 @@ A message is one header and any number of raw buffers. Nothing that is received 
 one of these is refused. Buffers are checked against the layout where they are used.
 
     worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, LeaseSamples, MetricReport, StoreSet,
-                               StoreGet, AskWhere
+                               StoreGet, AskWhere, ScriptState (with buffers), RecallState
     worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull, Keep and ShareDevice (with buffers)
     server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
     coordinator -> servers     Entries (of the log), NormTotal, Stopped
     server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
                                Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
-                               DeviceShared, SamplesLeased, Whereabouts
+                               DeviceShared, SamplesLeased, Whereabouts, StateRecalled (with buffers)
     launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
 
@@ -37,6 +37,7 @@ from polytempo.protocol.values import (
     RoundPlan,
     RowAnswer,
     RowPart,
+    SavedObject,
     SentBucket,
     Share,
     TrainingProgress,
@@ -79,7 +80,8 @@ class Push(WireMessage):
     attempt: int = 0  #: how often it was sent before; the content is the same
     version: int = 0  #: of the values it was computed on
     kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed", "state" or "values"
-    samples: float = 1.0
+    samples: float = 1.0  #: its weight
+    size: float | None = None  #: samples that it was made of, where the script or its sampler has said so
     hyper: tuple[dict[str, Any], ...] = ()
     absent: tuple[int, ...] = ()  #: tensors without a gradient
     skip: bool = False  #: counts as a step, changes nothing
@@ -109,6 +111,11 @@ class Push(WireMessage):
     drawn: tuple[int, int] | None = None  #: the last batch that the worker's sampler has handed out: pass, number
     busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
     fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
+
+    @property
+    def taken(self) -> float:
+        """The samples that it counts for in budgets and figures."""
+        return self.samples if self.size is None else self.size
 
 
 class ShareDevice(WireMessage):
@@ -165,6 +172,7 @@ class Leave(WireMessage):
     worker: int
     incarnation: int
     reason: str
+    alone: int = 0  #: steps that it has trained without any exchange, in a job of several workers
     life: int = 0  #: jobs that this process had left before: it may join the next
 
 
@@ -213,6 +221,20 @@ class Keep(WireMessage):
     state: bytes
 
 
+class ScriptState(WireMessage):
+    """What the script has registered for checkpoints, as of this worker's last push: the objects whose state has changed.
+    Their tensors follow in the buffers."""
+
+    objects: tuple[SavedObject, ...]
+    checkpoint: str = ""  #: the checkpoint that an answer has named: all state that belongs to it is here now
+
+
+class RecallState(WireMessage):
+    """What had the script registered in the checkpoint that the job goes on from?"""
+
+    shared: bool  #: True: of each object the newest state of any worker. False: those of a worker of my rank
+
+
 class StoreGet(WireMessage):
     """What has been posted under this key, once it is there?"""
 
@@ -256,7 +278,7 @@ class Answer(WireMessage):
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
-    checkpoint: str = ""  #: one is being made: what this worker's filters hold back belongs to it
+    checkpoint: str = ""  #: one is being made: what this worker's filters hold back, and its script, belongs to it
     filtered: bool = False  #: the dense buffers are what the pull filter has left
     touched: str = ""  #: a parameter that a script has written to: are values that stay with the workers still alike?
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
@@ -329,6 +351,13 @@ class SamplesLeased(WireMessage):
     earlier: tuple[int, ...] = ()  #: epochs before that one of which places have returned
 
 
+class StateRecalled(WireMessage):
+    """The answer to `RecallState`; the tensors of the objects follow in the buffers."""
+
+    shared: bool
+    objects: tuple[SavedObject, ...]
+
+
 class Refused(WireMessage):
     """This cannot be; the worker must stop."""
 
@@ -336,7 +365,9 @@ class Refused(WireMessage):
 
 
 class Departed(WireMessage):
-    """Another worker is gone: its sockets may live on in a process that it has forked.
+    """Another worker is gone: its sockets may live on in a process that it has forked, or it may be alive where no host of
+    the job hears it. To those that share an optimizer with it when it leaves the servers, and to all workers with `ended`
+    when its process has ended, or it was given up.
 
     `group`: it is lost, and was in this group of ranks, whose optimizer does not go on without it.
     """
@@ -344,6 +375,7 @@ class Departed(WireMessage):
     worker: int
     group: tuple[int, ...] = ()
     optimizer_id: str = ""
+    ended: bool = False
 
 
 class Whereabouts(WireMessage):
@@ -369,6 +401,7 @@ class Gone(WireMessage):
     incarnation: int
     reason: str
     cause: str = ""
+    asked: bool = False  #: by a signal that asks processes to end, such as SIGTERM
 
 
 class Stop(WireMessage):
@@ -518,6 +551,9 @@ AnyMessage = (
     | Keep
     | LeaseSamples
     | SamplesLeased
+    | ScriptState
+    | RecallState
+    | StateRecalled
     | ShareDevice
     | DeviceShared
     | Pull

@@ -46,7 +46,17 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     push_filter: str = ""  #: how dense pushes are compressed, and dense values in answers
     pull_filter: str = ""
     members: tuple[int, ...] = ()  #: the workers that take its steps together, ascending; empty: all of the job
+    refused: tuple[str, ...] = ()  #: of the modes that advice compares, those that this optimizer could not be given
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
+
+
+class SavedObject(msgspec.Struct, array_like=True, frozen=True):
+    """The state of an object of the script, for a checkpoint. Its tensors are in the buffers."""
+
+    name: str
+    structure: bytes  #: all but the content of its tensors (`train/safe_serialization.py`)
+    dtypes: tuple[str, ...] = ()  #: of its tensors, as torch writes them
+    exchange: int = -1  #: the last push of its worker before it
 
 
 class PushId(msgspec.Struct, array_like=True, frozen=True):

@@ -11,14 +11,13 @@ Pure: figures in (`step_figures.py`), figures out. What follows from them is sai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, median_low
 
+from polytempo.records.step_cost import MAD, WARM_UP, step_costs
 from polytempo.records.step_figures import StepFigures
 
-#: Steps at the start of each worker that are not judged: the first ones allocate, compile and connect.
-WARM_UP = 2
 #: Steps of a worker below which nothing is said of it.
 LEAST_STEPS = 20
 #: Windows of a run: at most this many, with at least this many steps of each worker in a window.
@@ -30,8 +29,6 @@ STALL_SHARE, STALL_DEVIATIONS = 0.75, 6.0
 STALLS_AT_MOST = 0.2
 #: The same of steps that waited for data: loaders that prefetch are late with every second or fourth batch.
 INPUT_STALLS_AT_MOST = 0.04
-#: The standard deviation of a normal distribution over its median absolute deviation.
-MAD = 1.4826
 #: Where the work of steps varies less than this around its median, its effect on their time cannot be seen.
 SAME_WORK = 0.03
 
@@ -98,6 +95,7 @@ class JobPaces:
     known_work: bool  #: does the work of steps vary, as far as pushes say?
     dealt: bool = False  #: is work dealt out by speed?
     absent: tuple[int, ...] = field(default=())  #: workers that took too few steps
+    fixed: Mapping[int, float] = field(default_factory=dict)  #: by worker, seconds of a step whatever its samples, if known
 
     @property
     def seconds(self) -> float:
@@ -114,12 +112,13 @@ def paces_of(figures: Iterable[StepFigures], dealt: bool = False, deadlines: boo
 
     Args:
         figures: In the order of their moments.
-        dealt: Work is dealt out by speed: then time is taken to be in proportion to it.
+        dealt: Work is dealt out by speed: then time is taken to be in proportion to it, but for the fixed time of a step.
         deadlines: Rounds end at a deadline: then a round's time counts, against the work done until then. What was abandoned
             is in no other figure.
     """
     steps: dict[int, list[StepFigures]] = {}
-    for one in figures:
+    rows_of_all = list(figures)
+    for one in rows_of_all:
         row = one._replace(computed=max(one.elapsed - one.exchanged, one.computed)) if deadlines else one
         steps.setdefault(one.worker, []).append(row)
     judged = {worker: rows for worker, found in sorted(steps.items()) if len(rows := _settled(found)) >= LEAST_STEPS}
@@ -130,6 +129,10 @@ def paces_of(figures: Iterable[StepFigures], dealt: bool = False, deadlines: boo
     end = max(rows[-1].t for rows in judged.values())
     windows = max(1, min(WINDOWS, min(len(rows) for rows in judged.values()) // WINDOW_STEPS))
     effect, known = (1.0, False) if dealt or deadlines else elasticity(list(judged.values()))
+    costs = step_costs(rows_of_all, dealt)
+    if costs and dealt and not deadlines:
+        samples = median(row.samples for rows in judged.values() for row in rows)
+        effect = 1 - median(cost.fixed / (cost.seconds(samples) or 1.0) for cost in costs.values())
     usual = median(work_of(row) for rows in judged.values() for row in rows)
     width = (end - start) / windows or 1.0
     paces = []
@@ -138,7 +141,8 @@ def paces_of(figures: Iterable[StepFigures], dealt: bool = False, deadlines: boo
         paces.append(WorkerPace(worker, tuple(paced)))
     typical = median_low(median(step.total for step in pace.steps) for pace in paces)
     marked = tuple(mark_stalls(pace, typical, windows) for pace in paces)
-    return JobPaces(marked, windows, start, end, typical, effect, known, dealt or deadlines, absent)
+    fixed = {worker: cost.fixed for worker, cost in costs.items()}
+    return JobPaces(marked, windows, start, end, typical, effect, known, dealt or deadlines, absent, fixed)
 
 
 def work_of(row: StepFigures) -> float:

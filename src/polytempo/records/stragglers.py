@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, median_low
 from typing import Any
 
-from polytempo.records.paces import MAD, PARTS, JobPaces, PacedStep, WorkerPace
+from polytempo.records.paces import PARTS, JobPaces, PacedStep, WorkerPace
+from polytempo.records.step_cost import MAD
 
 #: A worker is slow from this share of a typical step on, and from this many seconds a step: less is noise of a host.
 SLOW, LEAST_SECONDS = 0.10, 0.0005

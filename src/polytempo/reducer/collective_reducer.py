@@ -81,7 +81,7 @@ class VotingGroup:
 
     def vote(self, ballot: bytes) -> None:
         """Give this rank's ballot, and get all."""
-        self.ballots = gather_bytes(self.group, ballot)
+        self.ballots = gather_bytes(self.group, ballot, self.world.wait)
         self._votes += 1
 
     def form_again(self, error: RankLost) -> bool:
@@ -93,7 +93,9 @@ class VotingGroup:
         if not self._may_shrink or self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
             raise error
         before, earlier = self._votes, self.ballots
-        self.group = self.world.reform(self._number, error.ranks)
+        self.group = self.world.reform(self._number)
+        if self.group.size < self._least:
+            raise error
         counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
         self._votes = max(counts)
         if min(counts) == max(counts):
@@ -122,6 +124,7 @@ class BucketRounds:
         gradients: This rank's gradients.
         mean: Receives the mean.
         compare: Refuses parameters that are not the same on all ranks of a group.
+        alike: Are the parameters the same on all ranks in this mode? Then they are compared where ranks go on without one.
         resumes_exactly: The first round is scaled by the weights of its ballots, as later ones are by those of the round
             before, so that a resumed run is the same to the bit. Buckets that have left by then are reduced again.
     """
@@ -133,9 +136,10 @@ class BucketRounds:
         gradients: FlatBuffer,
         mean: FlatBuffer,
         compare: Callable[[RankGroup], None],
+        alike: Callable[[], bool],
         resumes_exactly: bool = True,
     ) -> None:
-        self.voters, self._compare = voters, compare
+        self.voters, self._compare, self._alike = voters, compare, alike
         self._count = len(layout.places)
         self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
@@ -178,7 +182,7 @@ class BucketRounds:
             self._tasks.append(self._reduce(number, background=True))
         else:
             self._fill(number, self._final_weight)
-            self._reduce(number, background=False).wait()
+            self.voters.world.wait(self._reduce(number, background=False))
 
     def _fill(self, number: int, weight: float) -> None:
         for source, target in self._parts[number]:
@@ -206,7 +210,7 @@ class BucketRounds:
                     found = self._outcome()
                     break
                 self._start_over()
-                changed = frozenset()
+                changed, ballot = frozenset(), replace(ballot, touched=ballot.touched or self._alike())
         self._start_over()
         if found.total and not found.skipped:
             self._correct(found.total)
@@ -226,7 +230,7 @@ class BucketRounds:
         self._final_weight = weight
         self._scheduler.launch_rest()
         for task in self._tasks:
-            task.wait()
+            self.voters.world.wait(task)
         found = self._vote(ballot, changed)
         if found.unlike is not None:
             raise_difference(self.voters.group, hyper)
@@ -235,7 +239,7 @@ class BucketRounds:
             self._expect(found)
             for number in repeated:
                 self._fill(number, weight)
-                self._reduce(number, False).wait()
+                self.voters.world.wait(self._reduce(number, False))
             if found.touched:
                 self._compare(self.voters.group)
             return self._vote(replace(ballot, touched=False), frozenset())
@@ -300,11 +304,11 @@ def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | Non
     return session.devices.of(places.pop())
 
 
-def gather_bytes(group: RankGroup, data: bytes) -> list[bytes]:
+def gather_bytes(group: RankGroup, data: bytes, wait: Callable[[Task], object] = Task.wait) -> list[bytes]:
     """All ranks' bytes, which must have the same length on each."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(group.size)]
-    group.all_gather(outputs, mine).wait()
+    wait(group.all_gather(outputs, mine))
     return [as_bytes(output).tobytes() for output in outputs]
 
 
@@ -388,7 +392,7 @@ class CollectiveReducer(Reducer):
             self.voters = VotingGroup(session.world(), number_of(name), session.least, spec.members)
         else:  # its rounds and these follow one another
             self.voters = beside.voters
-        self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare, hooked)
+        self._rounds = BucketRounds(self.voters, self.layout, buffer, self.mean.buffer, self._compare, self._alike, hooked)
         self._clock = SequencerClient(session, spec, self.client_state) if session.client is not None else None
         self.step = self._clock.step if self._clock is not None else 0
         self._start(params)
@@ -417,6 +421,10 @@ class CollectiveReducer(Reducer):
         """A script has written to parameters on some rank: refuse them if they are not the same on all."""
         digests = gather_bytes(group, self.digests())
         self.copier.watch.check_alike(dict(zip(group.ranks, digests, strict=True)))
+
+    def _alike(self) -> bool:
+        """Not in a block of local steps; where an outer step follows, what it starts from (`train/fragment.py`)."""
+        return not self._blocks or self.digests != self.copier.watch.digests
 
     def _complete(self, index: int) -> None:
         if self.sending:

@@ -63,10 +63,12 @@ class GroupSums(RoundSums):
         flats = list(result.tensors.values())
         self._fill(result, closed.divisor)
         try:
-            self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)).wait()
+            self._messages.world.wait(self._groups.of(closed).all_reduce(flats, "sum", self._groups.algorithm(closed)))
         except RankLost as error:
+            lost = self._messages.world.confirm_loss(closed.ranks, error.ranks)
             self._fill(result, closed.divisor)
-            self._make_again(flats, closed, error)
+            self._make_again(flats, closed, RankLost(str(error), tuple(lost)))
+            self.remade = True
         self._messages.note(closed.ranks, 2 * closed.step + 1)
         return True
 

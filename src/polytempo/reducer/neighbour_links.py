@@ -101,6 +101,8 @@ class NeighbourLinks:
             raise PeerError(deadline.line(f"in {task.name}, for rank {rank}"))
         if task.error is not None and not isinstance(task.error, RankLost):
             raise PeerError(str(task.error))
+        if task.error is not None and rank not in self._departed:
+            self._session.world().confirm_loss([self.rank, rank])
         return task.done and task.error is None
 
     def _listen(self) -> None:

@@ -79,6 +79,9 @@ class SpecBuilder:
         """`members`: the ranks that take the steps together, where they are not all."""
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm, self.members = compression, clip_norm, members
+        self.refused: tuple[
+            str, ...
+        ] = ()  #: modes that the optimizer could not be given, for the advice at the end of a job
         self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
@@ -150,6 +153,7 @@ class SpecBuilder:
             push_filter=self._compression.push.text if filtered else "",
             pull_filter=self._compression.pull.text if filtered and on_server else "",
             members=self.members,
+            refused=self.refused,
         )
 
     def of_values(
@@ -170,15 +174,16 @@ class SpecBuilder:
             on_servers: Do servers hold the values? They make the outer step then; it also serves where what travels is
                 compressed, since differences to the servers' values can be.
         """
-        sync, lossy, group = self._spec.text, not self._compression.is_lossless, self.members
+        sync, lossy = self._spec.text, not self._compression.is_lossless
+        about: Any = {"members": self.members, "refused": self.refused}
         if not on_servers:
             name = type(self._inner).__name__
             clip = self._clip_norm
             return OptimizerSpec(
-                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=clip, members=group
+                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=clip, **about
             )
         if not steps and not lossy:
-            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper, members=group)
+            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper, **about)
         return OptimizerSpec(
             sync=sync,
             apply="server",
@@ -187,7 +192,7 @@ class SpecBuilder:
             groups=outer,
             push_filter=self._compression.push.text if lossy else "",
             pull_filter=self._compression.pull.text if lossy else "",
-            members=group,
+            **about,
         )
 
 

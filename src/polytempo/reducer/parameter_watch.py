@@ -19,6 +19,8 @@ from polytempo.transport.channel import Bytes
 #: Bytes of the values that are compared in a step, and of how many parameters at most.
 COMPARED = 64 << 10
 AT_MOST = 16
+#: When values are compared.
+CAUSES = "a change in place, or the loss of a rank"
 
 
 class ParameterWatch:
@@ -143,7 +145,7 @@ class ParameterWatch:
             if theirs != digests[first]:
                 unlike = (i for i in range(0, len(theirs), 8) if theirs[i : i + 8] != digests[first][i : i + 8])
                 which = name or self.name_of(next(unlike) // 8)
-                raise UsageError(f"workers {first} and {worker} hold different {which} after a change in place; {ADVICE}")
+                raise UsageError(f"workers {first} and {worker} hold different {which} after {CAUSES}; {ADVICE}")
 
     def name_of(self, index: int) -> str:
         """What a parameter is called."""

@@ -32,6 +32,8 @@ class EndedRound:
 class RoundSums(ABC):
     """The sums of one optimizer, on one worker."""
 
+    remade = False  #: a sum was made again without a rank that was lost in it: replicas are to be compared
+
     @abstractmethod
     def put(self, total: FlatBuffer | None, step: int) -> None:
         """Before this worker reports round `step`: its sum of it, which stays as it is until the round's sum is made; None

@@ -313,7 +313,7 @@ class ServerReducer(Reducer):
 
     def answered(self) -> None:
         """The answer to the last push is here."""
-        if self.client_state.checkpoint:
+        if self.client_state.checkpoint and self.spec.push_filter:
             with self.session.lock:
                 self._keep_filters()
         self.step = self.step + 1 if self._sync.ahead else self.client_state.released

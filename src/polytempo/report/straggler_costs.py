@@ -10,7 +10,7 @@ does not say (`polytempo simulate --train` does, for a small task).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -21,18 +21,20 @@ from polytempo.records.stragglers import Straggler
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import COMPARED, Spec, parse_spec
 
-#: The modes that are compared: none is stale but ssp and asp.
-MODES = ("bsp", "bsp+balance", "anytime:auto", "ssp:3", "asp")
+#: Of the modes that advice compares, those that a trace of times alone can predict: no bytes are known.
+MODES = tuple(mode for mode in COMPARED if parse_spec(mode).averaging is None and mode not in ("bsp+backup:1", "dssp:3..15"))
 #: Simulated steps of a worker, and of all; a batch that shares can be cut from.
 STEPS, STEPS_IN_ALL, BATCH = 400, 40_000, 64
 #: Stalls beside another trouble are said from this share of the time on: behind it most of them do not show.
 WORTH_SAYING = 0.10
 #: The shortest step in a trace, as a share of a typical one.
 LEAST = 1e-3
-#: Steps between two averages of the advice for slow links.
-BLOCK = 8
+#: What modes that follow the workers' speed ask of a script.
+DEALT = "with pt.prepare or pt.DistributedBatchSampler"
+#: The mode for slow links.
+LOCAL = "local:8"
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,27 @@ class CostOfStraggler:
         return {**self.straggler.as_dict(), "cost": cost, "modes": [mode.as_dict() for mode in self.modes]}
 
 
-def costs_of(stragglers: list[Straggler], paces: JobPaces, sync: str) -> list[CostOfStraggler]:
-    """The cost of each finding, and the modes that would fit."""
+def costs_of(
+    stragglers: list[Straggler], paces: JobPaces, sync: str, refused: Collection[str] = ()
+) -> list[CostOfStraggler]:
+    """The cost of each finding, and the modes that would fit.
+
+    Args:
+        stragglers: The findings.
+        paces: What steps took.
+        sync: The recorded mode.
+        refused: Modes that the job could not use: they are not named.
+    """
     if not stragglers:
         return []
     spec = parse_spec(sync)
     before = _throughput(spec, paces)
-    modes = _modes(spec, paces, before)
+    modes = [] if len(paces.workers) < 2 else _modes(spec, paces, before, refused)
     found = []
     for one in stragglers:
         after = _throughput(spec, paces, one)
         share = min(max(1 - before / after, 0.0), 1.0) if after else 0.0
-        more = _changes(one, spec, paces, before)
+        more = [mode for mode in _changes(one, spec, paces, before) if mode.sync not in refused]
         plain = [mode for mode in modes if mode.sync not in [change.sync for change in more]]
         best = sorted([*more, *plain], key=lambda mode: (mode.stale, -mode.gain))
         gain = after / before - 1 if before else 0.0
@@ -84,30 +95,32 @@ def costs_of(stragglers: list[Straggler], paces: JobPaces, sync: str) -> list[Co
     return [cost for cost in found if len(found) == 1 or cost.straggler.cause != "stalls" or cost.share >= WORTH_SAYING]
 
 
-def _modes(spec: Spec, paces: JobPaces, before: float) -> list[PredictedMode]:
+def _modes(spec: Spec, paces: JobPaces, before: float, refused: Collection[str]) -> list[PredictedMode]:
     """Other modes on the same machines; a mode that the simulator cannot run on them is left out."""
     found = []
-    for sync in MODES:
+    for sync in (mode for mode in MODES if mode not in refused):
         other = parse_spec(sync)
         if other.mode == spec.mode or not before:
             continue
         rate = _throughput(other, paces)
         if rate:
-            found.append(PredictedMode(sync, rate / before - 1, stale=not other.mode.barrier))
+            change = DEALT if other.measured and not spec.measured else ""
+            found.append(PredictedMode(sync, rate / before - 1, stale=not other.mode.barrier, change=change))
     return found
 
 
 def _changes(one: Straggler, spec: Spec, paces: JobPaces, before: float) -> list[PredictedMode]:
     """What helps beside another mode: shares by cost for uneven work, blocks of local steps for slow links."""
-    if not before:
+    if not before or len(paces.workers) < 2:
         return []
     barrier = parse_spec("bsp")
     if one.cause == "uneven" and not spec.measured:
         gain = _throughput(barrier, paces, one) / before - 1
         return [PredictedMode("bsp+balance", gain, stale=False, change="with cost= of the sampler")]
     if one.cause == "network" and spec.averaging is None:
-        gain = _throughput(barrier, paces, network=1 / BLOCK) / before - 1
-        return [PredictedMode(f"local:{BLOCK}", gain, stale=False, change="(models are averaged)")]
+        period = parse_spec(LOCAL).arguments[0]
+        gain = _throughput(barrier, paces, network=1 / period) / before - 1
+        return [PredictedMode(LOCAL, gain, stale=False, change="(models are averaged: may cost accuracy)")]
     return []
 
 
@@ -134,7 +147,8 @@ def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, n
         seconds = [_seconds(pace.steps[i], paces) - removed.get(i, 0.0) + away * local for i in kept]
         divided = [value / pace.steps[i].steps if local else value for value, i in zip(seconds, kept, strict=True)]
         times[rank] = Trace(tuple(max(value, LEAST * paces.typical) for value in divided))
-    cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links)
+    fixed = {rank: paces.fixed.get(pace.worker, 0.0) for rank, pace in enumerate(paces.workers)}
+    cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links, fixed_times=fixed)
     most = min(max(len(trace.seconds) for trace in times.values()), steps)
     try:
         return simulate_job(cluster, spec.text, steps=most * count).samples_per_second / BATCH

@@ -1,25 +1,23 @@
-"""The straggler report in words: a few lines at the end of a run, and all of it for `polytempo explain`."""
+"""The straggler report in words: a line at the end of a run, and all of it for `polytempo explain`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import counted
-from polytempo.records.paces import LEAST_STEPS, WARM_UP, JobPaces, paces_of
+from polytempo.records.paces import LEAST_STEPS, JobPaces, paces_of
+from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Straggler, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
 from polytempo.report.summary import percentages, plain_number
 from polytempo.report.table import TextTable
+from polytempo.simulate.advice import WORTH, WORTH_SECONDS, Caution, caution_of, choose
 from polytempo.sync.spec import parse_spec
 
-#: Lines at the end of a run, at most; and a mode is named where it gains this much.
-LINES, WORTH = 3, 0.05
-#: Two modes are alike from this share of the better one's throughput on.
-ALIKE = 0.9
 #: A factor that is shown as one.
 WHOLE = 10.0
 
@@ -27,9 +25,9 @@ WHOLE = 10.0
 ADVICE = {
     "computing": "look at the host: other processes on it, fewer cores or a slower GPU, heat",
     "input": "give the loader more workers (num_workers=), or the data a faster place",
-    "network": "exchange less often or less: --sync local:8, compression=",
+    "network": "send less (compression=), or use a faster link",
     "stalls": "look for what runs now and then: evaluation, checkpoints, garbage collection, other jobs on the host",
-    "uneven": "no host is slow; cut batches by cost: pt.DistributedBatchSampler(..., cost=) and --sync bsp+balance",
+    "uneven": "no host is slow; make batches of like cost, such as by sorting long sequences together",
 }
 
 CAVEAT = (
@@ -54,43 +52,66 @@ class StragglerReport:
         return {"sync": self.sync, "judged": judged, "workers": workers, "stragglers": found}
 
 
-def straggler_report(figures: Iterable[StepFigures], sync: str) -> StragglerReport:
-    """Judge a job by what its steps took."""
+def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collection[str] = ()) -> StragglerReport:
+    """Judge a job by what its steps took; `refused`: modes that it could not use, which are not named."""
     spec = parse_spec(sync)
     paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
-    found = stragglers_in(paces) if paces is not None else []
-    return StragglerReport(spec.text, paces, tuple(costs_of(found, paces, spec.text)) if paces is not None else ())
+    if paces is None:
+        return StragglerReport(spec.text, None, ())
+    return StragglerReport(spec.text, paces, tuple(costs_of(stragglers_in(paces), paces, spec.text, refused)))
 
 
 # The end of a run.
 
 
-def closing_lines(report: StragglerReport, record: str = "") -> list[str]:
-    """What is said at the end of a run: nothing where nothing was found. `record`: where more can be read of it."""
-    lines = [f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost)}" for cost in report.costs]
-    if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], f"and {len(lines) - LINES + 1} more findings"]
-    return [*lines[:-1], f"{lines[-1]} (more: polytempo explain {record})"] if lines and record else lines
+def closing_line(report: StragglerReport, record: str = "") -> str:
+    """What is said at the end of a run: its most expensive finding and what would help; empty where that is worth nothing.
+
+    Args:
+        report: The findings.
+        record: Where more can be read of them.
+    """
+    told = [cost for cost in report.costs if _worth(cost.share, cost.seconds)]
+    if not told:
+        return ""
+    cost = max(told, key=lambda one: one.share)  # the first of those that are alike
+    words = f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost, report)}"
+    more = counted(len(told) - 1, "more finding") if len(told) > 1 else "more" if record else ""
+    return f"{words} ({more}{f': polytempo explain {record}' if record else ''})" if more else words
 
 
-def _remedy(cost: CostOfStraggler) -> str:
-    best = best_mode(cost)
-    if best is None:
+def _worth(share: float, seconds: float) -> bool:
+    """Is a gain large enough to be named, as a share and in seconds?"""
+    return share >= WORTH and seconds >= WORTH_SECONDS
+
+
+def _remedy(cost: CostOfStraggler, report: StragglerReport) -> str:
+    best = best_mode(cost, report.sync)
+    seconds = report.paces.seconds if report.paces is not None else 0.0
+    if best is None or not _worth(best.gain, seconds * (1 - 1 / (1 + best.gain))):
         return f"; {ADVICE[cost.straggler.cause]}"
-    return f"; {_named(best)} would bring {_gain(best.gain)} (predicted)"
+    alike = [mode.sync for mode in cost.modes if mode.sync != best.sync and not mode.stale and _alike(mode, best)]
+    doubt = f"{alike[0]} about as much; " if alike else ""
+    return f"; {_named(best)} would bring {_gain(best.gain)} ({doubt}predicted)"
 
 
-def best_mode(cost: CostOfStraggler) -> PredictedMode | None:
-    """The mode that would fit: of those without stale gradients the one with the largest gain, if it is worth it; of two
-    alike, for a lasting slowness, that which keeps the joint batch. For slow input no mode helps."""
+def _alike(one: PredictedMode, other: PredictedMode) -> bool:
+    return abs((1 + one.gain) / (1 + other.gain) - 1) < WORTH
+
+
+def best_mode(cost: CostOfStraggler, sync: str) -> PredictedMode | None:
+    """The mode that would fit, chosen as `polytempo advise` does among those without stale gradients and the recorded one;
+    None where that gains too little over the recorded one. For slow input no mode helps."""
     if cost.straggler.cause == "input":
         return None
-    fresh = [mode for mode in cost.modes if not mode.stale and mode.gain >= WORTH]
-    best = max(fresh, key=lambda mode: mode.gain, default=None)
-    fixed = next((mode for mode in fresh if mode.sync == "bsp+balance"), None)
-    if best is None or fixed is None or cost.straggler.cause != "computing":
-        return best
-    return fixed if 1 + fixed.gain >= ALIKE * (1 + best.gain) else best
+    fresh = {mode.sync: mode for mode in cost.modes if not mode.stale}
+    rates = {found: 1 + mode.gain for found, mode in fresh.items()}
+    best = fresh.get(choose({**rates, sync: 1.0} if _is_fresh(sync) else rates)) if rates else None
+    return best if best is not None and best.gain >= WORTH else None
+
+
+def _is_fresh(sync: str) -> bool:
+    return caution_of(parse_spec(sync)) < Caution.STALE
 
 
 def found_in_words(one: Straggler) -> str:
@@ -215,7 +236,7 @@ def _finding(number: int, cost: CostOfStraggler, sync: str, width: int) -> str:
         lines.append("   Other modes on these machines, as the simulator predicts them from the recorded times:")
         wide, stale = max(len(_named(mode)) for mode in cost.modes), "  (stale gradients)"
         lines += [f"     {_named(mode).ljust(wide)}  {_gain(mode.gain)}{stale * mode.stale}" for mode in cost.modes]
-    best = best_mode(cost)
+    best = best_mode(cost, sync)
     if best is not None:
         lines.append(f"   The best fit without stale gradients: {_named(best)}.")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """A parameter server's checkpoints: one safetensors file a shard and a manifest (`polytempo/checkpoints.py` writes them).
 
     DIR/step-00000120/  manifest.json  shard-0.safetensors  shard-1.safetensors ...  filters-0-worker-0.safetensors ...
+                        state-worker-0.safetensors ... (what scripts have registered: `script_state.py`)
 
 All shards save at one position of the log, so the files fit together. Each writes its own into `step-00000120.partial`; when
 all have, the coordinator publishes the directory with a manifest that holds their digests. Segments are given in the flat
@@ -11,20 +12,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 from polytempo.checkpoints import MANIFEST, PARTIAL, digest_of_file, error_text, publish, remove_checkpoint, write_synced
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import first_difference, lay_out, table_difference
-from polytempo.protocol.messages import NotSaved, Saved
+from polytempo.protocol.messages import NotSaved, Saved, ScriptState
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.server.effects import Checkpoint
 from polytempo.server.optimizer_state import SegmentState, as_bytes
+from polytempo.server.script_state import ScriptStates, WorkerObjects, write_states
 from polytempo.server.shard import Shard
 from polytempo.transport.channel import Bytes
 
@@ -85,52 +88,100 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass
+class PendingCheckpoint:
+    """One that is being written."""
+
+    manifest: dict[str, Any]
+    parts: list[Saved | NotSaved]
+    awaited: set[int]  #: workers that were told of it, and have not given their scripts' state yet
+    states: dict[int, WorkerObjects] = field(default_factory=dict)  #: what those have given that have
+
+
 class JobCheckpoints:
-    """The coordinator's half: collects what the shards have written, and makes it a checkpoint."""
+    """The coordinator's half: collects what the shards have written, and the state of the workers' scripts, and makes it a
+    checkpoint."""
 
     def __init__(self, directory: Path | None, shards: int) -> None:
         self.directory = directory
+        self.script = ScriptStates()
         self.latest = ""  #: the path of the last that is whole
         self.failure = ""  #: why the last one could not be written
         self._shards = shards
-        self._parts: dict[str, tuple[dict[str, Any], list[Saved | NotSaved]]] = {}
+        self._pending: dict[str, PendingCheckpoint] = {}  # in the order in which they were begun
         self._manifest: dict[str, Any] = {}  # of the last that is whole
 
     @property
     def pending(self) -> bool:
         """Is one being written?"""
-        return bool(self._parts)
+        return bool(self._pending)
 
     def begin(self, checkpoint: Checkpoint) -> None:
-        """The shards will write this one."""
-        self._parts[checkpoint.name] = checkpoint.manifest, []
+        """The shards will write this one. Workers whose scripts have registered something have state that belongs to it."""
+        self._pending[checkpoint.name] = PendingCheckpoint(
+            checkpoint.manifest, [], set(checkpoint.told) & self.script.of.keys()
+        )
 
-    def add_part(self, part: Saved | NotSaved) -> str:
-        """A shard has written its part, or could not; why the checkpoint failed, once all have."""
-        if part.name not in self._parts:
+    def add_part(self, part: Saved | NotSaved) -> list[tuple[str, str]]:
+        """A shard has written its part, or could not; the checkpoints that failed, and why."""
+        if part.name not in self._pending:
             raise PeerError(f"{type(part).__name__} of server {part.shard} names {part.name[:40]!r}, which no shard writes")
-        manifest, parts = self._parts[part.name]
-        parts.append(part)
-        if len(parts) < self._shards or self.directory is None:
-            return ""
-        del self._parts[part.name]
-        saved = sorted((one for one in parts if isinstance(one, Saved)), key=lambda one: one.shard)
-        files = [{"file": one.file, "digest": one.digest, "tensors": one.tensors} for one in saved]
-        reason = next((one.reason for one in parts if isinstance(one, NotSaved)), "")
+        self._pending[part.name].parts.append(part)
+        return self._publish()
+
+    def add_state(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> list[tuple[str, str]]:
+        """A worker reports what its script has registered; as `add_part`."""
+        self.script.report(worker, message, buffers)
+        if not message.checkpoint:
+            return []
+        for name, one in self._pending.items():  # of several that it was told of, it knows the last
+            if worker in one.awaited:
+                one.awaited.discard(worker)
+                one.states[worker] = self.script.of[worker]
+            if name == message.checkpoint:
+                break
+        return self._publish()
+
+    def left(self, worker: int) -> list[tuple[str, str]]:
+        """A worker gives no more state; as `add_part`."""
+        for one in self._pending.values():
+            one.awaited.discard(worker)
+        return self._publish()
+
+    def end(self) -> list[tuple[str, str]]:
+        """No worker gives any more; as `add_part`."""
+        for one in self._pending.values():
+            one.awaited.clear()
+        return self._publish()
+
+    def _publish(self) -> list[tuple[str, str]]:
+        """Make all that are complete checkpoints."""
+        complete = [name for name, one in self._pending.items() if len(one.parts) == self._shards and not one.awaited]
+        if self.directory is None:
+            return []
+        return [(name, reason) for name in complete if (reason := self._publish_one(self.directory, name))]
+
+    def _publish_one(self, directory: Path, name: str) -> str:
+        """Why it could not be, or nothing."""
+        one, partial = self._pending.pop(name), directory / f"{name}{PARTIAL}"
+        saved = sorted((part for part in one.parts if isinstance(part, Saved)), key=lambda part: part.shard)
+        files: list[dict[str, Any]] = [{"file": part.file, "digest": part.digest, "tensors": part.tensors} for part in saved]
+        reason = next((part.reason for part in one.parts if isinstance(part, NotSaved)), "")
         try:
             if not reason:
-                self.latest = str(publish(self.directory, part.name, manifest, files, KEPT))
-                self._manifest = manifest
-        except OSError as error:
+                files += write_states(partial, {**self.script.of, **one.states})
+                self.latest = str(publish(directory, name, one.manifest, files, KEPT))
+                self._manifest = one.manifest
+        except (OSError, SafetensorError) as error:
             reason = error_text(error)
         if reason:
-            remove_checkpoint(self.directory / f"{part.name}{PARTIAL}")
+            remove_checkpoint(partial)
         return reason
 
     def lacks(self, checkpoint: Checkpoint) -> bool:
         """Is this state of the job neither written nor being written? Clocks are of workers, which may have left since."""
         same = {**self._manifest, "clocks": None} == {**checkpoint.manifest, "clocks": None}
-        return checkpoint.name not in self._parts and not same
+        return checkpoint.name not in self._pending and not same
 
 
 def read_shards(directory: Path, optimizer_id: str, spec: OptimizerSpec) -> list[SavedShard]:
@@ -145,7 +196,8 @@ def read_shards(directory: Path, optimizer_id: str, spec: OptimizerSpec) -> list
     if saved["optimizer"] != spec.optimizer:
         there = saved["optimizer"] or "none"
         raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {spec.optimizer}")
-    return [_read_shard(directory / file["file"], optimizer_id, file["tensors"][optimizer_id]) for file in manifest["files"]]
+    shards = [file for file in manifest["files"] if "tensors" in file]
+    return [_read_shard(directory / file["file"], optimizer_id, file["tensors"][optimizer_id]) for file in shards]
 
 
 def _read_shard(path: Path, optimizer_id: str, contents: Mapping[str, Any]) -> SavedShard:

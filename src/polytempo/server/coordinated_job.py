@@ -10,10 +10,10 @@ It knows neither the coordinator nor the handlers, which hold it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from polytempo.protocol.messages import Finish, Hello, Notice, Stopped
+from polytempo.protocol.messages import Departed, Finish, Hello, Notice, Stopped
 from polytempo.protocol.values import TrainingProgress
 from polytempo.records.files import RecordWriter, record_lost
 from polytempo.records.lines import RecordLine
@@ -94,6 +94,7 @@ class CoordinatedJob:
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
         self.ends = WorkerEnds()
         self.calls: dict[int, str] = {}  #: in which workers wait, as far as they say so
+        self.alone: dict[int, int] = {}  #: steps of workers that have trained, and exchanged nothing
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0
@@ -133,6 +134,29 @@ class CoordinatedJob:
     def tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
         """A notice for the launcher's output."""
         return [ToLauncher(Notice(text=text, fatal=fatal, about=about))] if self.has_launcher else []
+
+    def announce_end(self, worker: int) -> list[LoopEffect]:
+        """A worker's process has ended, or it was given up: others go on without it by this word only
+        (`collectives/quorum.py`). One that has only left the servers may still take part in the steps of others."""
+        others = [rank for rank in range(self.sequencer.plan.size) if rank != worker and rank not in self.given_up]
+        return [ToWorker(rank, Departed(worker=worker, ended=True)) for rank in others]
+
+    def report_unsaved(self, failed: Iterable[tuple[str, str]]) -> list[LoopEffect]:
+        """Checkpoints could not be written, and why: go on without them, or end the job, as was asked for."""
+        effects: list[LoopEffect] = []
+        for name, reason in failed:
+            cause = f"the checkpoint {name} could not be written to {self.checkpoints.directory}: {reason}"
+            self.checkpoints.failure = cause
+            if self.go_on_unsaved:
+                effects += self.tell(f"warning: {cause}; going on without it")
+            elif self.finish is None:
+                effects += self.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
+        return effects
+
+    def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[LoopEffect]:
+        """A worker is gone, for the sequencer and for checkpoints that wait for it."""
+        effects = self.absorb(self.sequencer.left(worker, incarnation, reason, now))
+        return effects + self.report_unsaved(self.checkpoints.left(worker))
 
     def report_record_loss(self) -> list[LoopEffect]:
         """Tell the launcher, once, that there is no record, though one was asked for."""

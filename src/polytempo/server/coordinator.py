@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from polytempo.errors import PeerError, counted
+from polytempo.errors import PeerError, counted, trained_alone
 from polytempo.protocol.duplicate_batches import DuplicateBatches
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
@@ -42,9 +42,12 @@ from polytempo.protocol.messages import (
     NotSaved,
     Push,
     ReadRequest,
+    RecallState,
     Register,
     Repeat,
     Saved,
+    ScriptState,
+    StateRecalled,
     StatusRequest,
     Stop,
     Stopped,
@@ -68,6 +71,7 @@ from polytempo.server.effects import (
     ToWorker,
 )
 from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
+from polytempo.server.script_state import newest_of_each, read_states
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import (
     check_end,
@@ -75,9 +79,11 @@ from polytempo.server.validation import (
     check_lease,
     check_optimizer_spec,
     check_read,
+    check_script_state,
     check_where,
 )
 from polytempo.summation import in_order
+from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import Credentials
 
 #: A host is given up when nothing was heard of it for this many seconds (`--host-timeout`).
@@ -90,10 +96,12 @@ HandlerTable = dict[tuple[str, type], MessageHandler]  #: by the sender's role a
 
 
 class WorkerMessages:
-    """Messages of workers: optimizers, reads, metrics, their end, and keys by which they find each other."""
+    """Messages of workers: optimizers, reads, metrics, state of their scripts, their end, and keys by which they find each
+    other. `resume`: the checkpoint that the job goes on from."""
 
-    def __init__(self, job: CoordinatedJob) -> None:
+    def __init__(self, job: CoordinatedJob, resume: Path | None) -> None:
         self._job, self._sequencer = job, job.sequencer
+        self._resume = resume
         self._key_values = JobKeyValues()
         self.handlers: HandlerTable = {
             ("worker", Register): self._register,
@@ -102,6 +110,7 @@ class WorkerMessages:
             ("worker", Leave): self._leave,
             ("worker", LeaseSamples): self._lease,
             ("worker", MetricReport): self._metric,
+            ("worker", RecallState): self._recall,
             ("worker", StoreSet): self._store_set,
             ("worker", StoreGet): self._store_get,
             ("worker", AskWhere): self._waiting,
@@ -132,7 +141,9 @@ class WorkerMessages:
         check_end(message, self._sequencer.plan.size)
         self._job.ends.left(sender.rank, message.life, f"has {message.reason}")
         self._job.calls.pop(sender.rank, None)
-        return self._job.absorb(self._sequencer.left(sender.rank, sender.incarnation, message.reason, now))
+        if message.alone > 0:
+            self._job.alone[sender.rank] = message.alone
+        return self._job.left(sender.rank, sender.incarnation, message.reason, now)
 
     def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
         check_where(message, self._sequencer.plan.size)
@@ -151,6 +162,17 @@ class WorkerMessages:
         if message.progress is not None:
             self._job.report_progress(message.progress, now)
         return self._job.absorb(self._sequencer.metric(message, now))
+
+    def report_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
+        """A worker's script has this state after its last push."""
+        check_script_state(message, buffers)
+        return self._job.report_unsaved(self._job.checkpoints.add_state(sender.rank, message, buffers))
+
+    def _recall(self, sender: Hello, message: RecallState, now: float) -> list[LoopEffect]:
+        states = read_states(self._resume) if self._resume is not None else {}
+        found = newest_of_each(states) if message.shared else states.get(sender.rank, {})
+        objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
+        return [ToWorker(sender.rank, StateRecalled(shared=message.shared, objects=objects), parts)]
 
     def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
         return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))
@@ -194,19 +216,8 @@ class ServerMessages:
         """A shard has written its part of a checkpoint, or could not, or not what a worker's filters hold back."""
         _check_shard(sender, message)
         if isinstance(message, NotSaved) and message.worker >= 0:
-            return self._not_saved(message.name, f"what worker {message.worker} holds back: {message.reason}")
-        reason = self._job.checkpoints.add_part(message)
-        return self._not_saved(message.name, reason) if reason else []
-
-    def _not_saved(self, name: str, reason: str) -> list[LoopEffect]:
-        """A checkpoint could not be written: go on without it, or end the job, as was asked for."""
-        cause = f"the checkpoint {name} could not be written to {self._job.checkpoints.directory}: {reason}"
-        self._job.checkpoints.failure = cause
-        if self._job.go_on_unsaved:
-            return self._job.tell(f"warning: {cause}; going on without it")
-        if self._job.finish is None:
-            return self._job.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
-        return []
+            return self._job.report_unsaved([(message.name, f"what worker {message.worker} holds back: {message.reason}")])
+        return self._job.report_unsaved(self._job.checkpoints.add_part(message))
 
     def _failed(self, sender: Hello, message: Failed, now: float) -> list[LoopEffect]:
         return self._job.stop(message.cause)
@@ -242,7 +253,8 @@ class LaunchMessages:
         if message.reason != "finished":
             self._job.given_up[message.worker] = message.incarnation, message.cause
             self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
-        return self._job.absorb(self._sequencer.left(message.worker, message.incarnation, message.reason, now))
+        left = self._job.left(message.worker, message.incarnation, message.reason, now)
+        return left + self._job.announce_end(message.worker)
 
     def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
         check_expecting(message, self._sequencer.plan.size)
@@ -251,6 +263,7 @@ class LaunchMessages:
         return []
 
     def _stop(self, sender: Hello, message: Stop, now: float) -> list[LoopEffect]:
+        self._sequencer.ends_early()
         return self._job.stop(message.cause, over=False)
 
     def _finish(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:
@@ -260,13 +273,14 @@ class LaunchMessages:
     def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
         """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
         self._job.checkpoints.failure = ""
+        effects = self._job.report_unsaved(self._job.checkpoints.end())
         held = any(clock.has_values for clock in self._sequencer.clocks.values())
         if self._job.checkpoints.directory is None or not held or (finish.exit_status and not finish.save):
-            return []
+            return effects
         last = self._sequencer.checkpoints.now() if finish.save else self._sequencer.checkpoints.at_the_end()
         if last is None or not self._job.checkpoints.lacks(last):
-            return []
-        return self._job.absorb([ToShards(Save(name=last.name)), last])
+            return effects
+        return effects + self._job.absorb([ToShards(Save(name=last.name)), last])
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
         """An agent brings workers from another host; `PeerError` where the job expects fewer."""
@@ -313,9 +327,11 @@ class Coordinator:
         go_on_unsaved: bool = False,
         credentials: Credentials | None = None,
         record_lost: str = "",
+        resume: Path | None = None,
     ) -> None:
         """`facts`: what meta.json holds beside the figures. `go_on_unsaved`: the job outlives a checkpoint that cannot be
-        written. `record_lost`: why the record that was asked for could not be opened."""
+        written. `record_lost`: why the record that was asked for could not be opened. `resume`: the checkpoint that the job
+        goes on from."""
         self._sequencer = sequencer
         self._job = CoordinatedJob(
             sequencer,
@@ -325,14 +341,15 @@ class Coordinator:
             go_on_unsaved,
         )
         self._launch = LaunchMessages(self._job, credentials)
+        self._workers = WorkerMessages(self._job, resume)
         self._handlers: HandlerTable = {
-            **WorkerMessages(self._job).handlers,
+            **self._workers.handlers,
             **ServerMessages(self._job).handlers,
             **self._launch.handlers,
         }
         self._facts = facts or {}
         self._duplicates = DuplicateBatches()
-        self._budget_warned = False
+        self._budget_warned = self._samples_warned = False
         self._started = time.time()
 
     # Connections, as far as the job's decisions depend on them.
@@ -375,6 +392,10 @@ class Coordinator:
             raise PeerError(f"unexpected {type(message).__name__} from {describe(sender)}")
         return handler(sender, message, now)
 
+    def script_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
+        """A worker reports what its script has registered for checkpoints."""
+        return self._workers.report_state(sender, message, buffers)
+
     def push_arrived(self, push: Push, now: float) -> list[LoopEffect]:
         """A push has arrived in full at this server's own shard."""
         effects = self._job.absorb(self._sequencer.arrived(0, push.id, push, now))
@@ -387,14 +408,29 @@ class Coordinator:
         return self._job.absorb(self._sequencer.ask(identity))
 
     def _watch_budget(self, allowed: int) -> list[LoopEffect]:
-        """Warn once that the script goes on beyond the budget and does not ask."""
+        """Warn, once each, that steps are counted as samples, and that the script goes on beyond the budget."""
+        warnings: list[LoopEffect] = []
+        if self._sequencer.budget.unknown and not self._samples_warned:
+            self._samples_warned = True
+            warnings += self._job.tell(
+                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
+                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
+            )
         if self._budget_warned or self._sequencer.budget.unheeded() <= allowed:
-            return []
+            return warnings
         self._budget_warned = True
-        return self._job.tell(
+        return warnings + self._job.tell(
             "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
             "end its loop with `if pt.should_stop(): break`"
         )
+
+    def _report_alone(self) -> list[LoopEffect]:
+        """Warn that workers have trained, and nothing was exchanged: a model each."""
+        alone = self._job.alone
+        if len(alone) < 2 or self._sequencer.clocks:
+            return []
+        who = f"each of {counted(len(alone), 'worker')} has"
+        return self._job.tell(f"warning: {trained_alone(who, max(alone.values()))}")
 
     # Time.
 
@@ -430,7 +466,7 @@ class Coordinator:
         server has to say of the device that its values are on."""
         finish, unsaved = self._job.finish, self._job.checkpoints.failure
         assert finish is not None
-        effects = self._watch_budget(0)
+        effects = self._watch_budget(0) + self._report_alone()
         if unsaved and not self._job.go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
         progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None

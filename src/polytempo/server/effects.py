@@ -6,6 +6,7 @@ passes the rest on to the I/O loop as `LoopEffect`s, together with its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from polytempo.protocol.log import LogEntry
 from polytempo.protocol.messages import AnyMessage, NormTotal, Push
 from polytempo.protocol.values import PushId
 from polytempo.records.lines import RecordLine
+from polytempo.transport.channel import Bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ToWorker:
 
     worker: int
     message: AnyMessage
+    buffers: Sequence[Bytes] = ()
 
 
 # Of the sequencer, for the coordinator.
@@ -53,6 +56,7 @@ class Checkpoint:
 
     name: str
     manifest: dict[str, Any]
+    told: tuple[int, ...] = ()  #: workers that will hear of it, and give what their scripts have registered
 
 
 Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint

@@ -32,6 +32,7 @@ from polytempo.protocol.messages import (
     NormTotal,
     ReadRequest,
     Refused,
+    ScriptState,
     Stopped,
     Welcome,
     decode,
@@ -295,6 +296,9 @@ class IoLoop:
             return
         if coordinator is None:
             raise PeerError(f"{kind.__name__} goes to the coordinator (server 0), not to server {self.executor.shard}")
+        if isinstance(message, ScriptState):
+            self._perform(coordinator.script_state(sender, message, buffers))
+            return
         self._perform(coordinator.handle(sender, message, time.monotonic()))
         if isinstance(message, ReadRequest):
             self._inbox.note_read(sender, message)
@@ -376,7 +380,7 @@ class IoLoop:
     def _to_worker(self, effect: ToWorker) -> None:
         peer = self._connections.workers.get(effect.worker)
         if peer is not None:
-            peer.send(encode(effect.message))
+            peer.send(encode(effect.message), effect.buffers)
         if isinstance(effect.message, Refused):
             self.executor.release(effect.worker)  # it will not be answered
 

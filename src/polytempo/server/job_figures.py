@@ -14,6 +14,8 @@ from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
 from polytempo.server.worker_statistics import WorkerStatistics, sum_up
+from polytempo.sync.epoch_parts import parts_of
+from polytempo.sync.spec import COMPARED
 
 
 class CheckpointContents:
@@ -24,6 +26,7 @@ class CheckpointContents:
     ) -> None:
         self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
         self.done = DonePlaces()  #: in modes that deal out batches
+        self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
     def at(self, step: int) -> Checkpoint:
         """A checkpoint of this moment, named after a step."""
@@ -48,13 +51,13 @@ class CheckpointContents:
         return {
             "step": step,
             "steps": self._budget.steps - sum(push.count for push in pending),
-            "samples": self._budget.samples - sum(push.samples for push in pending),
+            "samples": self._budget.samples - sum(push.taken for push in pending),
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
             "positions": self._positions({push.id.worker for push in pending if push.positions}),
             "tracks": {
-                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version}
+                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
                 for name, clock in self._clocks.items()
                 if not name.endswith(MEAN)
             },
@@ -74,22 +77,35 @@ class CheckpointContents:
         dealt, parts = self.done.parts(earlier)
         named = {name: None for stats in self._statistics for name in stats.positions if name not in dealt}
         result = [part for part in earlier if part.get("sampler", "") not in {*named, *dealt}] + parts
+        lost = self._lost()
         for name in named:  # in the order they came
             positions = [
                 (stats.before if stats.worker in ahead else stats.positions).get(name) for stats in self._statistics
             ]
-            epoch = max((position.epoch for position in positions if position), default=None)
-            if epoch is None:  # none of it is applied yet
+            known = [position for position in positions if position]
+            if not known:  # none of it is applied yet
                 result += [part for part in earlier if part.get("sampler", "") == name]
                 continue
-            size = next((position.parts for position in positions if position and position.parts), self._plan.size)
-            taken = [0] * size
+            size = next((position.parts for position in known if position.parts), self._plan.size)
+            places: list[tuple[int, int] | None] = [None] * size
+            left_out = set(range(size))
             for worker, position in enumerate(positions):
-                if position and position.epoch == epoch and (position.parts or self._plan.size) == size:
-                    taken[position.part if position.parts else worker] = position.taken
-            result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
-            result.append({"sampler": name, "epoch": epoch, "size": size, "taken": taken})
+                share = position.part if position and position.parts else worker
+                if share < size and worker not in lost:
+                    left_out.discard(share)
+                if position and (position.parts or self._plan.size) == size:
+                    places[share] = max(places[share] or (0, 0), (position.epoch, position.taken))
+            result += parts_of(name, places, earlier, left_out)
         return result
+
+    def _lost(self) -> set[int]:
+        """Workers that the job went on without."""
+        gone = {stats.worker for stats in self._statistics if stats.left_at is not None and stats.state != "finished"}
+        return gone if self._lost_before is None else self._lost_before
+
+    def ends_early(self) -> None:
+        """The job is told to end: workers that leave from now on leave because of it, and are not lost."""
+        self._lost_before = self._lost()
 
 
 class JobFigures:
@@ -118,9 +134,26 @@ class JobFigures:
         summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
+            "refused": self._refused(),
         }
+        restored = {name: clock.restored for name, clock in self._clocks.items() if clock.restored}
+        summary |= {"restored": restored} if restored else {}
         members = {name: group for name, group in groups.items() if group}
         return summary | {"members": members} if members else summary
+
+    def _refused(self) -> list[str]:
+        """Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all
+        where no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups)."""
+        first = self._clocks.get(MAIN)
+        if first is None or not first.has_values or not first.optimizer_spec.groups:
+            return list(COMPARED)
+        return list(first.optimizer_spec.refused)
+
+
+def _policy(clock: OptimizerClock) -> dict[str, Any]:
+    """What its policy has learned, where it has: for a job that goes on in the same mode."""
+    saved = clock.policy.saved()
+    return {"policy": {"sync": clock.spec.text, "saved": saved}} if saved else {}
 
 
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:

@@ -50,6 +50,12 @@ class JobPlan:
         """The number of all workers' first step."""
         return int(self.resumed.get("step", 0))
 
+    def saved_policy(self, optimizer_id: str, sync: str) -> dict[str, float]:
+        """What the policy of an optimizer had learned in the job that this one goes on from, in the same mode."""
+        policy = self.resumed.get("tracks", {}).get(optimizer_id, {}).get("policy", {})
+        saved: dict[str, float] = policy.get("saved", {}) if policy.get("sync") == sync else {}
+        return saved
+
 
 #: Further answers that are certain not to say `stop`, at most: without a budget, and with one.
 ALWAYS, KNOWN = 1 << 20, 64
@@ -87,6 +93,7 @@ class JobBudget:
         self.stopping = False  #: the budget is used up; it stays so
         self._limits, self._size = plan.limits, plan.size
         self._largest = 1, 0.0  # steps and samples of a push
+        self.unknown = False  #: are samples limited, and has neither script nor sampler said how many a step had?
         self._beyond = 0  # steps that came after the budget was used up
         self._asked = False  # has any worker asked whether to stop?
 
@@ -95,18 +102,20 @@ class JobBudget:
         if self.started is None:
             self.started = now
 
-    def count(self, push: Push, sign: int = 1) -> None:
-        """A push was counted (or, with sign -1, refused after all)."""
+    def count(self, push: Push, sign: int = 1, dealt: bool = False) -> None:
+        """A push was counted (or, with sign -1, refused after all). `dealt`: the mode deals out batches, and weighs a push
+        by its samples."""
         self._beyond += sign * push.count * self.stopping
         self._asked |= push.asked
-        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.samples)
+        self.unknown |= push.size is None and not dealt and push.samples > 0 and self._limits.samples < math.inf
+        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.taken)
         self.steps += sign * push.count
-        self.samples += sign * push.samples
+        self.samples += sign * push.taken
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""
         self.steps -= push.count
-        self.samples -= push.samples
+        self.samples -= push.taken
 
     def check(self, now: float) -> None:
         """Decide whether to stop."""

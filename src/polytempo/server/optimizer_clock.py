@@ -69,6 +69,7 @@ class OptimizerClock:
     version: int = 0
     place: int = 0  # of the last answer in the log
     slots: dict[int, WorkerSlot] = field(default_factory=dict)
+    restored: dict[str, float] = field(default_factory=dict)  # what its policy has learned in an earlier job
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)
@@ -212,8 +213,9 @@ class OptimizerClock:
         return RoundPlan(*of_release, *self._last_round)
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
-        """A checkpoint is made: workers whose filters hold something back will be told, with these answers or their next."""
-        if not self.optimizer_spec.push_filter:
+        """A checkpoint is made: workers whose filters hold something back, or whose scripts have state that belongs to it,
+        will be told, with these answers or their next."""
+        if not self.optimizer_spec.push_filter and not self.is_first:
             return
         for slot in self.slots.values():
             slot.checkpoint = name

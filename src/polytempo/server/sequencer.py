@@ -18,7 +18,7 @@ that all shards answer alike (`docs/design/0010`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,7 @@ class PolicyRunner:
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
-            self._budget.count(push, sign)
+            self._budget.count(push, sign, clock.spec.measured)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
@@ -256,6 +256,8 @@ class WorkerMembership:
         self._clocks[clock.name] = clock
         resume = clock.name in self._plan.resumed.get("tracks", {})
         clock.seeded = clock.seeded or resume
+        clock.restored = self._plan.saved_policy(clock.name, clock.spec.text)
+        clock.policy.restore(clock.restored)
         gone = [s for s in self._statistics if s.left_at is not None and clock.includes(s.worker)]  # they are not waited for
         effects: list[Effect] = [
             ToShards(Setup(optimizer_id=clock.name, optimizer_spec=clock.optimizer_spec, resume=resume))
@@ -310,6 +312,7 @@ class Sequencer:
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
         self._saved_at = plan.first_step
+        self._ending = False  # the job is told to end early
 
     # Members.
 
@@ -320,6 +323,12 @@ class Sequencer:
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """A worker is gone: the workers that waited for it go on."""
         return self._members.left(worker, incarnation, reason, now)
+
+    def ends_early(self) -> None:
+        """The job is told to end: its last checkpoint is of this moment. A push that comes now is not counted: its worker
+        will not hear of it, so that what its script has registered would be of the step before."""
+        self._ending = True
+        self.checkpoints.ends_early()
 
     # Pushes.
 
@@ -337,7 +346,7 @@ class Sequencer:
         """A push is at every shard: from here on it survives its worker."""
         clock, worker = self.clocks[push.id.optimizer_id], push.id.worker
         slot = clock.slots.get(worker)
-        if slot is None or (push.kind == "seed" and clock.seeded):
+        if slot is None or self._ending or (push.kind == "seed" and clock.seeded):
             return self._drop(push.id)
         if push.kind == "seed":
             return self._seeded(clock, push, now)
@@ -402,7 +411,8 @@ class Sequencer:
         if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
-        effect = self.checkpoints.at(slowest)
+        told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
+        effect = replace(self.checkpoints.at(slowest), told=tuple(sorted(told)))
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
             other.saving(effect.name, [entry for entry in entries if isinstance(entry, Reply)])

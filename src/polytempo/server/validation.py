@@ -16,12 +16,24 @@ import torch
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.protocol.layout import ITEM_SIZES
-from polytempo.protocol.messages import AskWhere, Expecting, Gone, Hello, Keep, LeaseSamples, Leave, Push, ReadRequest
+from polytempo.protocol.messages import (
+    AskWhere,
+    Expecting,
+    Gone,
+    Hello,
+    Keep,
+    LeaseSamples,
+    Leave,
+    Push,
+    ReadRequest,
+    ScriptState,
+)
 from polytempo.protocol.values import OptimizerSpec, TableInfo
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState
 from polytempo.server.optimizers import build
 from polytempo.tables.initializers import check_start
 from polytempo.tables.row_optimizers import rule
+from polytempo.transport.channel import Bytes
 
 GRADIENTS = ("gradient", "delta", "value", "peers")
 APPLY = ("server", "delta", "peers", "mean")
@@ -52,6 +64,8 @@ def check_push(push: Push) -> None:
         raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
     if not (math.isfinite(push.samples) and push.samples >= 0):
         raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
+    if not (math.isfinite(push.taken) and push.taken >= 0):
+        raise PeerError(f"a push was refused: it says that it was made of {push.taken:g} samples")
     least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
     if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
@@ -167,6 +181,19 @@ def check_where(asked: AskWhere, size: int) -> None:
     """Refuse a question about ranks that the job does not have, or with a call that no message needs."""
     if not all(0 <= rank < size for rank in asked.ranks) or len(asked.call or "") > LONGEST_CALL:
         raise PeerError(f"AskWhere for ranks {asked.ranks[:8]} of {size} workers, with {len(asked.call or '')} characters")
+
+
+def check_script_state(message: ScriptState, buffers: Sequence[Bytes]) -> None:
+    """Refuse what could not be read again."""
+    if message.checkpoint and not CHECKPOINT.fullmatch(message.checkpoint):
+        raise PeerError(f"a script's state was refused: {message.checkpoint[:40]!r} is no checkpoint's name")
+    dtypes = [name for one in message.objects for name in one.dtypes]
+    if len(dtypes) != len(buffers):
+        raise PeerError(f"a script's state was refused: it has {len(dtypes)} tensors, and {len(buffers)} buffers came")
+    for name, buffer in zip(dtypes, buffers, strict=True):
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or buffer.nbytes % dtype.itemsize:
+            raise PeerError(f"a script's state was refused: {buffer.nbytes} bytes are no tensor of {name[:40]!r}")
 
 
 def check_end(end: Leave | Gone, size: int) -> None:

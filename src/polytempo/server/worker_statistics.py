@@ -58,7 +58,7 @@ class WorkerStatistics:
             return
         self.steps += sign * push.count
         self.pushes += sign
-        self.samples += sign * push.samples
+        self.samples += sign * push.taken
         self.nonfinite += sign * push.nonfinite
         if push.positions:
             self.before = self.positions
@@ -69,7 +69,7 @@ class WorkerStatistics:
         """A counted push was not applied."""
         self.steps -= push.count
         self.pushes -= 1
-        self.samples -= push.samples
+        self.samples -= push.taken
         self.discarded += 1
         self.wasted_s += push.computed
 

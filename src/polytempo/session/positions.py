@@ -25,6 +25,8 @@ class Pass:
         self.sampler, self.epoch = sampler, epoch
         self._share = share or (-1, 0)
         self.drawn = self.trained = 0
+        self.handed = 0  #: samples of the batches that the loader has given to the script, where it tells
+        self._pushed = 0  # samples that were drawn, or handed out, before the last push
         self.ended = False
         self.fresh = False  #: has drawn since the last push
 
@@ -38,8 +40,15 @@ class Pass:
         """Was all of it trained on, as far as `step(samples=...)` tells?"""
         return self.ended and self.trained >= self.drawn
 
+    def push(self, samples: float | None) -> int:
+        """A push is made of what came since the last, of this many samples by the script's word; the number that came."""
+        came = self.handed or self.drawn
+        fresh, self._pushed = came - self._pushed, came
+        self.trained += int(samples) if samples is not None else fresh if self.handed else 0
+        return fresh
+
     def position(self) -> Position:
-        """Samples trained on where `step(samples=...)` says so, else those drawn by the loader."""
+        """Samples trained on where `step(samples=...)` or the loader says so, else those drawn by the loader."""
         taken = min(self.trained, self.drawn) if self.trained else self.drawn
         return Position(self.epoch, taken, self.sampler, *self._share)
 
@@ -52,6 +61,7 @@ class Positions:
         self._samplers = 0
         self._passes: list[Pass] = []
         self._training: dict[str, Pass] = {}
+        self.size: float | None = None  #: samples of the last push, as far as samplers know; None: none has drawn them
 
     def identify(self, dataset: object, length: int, shuffled: bool, name: str, nameless: bool) -> str:
         """A name for a sampler that is the same on all workers, and in a job that goes on from a checkpoint.
@@ -75,6 +85,10 @@ class Positions:
         self._passes.append(Pass(sampler, epoch, share))
         return self._passes[-1]
 
+    def last(self) -> Pass:
+        """The pass that was begun last."""
+        return self._passes[-1]
+
     def pushed(self, samples: float | None) -> tuple[Position, ...]:
         """A push is made: how far it is in every sampler that trains."""
         fresh = [one for one in self._passes if one.fresh]
@@ -86,8 +100,8 @@ class Positions:
         for one in fresh:
             one.fresh = False
         self._passes = [one for one in self._passes if not one.ended]
-        for one in self._training.values():
-            one.trained += int(samples or 0)
+        came = [one.push(samples) for one in self._training.values()]
+        self.size = float(sum(came)) if came else None
         return tuple(one.position() for one in self._training.values())
 
     def now(self) -> tuple[Position, ...]:

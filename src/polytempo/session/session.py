@@ -31,7 +31,7 @@ from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.devices import Devices
-from polytempo.errors import JobEnded, PeerError, UsageError
+from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
 from polytempo.launch.emulation import Emulation, emulation_for
 from polytempo.launch.job_facts import (
     JobFacts,
@@ -48,6 +48,7 @@ from polytempo.launch.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread
+from polytempo.session.lone_training import LoneTraining
 from polytempo.session.metrics import plain_figures
 from polytempo.session.positions import Positions
 from polytempo.session.round_clock import RoundClock
@@ -69,6 +70,8 @@ MEETING = 120.0
 #: Seconds by which a wait for the servers lasts longer. Of two ranks that wait for each other, one in a collective, one in
 #: `step()`, the first is to fail: failed the second, the first would lose its link, and could only say that.
 AFTER_COLLECTIVES = 1.0
+#: Seconds for which a rank that has lost another listens to the coordinator at a time.
+LISTEN = 0.05
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
 
@@ -103,6 +106,7 @@ class Session:
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
+        self.registered: Any = None  #: what the script has registered for checkpoints (`train/script_state.py`)
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
         self.parent = ""  #: in a child process of a worker: the name of that worker
@@ -113,6 +117,7 @@ class Session:
         self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
         self.devices = Devices()  #: of this process, by torch device
         self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
+        self.lone: LoneTraining | None = None  #: sees whether this process trains without an exchange, until it cannot
 
     @property
     def together(self) -> bool:
@@ -161,8 +166,23 @@ class Session:
                 f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
                 "call init() and shutdown() once, around all optimizers, or start another job with polytempo run"
             )
+        self._end_lone()
         self.optimizers += 1
         return str(self.optimizers - 1)
+
+    def _calls(self) -> int:
+        """Collectives and messages of this process so far."""
+        return self._world.engine.started if self._world is not None else 0
+
+    def _end_lone(self) -> None:
+        lone, self.lone = self.lone, None
+        if lone is not None:
+            lone.end()
+
+    def watch_lone_training(self) -> None:
+        """Have workers warned that train each a model of its own."""
+        if self.size > 1 and not self.parent:
+            self.lone = LoneTraining(self._calls, 0 if self.rank == 0 else None)
 
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
@@ -214,13 +234,29 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        way = self.way
-        return open_by_store(
+        way, patience = self.way, self.job.host_timeout
+        world = open_by_store(
             *(store, self.rank, self.size, way.address, way.keys, way.insecure, self.timeout, self.timeout),
             emulated=way.emulated,
+            host_timeout=patience,
             watch=self.watch(),
             call=call,
         )
+        if self.client is not None:
+            world.word = self._departed
+        return world
+
+    def _departed(self) -> frozenset[int] | None:
+        """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
+        client = self.client
+        if client is None:
+            return None
+        if self.lock.acquire(timeout=LISTEN):  # else another thread listens
+            try:
+                client.ask_who_departed(LISTEN)
+            finally:
+                self.lock.release()
+        return frozenset(client.departed)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -229,15 +265,21 @@ class Session:
 
     def close(self, reason: str = "finished") -> None:
         """Leave the job, after taking part in what other ranks still need of this one."""
+        alone = self.lone.count() if self.lone is not None and reason == "finished" else 0
+        self._end_lone()
+        if alone and self.client is None and self.rank == 0:  # else the coordinator says it
+            sys.stderr.write(f"polytempo: warning: {trained_alone('rank 0 has', alone)}\n")
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
+            if self.registered is not None:  # after the last push
+                self.registered.flush()
         self._end_threads()
         client, self.client = self.client, None
         if self._local_peers is not None:
             self._local_peers.close()
         if client is not None:
-            client.leave(reason, self.life)
+            client.leave(reason, alone, self.life)
         try:
             for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
                 standby.begin(join)
@@ -287,6 +329,7 @@ class Session:
 
     def abandon(self) -> None:
         """End without a message: other processes see that this worker has failed."""
+        self._end_lone()
         for standby in self._standbys:
             standby.end()
         self._end_threads()
@@ -303,6 +346,7 @@ class Session:
 
     def let_go(self, parent: str) -> None:
         """In a forked child: leave the parent's connections to the parent."""
+        self._end_lone()
         if self.client is not None:
             self.client.let_go(parent)
         if self._local_peers is not None:
@@ -362,6 +406,7 @@ def init(
     address: str | None = None,
     key_file: str | None = None,
     min_workers: int | None = None,
+    host_timeout: float | None = None,
     timeout: float | timedelta | None = None,
 ) -> None:
     """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
@@ -376,12 +421,15 @@ def init(
         key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
             are needed by default. Under `polytempo run` use its option.
+        host_timeout: Without servers, a link between hosts that is back within these seconds loses nothing (5 by default).
+            Silent ranks are given up by more than half of all ranks, while `min_workers` are left; else the job ends.
+            Under `polytempo run` use its option.
         timeout: Seconds, or a `timedelta`, after which a wait for other ranks fails with an error that names them and what
             they are in; 30 minutes by default, as in torch.distributed, `math.inf` for none. It holds for collectives,
             messages, the first meeting of the ranks and `step()`; `new_group` may set another for its calls.
 
     Raises:
-        UsageError: `init` was called twice, the mode or the address does not fit the launcher, or `timeout` is not above 0.
+        UsageError: `init` was called twice, or the mode, the address or a time-out does not fit the launcher.
         PeerError: A server or a rank could not be reached in time.
 
     Example:
@@ -405,11 +453,14 @@ def init(
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, limit)
+        if host_timeout is not None and not host_timeout >= 1:
+            raise UsageError(f"expected host_timeout of at least 1 second, got {host_timeout:g}")
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, host_timeout, limit)
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank, timeout=limit)
         _session.life = _lives
+    _session.watch_lone_training()
     claim(place)
     atexit.register(_leave)
     watch_exit()
@@ -457,7 +508,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _without_servers(sync: str, way: Way, least: int | None, timeout: float | None) -> Session:
+def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float | None, timeout: float | None) -> Session:
     """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
@@ -476,6 +527,7 @@ def _without_servers(sync: str, way: Way, least: int | None, timeout: float | No
     facts = JobFacts(
         placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
     )
+    facts = facts if host_timeout is None else replace(facts, host_timeout=host_timeout)
     session = Session(None, facts, placement.rank)
     session.life = _lives
     session.way, session.least, session.timeout = way, least or placement.size, timeout

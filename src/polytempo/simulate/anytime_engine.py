@@ -3,7 +3,8 @@
     answered -> micro-batch, micro-batch, ... -> (push in flight) -> arrived -> policy -> apply, release -> answered
 
 A step's time is that of `micro` micro-batches, and its random stall falls into one of them: work of the same number of
-samples takes the same time as in other modes, and stalls are as frequent.
+samples takes the same time as in other modes, and stalls are as frequent. The fixed time of a step is that of each
+micro-batch: small ones take longer for the same samples.
 
 A worker pushes when its next micro-batch would not end in time, by its own pace. If one is not done at the deadline, the
 worker's communication thread pushes what was finished before, and takes the answer, and pushes nothing for any further round
@@ -73,29 +74,30 @@ class RoundProgress:
 class MicroBatchTimes:
     """The times of a worker's micro-batches, from those of its steps."""
 
-    __slots__ = ("_left", "_micro", "_scale", "_seconds", "_stall", "_stall_at", "_worker", "size")
+    __slots__ = ("_left", "_micro", "_stall", "_stall_at", "_step", "_worker", "size")
 
     def __init__(self, worker: Worker, micro: int) -> None:
         self.size = max(1, round(worker.batch / micro))
-        self._worker, self._micro, self._scale = worker, micro, self.size / worker.batch
+        self._worker, self._micro = worker, micro
         self._left = 0  # micro-batches of the present step
-        self._seconds = self._stall = 0.0
+        self._step = self._stall = 0.0  # seconds of the whole step, and of its stall
         self._stall_at = 0
         worker.hiccups = array("d")
 
-    def next(self) -> float:
-        """The seconds of the next one."""
+    def next(self, samples: int) -> float:
+        """The seconds of the next one, which has this number of samples."""
         worker = self._worker
         if not self._left:
             if not worker.step_times:
                 worker.draw()
-            self._left, self._seconds = self._micro, worker.step_times.pop() * self._scale
+            self._left, self._step = self._micro, worker.step_times.pop()
             self._stall = worker.hiccups.pop() if worker.hiccups else 0.0
             if self._stall:
                 number = worker.drawn - len(worker.step_times)
                 self._stall_at = Random(f"{worker.seed}/{worker.rank}/{number}/stall").randrange(self._micro)
         self._left -= 1
-        return self._seconds + self._stall if self._stall and self._left == self._stall_at else self._seconds
+        seconds = worker.seconds_for(samples, self._step)
+        return seconds + self._stall if self._stall and self._left == self._stall_at else seconds
 
 
 class AnytimeEngine(SimulationEngine):
@@ -179,9 +181,8 @@ class AnytimeEngine(SimulationEngine):
                 goes_on = fits(at - opened, pace.seconds, deadline) or (not made_of and pace.seconds > last - opened)
             if not goes_on:
                 break
-            batch, seconds = self._samples.take(worker.rank, times.size, version), times.next()
-            if batch.samples < times.size:
-                seconds *= batch.samples / times.size
+            batch = self._samples.take(worker.rank, times.size, version)
+            seconds = times.next(batch.samples)
             end = stretched(at, seconds, worker.stalls) if worker.stalls else at + seconds
             if deadline and end > last:
                 progress.unfinished, progress.started, progress.until = batch, at, end

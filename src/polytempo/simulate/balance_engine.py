@@ -1,8 +1,9 @@
 """The engine for `bsp+balance`: each worker computes its share of the joint batch.
 
-A share of half a batch takes half the time of a step; stalls take what they take. The joint batch is a batch for each
-member; at the end of an epoch of real data it is what is left. It is dealt out when the first worker begins the round: by
-the newest weights that hold for it. A worker that joins in the middle of a round has no share in it and pushes nothing.
+A share of half a batch takes half the time of a step (of its fixed time all); stalls take what they take. The joint batch is
+a batch for each member; at the end of an epoch of real data it is what is left. It is dealt out when the first worker begins
+the round: by the newest weights that hold for it. A worker that joins in the middle of a round has no share in it and pushes
+nothing.
 
 Loaders that read ahead are a number here, `prefetch`: batches that are drawn and keep their cut.
 """
@@ -69,7 +70,7 @@ class BalanceEngine(SimulationEngine):
             if not worker.step_times:
                 worker.draw()
             stall = worker.hiccups.pop() if worker.hiccups else 0.0
-            worker.step_times[-1] = worker.step_times[-1] * samples / worker.batch + stall
+            worker.step_times[-1] = worker.seconds_for(samples, worker.step_times[-1], len(share)) + stall
         super()._compute(now, worker, step, version)
 
     def _deal_out(self, step: int) -> None:

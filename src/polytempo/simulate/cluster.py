@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.durations import Duration, as_duration
+from polytempo.simulate.durations import Constant, Duration, as_duration
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,9 @@ class Cluster:
         step_times: Rank to a step time of its own.
         batch: Samples a step.
         batches: Rank to a batch of its own.
+        fixed_time: Of the step time, the seconds that a (micro-)step takes whatever its samples: a share of half a batch
+            takes these and half of the rest.
+        fixed_times: Rank to a fixed time of its own.
         hiccup: Random stalls of all workers.
         stalls: Stalls of single workers at given times.
         joins: Workers that join later.
@@ -132,6 +135,8 @@ class Cluster:
     step_times: Mapping[int, Duration | float] = field(default_factory=dict)  #: rank to a step time of its own
     batch: int = 32  #: samples a step
     batches: Mapping[int, int] = field(default_factory=dict)  #: rank to a batch of its own
+    fixed_time: float = 0.0  #: seconds of a (micro-)step whatever its samples, part of the step time
+    fixed_times: Mapping[int, float] = field(default_factory=dict)  #: rank to a fixed time of its own
     hiccup: Hiccup | None = None
     stalls: tuple[Stall, ...] = ()
     joins: tuple[Arrival, ...] = ()
@@ -168,7 +173,13 @@ class Cluster:
         return as_duration(self.step_times.get(rank, self.step_time))
 
     def _check_positive(self) -> None:
-        as_duration(self.step_time)
+        whole, fixed = as_duration(self.step_time), max([self.fixed_time, *self.fixed_times.values()])
+        if min([self.fixed_time, *self.fixed_times.values()]) < 0:
+            raise ClusterError("expected a fixed time of a step of at least 0 seconds")
+        if isinstance(whole, Constant) and not self.step_times and fixed > whole.seconds:
+            raise ClusterError(
+                f"the fixed time of a step is part of its step time; expected at most {whole.seconds:g} s, got {fixed:g} s"
+            )
         for rank, factor in self.slow.items():
             if not factor > 0:
                 raise ClusterError(f"expected a slow-down above 0 for worker {rank}, got {factor}")

@@ -4,10 +4,12 @@ A description is plain data (a YAML or JSON file, already loaded), checked key b
 it is, what was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator
 imports no third-party package.)
 
-A recorded run as a cluster answers what another mode would have done with the same machines: a worker's step, from its
-release to the arrival of its push, takes as long as it took; steps beyond the recorded ones repeat them. The cost of servers
-and network is inside these times, so the cluster has no links. Where samples were dealt out by speed, steps are those of an
-even share of the joint batch, at each worker's own pace.
+A recorded run as a cluster answers what another mode would have done with the same machines: a worker's step takes as long
+as it took of its worker's own time (in records without these figures from its release to the arrival of its push); steps
+beyond the recorded ones repeat them. An exchange takes what it took on average, as a latency to and from the servers. The
+fixed time of a step is fitted where the steps of the record differ in their samples (`records/step_cost.py`), and
+`fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are those of an even share of the
+joint batch, at each worker's own pace.
 """
 
 from __future__ import annotations
@@ -16,17 +18,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from polytempo.errors import ClusterError, RecordError, nearest
-from polytempo.records.lines import RecordLine
+from polytempo.records.lines import MAIN, RecordLine, of_optimizer
+from polytempo.records.paces import LEAST_STEPS
+from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
+from polytempo.records.step_figures import StepFigures, figures_of
 from polytempo.simulate import durations
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
 from polytempo.simulate.durations import Duration, Exponential, Lognormal, Trace
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
 FieldReader = Callable[[Any, str], Any]
+
+#: The shortest step of a recorded cluster, in seconds: a trace has no step of 0.
+SHORTEST = 1e-9
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,8 @@ _CLUSTER: dict[str, FieldReader] = {
     "step_times": _by_rank(duration_from),
     "batch": _whole,
     "batches": _by_rank(_whole),
+    "fixed_time": _seconds,
+    "fixed_times": _by_rank(_seconds),
     "hiccup": _record(Hiccup, {"probability": _number, "seconds": _seconds}),
     "stalls": _list(_record(Stall, {**_EVENT, "seconds": _seconds})),
     "joins": _list(_record(Arrival, _EVENT)),
@@ -219,66 +229,67 @@ _EXPERIMENT: dict[str, FieldReader] = {
 
 def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
     """The cluster of a recorded run, as far as the record shows it."""
-    released: dict[tuple[int, int], float] = {}
-    pushes: dict[int, list[tuple[float, RecordLine]]] = {}  # of each worker: seconds from its release, and the line
-    expected: list[float] = []  # samples of the joint batch, where updates say so
-    dealt = False
-    for line in lines:
-        if "optimizer" in line:
-            continue
+    pushes: dict[int, list[StepFigures]] = {}
+    dealt, expected = False, []  # samples of the joint batch, where updates say so
+    kept = list(lines)
+    for line in of_optimizer(kept, MAIN):
         if line["kind"] == "release":
-            released[line["worker"], line["step"]] = line["t"]
             dealt = dealt or "weights" in line or "deadline" in line
-        elif line["kind"] == "push" and (line["worker"], line["step"]) in released:
-            started = released.pop((line["worker"], line["step"]))
-            pushes.setdefault(line["worker"], []).append((max(line["t"] - started, 1e-9), line))
         elif line["kind"] == "apply" and "divisor" in line:
             expected.append(line["divisor"])
-    times, batches = _dealt_steps(pushes, workers, expected) if dealt else _recorded_steps(pushes)
+    figures = figures_of(kept)
+    for one in figures:
+        pushes.setdefault(one.worker, []).append(one)
+    # The first steps allocate, compile and connect, once; the trace would repeat them.
+    pushes = {worker: of[WARM_UP:] if len(of) >= WARM_UP + LEAST_STEPS else of for worker, of in pushes.items()}
+    costs, batches = step_costs(figures, dealt), _batches(pushes, workers, dealt, expected)
+    times = {
+        worker: times
+        for worker, of in pushes.items()
+        if (times := _step_times(of, batches[worker], costs.get(worker), dealt))
+    }
     missing = [worker for worker in range(workers) if worker not in times]
     if missing:
         raise RecordError(f"the record has no step of workers {missing[:8]}; expected a run in which every worker took some")
-    return Cluster(workers=workers, step_times={worker: Trace(tuple(of)) for worker, of in times.items()}, batches=batches)
+    exchanges = {worker: fmean(one.exchanged for one in of) for worker, of in pushes.items()}
+    return Cluster(
+        workers=workers,
+        step_times={worker: Trace(tuple(of)) for worker, of in times.items()},
+        batches=batches,
+        fixed_times={worker: cost.fixed for worker, cost in costs.items()},
+        links={worker: Link(latency=seconds / 2) for worker, seconds in exchanges.items() if seconds},
+    )
 
 
-#: Seconds of each worker's steps, and the samples of its batch.
-StepsOfWorkers = tuple[dict[int, list[float]], dict[int, int]]
-
-
-def _recorded_steps(pushes: Mapping[int, list[tuple[float, RecordLine]]]) -> StepsOfWorkers:
-    seconds: dict[int, list[float]] = {}
-    batches: dict[int, int] = {}
-    for worker, of in pushes.items():
-        counts = [line.get("count", 1) for _, line in of]  # of local steps in a block, which are taken to be of one length
-        seconds[worker] = [
-            time / count for (time, _), count in zip(of, counts, strict=True) for _ in range(count)
-        ]  # fmt: skip
-        sizes = [line.get("samples", 1) / count for (_, line), count in zip(of, counts, strict=True)]
-        batches[worker] = max(1, round(sum(sizes) / len(sizes)))
-    return seconds, batches
-
-
-def _dealt_steps(
-    pushes: Mapping[int, list[tuple[float, RecordLine]]], workers: int, expected: list[float]
-) -> StepsOfWorkers:
-    """The same where samples were dealt out by speed: steps of an even share of the joint batch, at each worker's own pace.
-    Rounds in which a worker was stuck make its next step longer."""
+def _batches(pushes: Mapping[int, list[StepFigures]], workers: int, dealt: bool, expected: list[float]) -> dict[int, int]:
+    """The samples of each worker's step; where they were dealt out by speed, an even share of the joint batch."""
+    if not dealt:
+        return {worker: max(1, round(fmean(one.samples / max(one.steps, 1) for one in of))) for worker, of in pushes.items()}
     joint: dict[int, float] = {}
-    for of in pushes.values():
-        for _, line in of:
-            joint[line["step"]] = joint.get(line["step"], 0.0) + line["samples"]
-    batch = max(1, round(median(expected or joint.values()) / workers)) if joint else 1
-    seconds: dict[int, list[float]] = {}
-    for worker, of in pushes.items():
+    for one in (one for of in pushes.values() for one in of):
+        joint[one.step] = joint.get(one.step, 0.0) + one.samples
+    return dict.fromkeys(pushes, max(1, round(median(expected or joint.values()) / workers)) if joint else 1)
+
+
+def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, dealt: bool) -> list[float]:
+    """Seconds of a worker's steps, each as of a whole batch where the samples of steps differ. Rounds in which it was stuck
+    make its next step longer."""
+    found: list[float] = []
+    stuck = 0.0
+    for one in pushes:
+        if dealt and not one.samples:
+            stuck += one.elapsed
+            continue
+        count = max(
+            one.steps, 1
+        )  # micro-batches of one step; or local steps in a block, which are taken to be of one length
+        own, size = one.computed or one.elapsed, one.samples / count
+        if dealt and one.elapsed:
+            own = min(own, one.elapsed)  # one that was finished late began before
+        scale = cost.seconds(batch) / cost.seconds(size) if cost and size else batch / size if dealt else 1.0
+        found += [max(own / count * scale + stuck, SHORTEST)] * (1 if dealt else count)
         stuck = 0.0
-        for time, line in of:
-            if not line["samples"]:
-                stuck += time
-                continue
-            own = min(line.get("computed") or time, time)  # one that was finished late began before
-            seconds.setdefault(worker, []).append(own / line["samples"] * batch + stuck)
-            stuck = 0.0
-    return seconds, dict.fromkeys(seconds, batch)
+    return found
 
 
 def random_cluster(seed: int) -> Cluster:

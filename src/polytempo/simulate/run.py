@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from random import Random
 from typing import Any, cast
 
 from polytempo.errors import SpecError, UsageError, nearest
@@ -24,6 +25,7 @@ from polytempo.simulate.local_engine import LocalEngine
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
 from polytempo.simulate.pair_engine import PairEngine
 from polytempo.simulate.worker import BlockTrainer, DealtTrainer, GossipTrainer, LocalTrainer, Trainer
+from polytempo.summation import in_order
 from polytempo.sync.corrections import NOTHING
 from polytempo.sync.spec import Spec, parse_spec
 
@@ -135,6 +137,12 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     if not (spec.mode.barrier and spec.mode.all_reduce):
         raise UsageError(f"{spec.text} needs a parameter server, got {via!r}; use ps, or bsp with {via}")
     return best_all_reduce(cluster) if via == "allreduce" else via
+
+
+def mean_step_time(cluster: Cluster, rank: int = -1) -> float:
+    """Seconds of a rank's step without its slow-down, on average; without a rank, of a worker without times of its own."""
+    draws = cluster.duration(rank).draw(Random(0), 0, 64)
+    return in_order(draws) / len(draws)
 
 
 def _fits(spec: Spec, workers: int) -> bool:

@@ -36,6 +36,7 @@ class Worker:
         "discarded",
         "drawn",
         "exchanged",
+        "fixed",
         "flying",
         "held_for",
         "held_since",
@@ -66,6 +67,8 @@ class Worker:
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
         self.rank = rank
         self.batch = cluster.batches.get(rank, cluster.batch)
+        # Of each (micro-)step; a slow machine is slow in this, too.
+        self.fixed = cluster.fixed_times.get(rank, cluster.fixed_time) * cluster.slow.get(rank, 1.0)
         self.cluster = cluster
         self.seed = seed
         self.step_times = array("d")  # of the steps to come, the next one last
@@ -116,6 +119,17 @@ class Worker:
                 self.hiccups.extend(reversed(stalls))
         self.drawn += BLOCK
         self.step_times.extend(reversed(times))
+
+    def seconds_for(self, samples: int, step: float, count: int = 1) -> float:
+        """What part of a batch takes where a step of the whole batch takes `step` seconds.
+
+        Args:
+            samples: Of the part.
+            step: Seconds of a whole step, the fixed time among them.
+            count: (Micro-)steps that the part is computed in: each has the fixed time.
+        """
+        fixed = min(self.fixed, step)
+        return count * fixed + (step - fixed) * samples / self.batch
 
     def join(self, now: float) -> None:
         """Begin a life."""

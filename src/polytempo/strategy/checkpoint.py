@@ -25,8 +25,11 @@ from safetensors.torch import load_file, save_file
 from polytempo.checkpoints import PARTIAL, digest_of_file, error_text, find_checkpoint, publish, step_name, write_synced
 from polytempo.errors import UsageError
 from polytempo.strategy.portable_state import NamedState
+from polytempo.train.safe_serialization import decode, encode
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+#: State of each rank, in modes with local steps.
+RANKS = "ranks.safetensors"
 #: What a manifest calls this kind of checkpoint.
 KIND = "whole model"
 
@@ -39,6 +42,7 @@ class SavedState:
     model: dict[str, torch.Tensor]
     optimizer: NamedState = field(default_factory=lambda: {"state": {}, "param_groups": []})
     facts: dict[str, Any] = field(default_factory=dict)  #: samples, positions, the strategy, what the script adds
+    ranks: list[Any] = field(default_factory=list)  #: of each rank its own, where their optimizers are not alike
 
 
 def write_checkpoint(directory: Path, saved: SavedState, keep: int = 2) -> Path:
@@ -50,7 +54,8 @@ def write_checkpoint(directory: Path, saved: SavedState, keep: int = 2) -> Path:
     try:
         partial.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, content in ((MODEL, saved.model), (OPTIMIZER, tensors)):
+        files = {MODEL: saved.model, OPTIMIZER: tensors, **({RANKS: _flat(saved.ranks)} if saved.ranks else {})}
+        for name, content in files.items():
             apart = {key: value.detach().cpu().contiguous().clone() for key, value in content.items()}
             write_synced(partial / name, lambda path, apart=apart: save_file(apart, path))  # type: ignore[misc]
             written.append({"file": name, "digest": digest_of_file(partial / name)})
@@ -73,6 +78,7 @@ def read_checkpoint(directory: str | Path) -> SavedState:
         )
     try:
         model, tensors = load_file(path / MODEL), load_file(path / OPTIMIZER)
+        ranks = _unflattened(load_file(path / RANKS)) if (path / RANKS).exists() else []
     except (OSError, SafetensorError) as problem:
         raise UsageError(f"cannot read the checkpoint {path}: {error_text(problem)}") from problem
     about = manifest.pop("optimizer")
@@ -80,7 +86,22 @@ def read_checkpoint(directory: str | Path) -> SavedState:
     for key, value in [*about["values"].items(), *tensors.items()]:
         name, _, entry = key.rpartition("/")
         optimizer["state"].setdefault(name, {})[entry] = value
-    return SavedState(manifest["step"], model, optimizer, manifest)
+    return SavedState(manifest["step"], model, optimizer, manifest, ranks)
+
+
+def _flat(data: Any) -> dict[str, torch.Tensor]:
+    """Plain data with tensors as tensors alone: its structure, and the others by number."""
+    aside: list[torch.Tensor] = []
+    structure = torch.frombuffer(bytearray(encode(data, aside)), dtype=torch.uint8)
+    return {"structure": structure, **{str(number): tensor for number, tensor in enumerate(aside)}}
+
+
+def _unflattened(tensors: dict[str, torch.Tensor]) -> Any:
+    aside: list[torch.Tensor] = []
+    data = decode(tensors["structure"].numpy().tobytes(), aside)
+    for number, tensor in enumerate(aside):
+        tensor.copy_(tensors[str(number)])
+    return data
 
 
 def _apart(optimizer: NamedState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

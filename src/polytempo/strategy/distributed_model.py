@@ -231,7 +231,7 @@ class DistributedModel:
         self.consolidate()
         with self._failing_together():
             positions = joint_positions(self._groups.job, self.mesh, self._made.session, self._earlier)
-            said = ""
+            said, ranks = "", self._own_state() if self.optimizer.spec.averaging is not None else []
             if self.point.data == 0:
                 model = self._state.gather()
                 optimizer = self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
@@ -239,7 +239,7 @@ class DistributedModel:
                 facts = {"samples": self.samples, "strategy": str(self.strategy), "positions": positions}
                 facts |= {"extra": extra or {}}
                 try:
-                    write_checkpoint(Path(directory), SavedState(self.steps, model, optimizer, facts), keep)
+                    write_checkpoint(Path(directory), SavedState(self.steps, model, optimizer, facts, ranks), keep)
                 except UsageError as problem:
                     said = str(problem)
             said = exchanged(self._groups.job, said)[0]
@@ -259,12 +259,29 @@ class DistributedModel:
             UsageError: There is no whole checkpoint, or it is of another model.
         """
         saved = read_checkpoint(directory)
-        self.load_state_dict(saved.model)
+        if not self._holds(saved.model):
+            self.load_state_dict(saved.model)
         self.load_optimizer_state_dict(saved.optimizer)
+        if len(saved.ranks) == self._made.session.size and saved.facts.get("strategy") == str(self.strategy):
+            groups = self.optimizer.inner.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"param_groups": groups, **saved.ranks[self._made.session.rank]})
         self.steps, self.samples = saved.step, int(saved.facts.get("samples", 0))
         self._earlier = resume_positions(self._made.session, saved.facts.get("positions", []))
         extra: dict[str, Any] = saved.facts.get("extra", {})
         return extra
+
+    def _own_state(self) -> list[Any]:
+        """Of all ranks what is their own in modes with local steps: optimizer state, and outer momentum."""
+        mine = self.optimizer.state_dict()
+        return exchanged(self._groups.job, {name: mine[name] for name in ("state", "outer") if name in mine})
+
+    def _holds(self, state: dict[str, torch.Tensor]) -> bool:
+        """Are these the values of the model, on every rank? Some modes take values only when the optimizer is made."""
+        if self.strategy.is_split:
+            return False
+        mine = self._state.gather()
+        same = mine.keys() == state.keys() and all(torch.equal(mine[name].cpu(), state[name]) for name in state)
+        return all(exchanged(self._groups.job, same))
 
     # Figures.
 

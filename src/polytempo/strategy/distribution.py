@@ -30,9 +30,10 @@ from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.session.session import Session
-from polytempo.strategy.soundness import check_tied
+from polytempo.strategy.soundness import check_pair, check_tied
 from polytempo.strategy.state import SpreadState, UnsplitModel, exchanged
 from polytempo.strategy.strategy import Strategy
+from polytempo.sync.spec import COMPARED, refused_of
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.tensor_parallel.plan import TensorPlan, find_plan, parallelize
@@ -209,7 +210,9 @@ class _StageMaker:
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of this rank's part, whose steps are taken together with those of the other replicas."""
         main = self.point.pipe == self.mesh.pipe - 1 and self.point.tensor == 0
-        ranks = ReplicaRanks(self.mesh.data_group(self.session.rank), main)
+        split = self.mesh.pipe, self.mesh.tensor
+        refused = refused_of(COMPARED, lambda spec: check_pair(spec.text, *split, self.strategy.schedule))
+        ranks = ReplicaRanks(self.mesh.data_group(self.session.rank), main, refused)
         way: dict[str, Any] = {"sync": self.strategy.sync, "via": self.strategy.via}
         if self.part is not None and any(buffer.is_floating_point() for buffer in self.part.buffers()):
             return DistributedOptimizer(self.inner(params), self.part, buffers="mean", group=ranks, **way)

@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from polytempo.checkpoints import MANIFEST, remove_checkpoint, step_name, whole_checkpoints
 from polytempo.errors import UsageError, WrongType, nearest
-from polytempo.session.session import init, is_initialized, log, rank, should_stop, size
+from polytempo.session.session import current, init, is_initialized, log, rank, should_stop, size
+from polytempo.strategy.checkpoint import KIND, read_checkpoint
 from polytempo.strategy.evaluate import Metric, first_of_replica, mean_over, named_metrics
 from polytempo.strategy.fit_history import Callback, EarlyStop, History
 from polytempo.strategy.fit_progress import FitProgress
 from polytempo.strategy.sample_source import Batch, Part, SampleSource
 from polytempo.strategy.strategy import Strategy
 from polytempo.summation import in_order
+from polytempo.sync.balance import BALANCE
+from polytempo.sync.spec import parse_spec
 from polytempo.train.communication import all_reduce, barrier
 
 if TYPE_CHECKING:
@@ -134,6 +138,14 @@ def fit(
         raise UsageError("resume=True needs checkpoint=, the folder in which the checkpoints are")
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
+    sync = parse_spec(chosen.sync or current().job.sync)
+    if sync.mode is BALANCE:
+        raise UsageError(
+            f"fit() takes batches of one size, and {sync.text} shares them by speed; use sync=bsp, or prepare() and a loop "
+            "of your own"
+        )
+    if resume and checkpoint is not None:
+        _load_values(model, Path(checkpoint))
     in_place = not (chosen.automatic or chosen.is_split)
     example, target = source.example()
     spread = chosen.distribute(
@@ -168,6 +180,15 @@ def fit(
     if not in_place:
         model.load_state_dict(spread.state_dict())
     return history
+
+
+def _load_values(model: torch.nn.Module, folder: Path) -> None:
+    """Load the values of the last checkpoint, before the optimizer is made: some modes take values from the script only
+    then. What is wrong with the checkpoint is said later, where all of it is loaded."""
+    there = whole_checkpoints(folder)
+    if there and json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND:
+        with suppress(RuntimeError):  # it is of another model
+            model.load_state_dict(read_checkpoint(there[-1]).model)
 
 
 @dataclass(frozen=True)

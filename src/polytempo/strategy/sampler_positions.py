@@ -13,6 +13,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.mesh import Mesh
 from polytempo.session.session import Session
 from polytempo.strategy.state import exchanged
+from polytempo.sync.epoch_parts import parts_of
 
 Parts = list[dict[str, Any]]
 
@@ -21,19 +22,16 @@ def joint_positions(job: RankGroup, mesh: Mesh, session: Session, earlier: Parts
     """The parts of this job behind those of the jobs that it goes on from. All ranks call this."""
     mine = [[one.sampler, one.epoch, one.taken] for one in session.positions.now()]
     each = mesh.pipe * mesh.tensor
-    return parts_of(exchanged(job, mine)[::each], earlier)
+    return parts_of_all(exchanged(job, mine)[::each], earlier)
 
 
-def parts_of(replicas: list[list[list[Any]]], earlier: Parts) -> Parts:
-    """From each replica's samplers (name, epoch, samples taken): a part for each sampler."""
+def parts_of_all(replicas: list[list[list[Any]]], earlier: Parts) -> Parts:
+    """From each replica's samplers (name, epoch, samples taken): the parts of each sampler."""
     named = dict.fromkeys(name for mine in replicas for name, _, _ in mine)
     result = [part for part in earlier if part.get("sampler", "") not in named]
     for name in named:
         found = [next(((epoch, taken) for other, epoch, taken in mine if other == name), None) for mine in replicas]
-        epoch = max(one[0] for one in found if one is not None)
-        taken = [one[1] if one is not None and one[0] == epoch else 0 for one in found]
-        result += [part for part in earlier if (part.get("sampler", ""), part["epoch"]) == (name, epoch)]
-        result.append({"sampler": name, "epoch": epoch, "size": len(replicas), "taken": taken})
+        result += parts_of(name, found, earlier)
     return result
 
 

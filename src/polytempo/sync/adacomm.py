@@ -24,7 +24,7 @@ the root and no intervals.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from polytempo.options import fraction, positive_number, switch, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
@@ -48,6 +48,16 @@ class LossPeriod(RoundRule):
         self._loss: float | None = None  # F_0
         self._rate: float | None = None  # eta_0
         self._last_rate: float | None = None  # of the interval before
+
+    def saved(self) -> dict[str, float]:
+        known = {"loss": self._loss, "rate": self._rate, "last_rate": self._last_rate}
+        return {"period": self.period, **{name: value for name, value in known.items() if value is not None}}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        if not saved:
+            return
+        self.period = int(saved.get("period", self.period))
+        self._loss, self._rate, self._last_rate = saved.get("loss"), saved.get("rate"), saved.get("last_rate")
 
     def start(self, now: float) -> None:
         self._began = now if self._began is None else self._began

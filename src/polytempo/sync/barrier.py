@@ -21,7 +21,7 @@ without any, and with weight zero; a block that ends early, with its worker's da
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
@@ -54,6 +54,13 @@ class RoundRule:
 
     def begin_at(self, step: int) -> None:
         """The job goes on from a checkpoint, with this round."""
+
+    def saved(self) -> dict[str, float]:
+        """What a checkpoint must hold of the rule."""
+        return {}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """The job goes on from a checkpoint that holds this."""
 
     def gather(self, members: Collection[int]) -> None:
         """These workers start; none is in a round."""
@@ -116,6 +123,12 @@ class Barrier(Policy):
         super().begin_at(step)
         self.round = step
         self.rule.begin_at(step)
+
+    def saved(self) -> dict[str, float]:
+        return self.rule.saved()
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        self.rule.restore(saved)
 
     @property
     def reached(self) -> int:

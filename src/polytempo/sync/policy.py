@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Mapping
 from itertools import islice
 
 from polytempo.errors import OrderError, UsageError
@@ -35,6 +35,13 @@ class Policy(ABC):
     def begin_at(self, step: int) -> None:
         """Number the first step `step`: for a job that goes on from a checkpoint. Before any event."""
         self.progress.slowest = self.progress.fastest = step
+
+    def saved(self) -> dict[str, float]:
+        """What a checkpoint must hold of the policy beside its steps; in most modes nothing."""
+        return {}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """The job goes on from a checkpoint that holds this. Before any event."""
 
     def expect(self, members: Iterable[int]) -> None:
         """Start with these workers, in place of 0 to n - 1: as many as the policy was made for. Before any event."""

@@ -5,11 +5,11 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.errors import SpecError
+from polytempo.errors import SpecError, UsageError
 from polytempo.options import Syntax, parse
 from polytempo.sync.adacomm import ADACOMM
 from polytempo.sync.adpsgd import ADPSGD
@@ -53,6 +53,19 @@ MODES: dict[str, Mode] = {
         ADPSGD,
     )
 }
+
+#: The modes that advice compares, those first that change least about how a model learns (`simulate/advice.py`).
+COMPARED = (
+    "bsp",
+    "bsp+balance",
+    "anytime:auto",
+    "bsp+backup:1",
+    "local:8",
+    "diloco:100",
+    "ssp:3",
+    "dssp:3..15",
+    "asp",
+)
 
 _SYNTAX = {
     name: Syntax(
@@ -157,6 +170,18 @@ class Spec:
     def ahead(self) -> int:
         """The number of pushes of a worker that may be in flight while it computes the next."""
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
+
+
+def refused_of(modes: Iterable[str], check: Callable[[Spec], object]) -> tuple[str, ...]:
+    """Of these modes those that a job cannot use: for which its own `check` raises `UsageError`, as it does when the job is
+    started in such a mode."""
+    found = []
+    for mode in modes:
+        try:
+            check(parse_spec(mode))
+        except UsageError:
+            found.append(mode)
+    return tuple(found)
 
 
 def parse_spec(text: str) -> Spec:

@@ -91,6 +91,8 @@ class ThreadJob:
             hiccup=hiccup,
             positions=positions,
             budgeted=self.plan.limits.any,
+            saves=checkpoints is not None,
+            resumed=path is not None,
             via=via,
             meeting=str(self._directory),
         )
@@ -103,7 +105,13 @@ class ThreadJob:
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
         coordinator = Coordinator(
-            self.sequencer, writer, checkpoints, facts, go_on_unsaved=go_on_unsaved, credentials=self.credentials
+            self.sequencer,
+            writer,
+            checkpoints,
+            facts,
+            go_on_unsaved=go_on_unsaved,
+            credentials=self.credentials,
+            resume=path,
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):

@@ -8,7 +8,7 @@ were asked for; it stands in its own function that makes groups, which is found 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from polytempo.errors import UsageError
-from polytempo.torch_backend.register import NAME
+from polytempo.torch_backend.register import DEVICES, NAME
 
 #: torch's function that makes a group, and its variable with the back end of each device.
 MAKER, CONFIG = "_new_process_group_helper", "backend_config"
@@ -28,7 +28,37 @@ CALLS = (
     *("all_to_all_single", "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base"),
     *("all_gather_single", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "reduce_scatter"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("gather_single", "gather_into_tensor"),
 )
+
+
+def register_devices(group: ProcessGroup, beside: Mapping[str, ProcessGroup]) -> None:
+    """Register a back end for each device of a group: that of the group beside it, or one that refuses all calls.
+
+    Torch takes a group's devices from what is registered, and from 2.15 on asks the default back end when a group is made.
+    The group's own methods take the calls; one that got past them would not be made, and so it must fail.
+
+    Args:
+        group: A group whose calls are made in Python.
+        beside: The groups of other back ends, by the type of their device.
+    """
+    # Torch's own of C++, which needs no network. One made in Python ends the process on Python 3.13 when torch 2.15 asks
+    # it for a property that it inherits.
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    options = fake.Options()
+    options.error_on_collective = True
+    refusing = fake._create_internal(group.rank(), group.size(), options)
+    kinds = []
+    for device in map(torch.device, dict.fromkeys([*DEVICES, *beside])):
+        kind, backend = ProcessGroup.BackendType.CUSTOM, refusing
+        if device.type in beside:
+            other = beside[device.type]
+            kind, backend = getattr(ProcessGroup.BackendType, other.name().upper()), other._get_backend(device)
+        elif device.type == "cuda" and not torch.cuda.is_available():
+            continue
+        group._register_backend(device, kind, backend)
+        kinds.append(kind)
+    group._set_default_backend(kinds[0])
 
 
 def others_asked_for() -> dict[str, str]:

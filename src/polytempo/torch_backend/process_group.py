@@ -30,9 +30,9 @@ from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.launch.job_facts import way_of
 from polytempo.session.session import watching_job
-from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for
+from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for, register_devices
 from polytempo.torch_backend.errors import as_torch_error
-from polytempo.torch_backend.register import DEVICES, NAME
+from polytempo.torch_backend.register import NAME
 from polytempo.torch_backend.work import TaskWork
 from polytempo.transport.deadline import RankWatch
 
@@ -54,6 +54,7 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
         self, store: Any, world: World, ranks: Sequence[int], beside: Mapping[str, ProcessGroup] | None = None
     ) -> None:
         super().__init__(world.rank, world.size)
+        register_devices(self, beside or {})
         self._store, self._name, self._description = store, "", ""
         self.beside = beside or {}  #: groups of other back ends, by the type of their device
         self.world, self.group, self.ranks = world, world.all_ranks, ranks
@@ -87,12 +88,10 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
         beside = self.beside.get(torch.device(device).type)
         return self if beside is None else beside._get_backend(device)
 
+    get_backend = _get_backend
+
     def get_group_store(self) -> Any:
         return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(device) for device in DEVICES if device == "cpu" or torch.cuda.is_available()]
 
     def supports_tensor_alloc(self, _: Any) -> bool:
         return False
@@ -247,6 +246,18 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
             opts,
             lambda: self.group.gather(parts, inputs[0], _root(opts), background=True),
         )
+
+    def gather_single(self, output: Any, tensor: Any, opts: Any) -> Any:
+        """On ranks other than the root, `output` is empty."""
+        parts = self._split_like("gather", output, tensor) if self.group.rank == _root(opts) else None
+        return self._call(
+            [output],
+            [output, tensor],
+            opts,
+            lambda: self.group.gather(parts, tensor, _root(opts), background=True),
+        )
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: list[Any], inputs: list[list[Any]], opts: Any) -> Any:
         parts = inputs[0] if inputs else None

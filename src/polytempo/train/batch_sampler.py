@@ -27,7 +27,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
     """Shards a data set over the workers in batches, whose size follows their speed where the mode says so. Give it to a
     `DataLoader` as `batch_sampler=`.
 
-    Call `set_epoch` before each epoch. After a resume, `epoch` is the epoch to go on with.
+    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
+    `epoch` on.
 
     Args:
         dataset: The data set; only its length is read.
@@ -92,6 +93,19 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         """
         self._samples.set_epoch(epoch)
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`, as for `DistributedSampler`.
+
+        Args:
+            count: The number of epochs in all, those of earlier jobs included.
+
+        Returns:
+            The numbers of the epochs.
+        """
+        spec = self._session.dealing.spec
+        whole = self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self._samples._parts
+        return self._samples._order.epochs(count, whole if self.drop_last else 1)
+
     def __iter__(self) -> Iterator[list[int]]:
         spec, order = self._session.dealing.spec, self._samples._order
         if spec is None:
@@ -108,8 +122,9 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         return BatchShape(size, spec.micro, self.drop_last)
 
     def __len__(self) -> int:
+        """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
         spec = self._session.dealing.spec or parse_spec(self._session.job.sync)
         if not spec.measured:
             return len(BatchSampler(self._samples, self.batch_size, self.drop_last))
-        length, size, shape = len(self._samples._order.rest()), self._session.size, self._shape(spec)
+        length, size, shape = self._samples._order.length, self._session.size, self._shape(spec)
         return math.ceil(shape.places(length) / size) if spec.micro else len(shape.joint_batches(length, size))

@@ -131,6 +131,8 @@ class DealtEpoch:
                     batch = dealing.draw(one, self._share, trains())
                 if batch is None:
                     break
+                if self._orders is not None and trains():
+                    self._orders.drawing()
                 order = self._order if batch.epoch is None else self._before[batch.epoch]
                 yield [order[place] for start, stop in batch.places for place in range(start, stop)]
                 if as_stream and batch.samples < self._shape.each and batch.epoch is None:

@@ -85,6 +85,7 @@ class DownpourUpdate(StepUpdate):
         self._sum: Accumulated | None = None
         self._made = Made()
         self._summed: dict[str, Any] = {}  # of these steps
+        self._about: dict[str, Any] = {}  # more fields of the next push, as of the last of them
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
@@ -105,8 +106,9 @@ class DownpourUpdate(StepUpdate):
             self._wrapped.tables.collect()
         self._made.add(request.samples, request.about.pop("computed"))
         add_figures(self._summed, request.about)
+        self._about = request.about
         if self._steps % self._local.push == 0:
-            self.flush(**request.about)
+            self.flush()
         if self._steps % self._local.fetch == 0:
             self._ask()
         self._install()
@@ -133,13 +135,13 @@ class DownpourUpdate(StepUpdate):
         own, groups = self._local.alpha, self._wrapped.optimizer.param_groups
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
 
-    def flush(self, **about: Any) -> None:
-        """Push what was accumulated so far."""
+    def flush(self) -> None:
+        """Push what was accumulated so far; also at the end, and before a read."""
         total, self._sum = self._sum, None
         if total is None:
             return
         reducer, made, self._made = self._reducer, self._made, Made()
-        summed, self._summed = self._summed, {}
+        summed, self._summed, about, self._about = self._summed, {}, self._about, {}
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
         reducer.client_state.version = total.basis.version

@@ -14,6 +14,7 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
+from polytempo.sync.epoch_parts import epoch_to_go_on_with
 
 T = TypeVar("T")
 
@@ -33,14 +34,37 @@ class EpochOrder:
     def __init__(
         self, session: Session, dataset: Sized, shuffle: bool, seed: int | None, training: bool | None, name: str
     ) -> None:
-        self._length, self._shuffle = len(dataset), shuffle
+        self.length, self._shuffle = len(dataset), shuffle
+        self._session = session
         self._seed = session.job.seed if seed is None else seed
         earlier = session.job.positions
         nameless = any(not part.get("sampler") for part in earlier)
-        self.name = session.positions.identify(dataset, self._length, shuffle, name, nameless)
+        self.name = session.positions.identify(dataset, self.length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if part.get("sampler", "") == self.name]
         self._complete: list[tuple[int, Callable[[], bool]]] = []  # passes that ran to their end: epoch, was it used up?
-        self.epoch = max((part["epoch"] for part in earlier), default=0)
+        self.epoch = epoch_to_go_on_with(self._earlier or earlier)
+
+    def epochs(self, count: int, least: int = 1) -> Iterator[int]:
+        """The numbers of the epochs that are left of this many, each of them the next pass's; fewer where the job's budget
+        is used up. What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
+        while self.length and self.left() < min(least, self.length):
+            self.epoch += 1
+        while self.epoch < count and not self._session.should_stop():
+            epoch = self.epoch
+            self.begin(epoch)
+            yield epoch
+            self.epoch = epoch + 1
+
+    def begin(self, epoch: int) -> None:
+        """The next pass is one of this epoch."""
+        self.epoch = epoch
+        if self._session.registered is not None:
+            self._session.registered.begin_epoch(lambda: self.left() == self.length)
+
+    def drawing(self) -> None:
+        """A sample to train on is handed out: what the script does after a step is done (`script_state.py`)."""
+        if self._session.registered is not None:
+            self._session.registered.draw()
 
     def completed(self, epoch: int, used: Callable[[], bool]) -> None:
         """A pass has run to its end; `used` tells whether it was trained on, and not only looked at."""
@@ -48,11 +72,20 @@ class EpochOrder:
 
     def rest(self) -> list[int]:
         """What is left of the epoch, in its order."""
+        self._forget_used()
+        return self.rest_of(self.epoch)
+
+    def left(self) -> int:
+        """The number of samples that are left of the epoch."""
+        self._forget_used()
+        begun = any(part["epoch"] == self.epoch for part in self._earlier)
+        return len(self.rest_of(self.epoch)) if begun else self.length
+
+    def _forget_used(self) -> None:
         if any(used() for epoch, used in self._complete if epoch == self.epoch):
             # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
             self._complete = []
-        return self.rest_of(self.epoch)
 
     def rest_of(self, epoch: int) -> list[int]:
         """What earlier jobs have left of an epoch, in its order."""
@@ -64,9 +97,9 @@ class EpochOrder:
 
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return list(range(self._length))
+            return list(range(self.length))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return torch.randperm(self._length, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(self.length, generator=generator).tolist()  # type: ignore[no-any-return]
 
 
 def shard_of(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:

@@ -14,15 +14,15 @@ called without their hooks (`model.forward(x)`, captured CUDA graphs, inside `to
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
 
 #: Figures of single steps that a push of several steps holds the sums of.
-SUMMED = ("input", "work")
+SUMMED = ("input", "work", "size")
 
 
 class InputWatch:
@@ -52,7 +52,7 @@ class InputWatch:
     def __call__(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # a graph cannot hold a clock
             return
-        self._first = perf_counter()
+        self._first = time.perf_counter()
         if arguments and isinstance(arguments[0], torch.Tensor):
             self._elements = arguments[0].numel()
         self.stop()

@@ -20,7 +20,7 @@ from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, of_tensor
 from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
-from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, sparse_embedding_tables, torch_rows
+from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, torch_rows
 
 Params = Sequence[torch.nn.Parameter]
 
@@ -54,15 +54,9 @@ class ModelTables:
         """In the order in which servers number them."""
         return [*self.mirrored, *self.embeddings]
 
-    def find(
-        self,
-        model: torch.nn.Module | None,
-        optimizer: torch.optim.Optimizer,
-        params: Sequence[torch.nn.Parameter],
-        groups: Sequence[int],
-    ) -> None:
-        """Look for sparse embeddings, if a model is given: they become tables that workers mirror."""
-        self.mirrored = sparse_embedding_tables(model, optimizer, params, groups) if model is not None else []
+    def mirror(self, mirrored: list[SparseEmbeddingTable], params: Sequence[torch.nn.Parameter]) -> None:
+        """These sparse embeddings are tables that workers mirror."""
+        self.mirrored = mirrored
         rows = {id(table.weight) for table in self.mirrored}
         self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
 

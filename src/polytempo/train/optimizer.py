@@ -42,7 +42,7 @@ from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
-from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone, SpecBuilder
+from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
@@ -61,8 +61,9 @@ from polytempo.train.gossip import GossipUpdate
 from polytempo.train.input_watch import InputWatch
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
-from polytempo.train.optimizer_group import CountedSteps, in_scope, optimizer_group
+from polytempo.train.optimizer_group import CountedSteps, in_scope
 from polytempo.train.peer_rounds import PeerRounds
+from polytempo.train.script_state import WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
@@ -77,14 +78,10 @@ from polytempo.train.update import (
     unscale,
 )
 from polytempo.train.validation import (
+    OptimizerArguments,
     check_choices,
-    check_combination,
-    check_deadlines,
     check_order,
-    check_unique,
-    chosen_way,
     names_of,
-    reduces_among_workers,
     weight_of,
 )
 
@@ -141,27 +138,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._session = session = current()
         sync, via = in_scope(sync, via, group, session)
         self._spec = spec = parse_spec(sync or session.job.sync)
-        ranks = optimizer_group(group, session, spec)
-        together = session.together and not ranks.is_alone
         check_choices(apply, via, buffers, clip_norm, nonfinite)
-        compressed = parse_compression(compression)
-        way = chosen_way(via, compressed, session, spec)
         tables = ModelTables(model)
-        among_workers = together and reduces_among_workers(spec, way, session, bool(tables.embeddings))
-        here = apply == "delta" or among_workers or spec.averaging is not None  # the wrapped optimizer runs on the worker
         self._params = [param for group in self.param_groups for param in group["params"]]
         self._on_gpu = any(param.is_cuda for param in self._params)
         self._names = names_of(self._params, named_parameters, model)
         self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
-        mirrors = together and not here and spec.local is None
-        tables.find(model if mirrors else None, optimizer, self._params, self._groups)
-        check_combination(optimizer, model, buffers, clip_norm, spec, here, bool(tables.all))
-        if together:
-            check_deadlines(spec, apply, buffers, among_workers)
+        arguments = OptimizerArguments(
+            *(session, optimizer, model, self._params, self._names, self._groups, group, via, apply),
+            *(parse_compression(compression), buffers, clip_norm, bool(tables.embeddings)),
+        )
+        ranks, together, among_workers, here, mirrored, self._specs = arguments.settled(spec)
+        tables.mirror(mirrored, self._params)
         self._apply, self._tables = apply, tables
         self._hyper = HyperParameters(spec, optimizer)
-        self._specs = SpecBuilder(spec, apply, optimizer, compressed, clip_norm, ranks.members)
-        self._specs.check(here, together, among_workers)
         averaged = model if buffers == "mean" else None  # the model whose buffers are averaged
         self._emulation = session.emulation
         self._agreed = False  # synchronize() was called since the last step
@@ -169,6 +159,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._syncing = True
         self._name = ranks.enter(session)
         self._is_first = beside(self._name) == MAIN and session.together  # its steps say where this rank is in its data
+        if together and self._name == MAIN and session.client is not None:  # whose job gets advice at its end
+            self._specs.refused = arguments.refused()
         self._buffers: BufferMean | None = None
         if averaged is not None and spec.averaging is None:  # else they travel with the values
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
@@ -187,6 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.dealing.use(spec)
         if spec.mode is BALANCE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
+        self._keep_state(here)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
         self._input = InputWatch(model) if model is not None and told else None
         if self._input is not None:
@@ -196,7 +189,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
         """Make what travels to the other workers; the fragments, in modes that average values."""
         session = self._session
-        check_unique(self._params, self._names, on_servers=not among_workers)
         fragments = _make_fragments(self, averaged, not among_workers)
         self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
         _take_over(self, self._params, self._names)
@@ -206,6 +198,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._reducer.needs_join:
             session.before_leaving(self.join)
         return fragments
+
+    def _keep_state(self, here: bool) -> None:
+        """State of the wrapped optimizer that no server has belongs to the checkpoints of the job."""
+        reducer, job = self._reducer, self._session.job
+        if here and isinstance(reducer, ServerReducer) and (job.saves or job.resumed):
+            state = WorkerOptimizerState(self.inner)
+            registered_in(self._session).add(state, per_rank=True, name=f"optimizer {self._name}")
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
         return make_reducer(
@@ -322,6 +321,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 value = closure()
             closure = None
+        if self._is_first and self._session.registered is not None:
+            self._session.registered.mark()
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
@@ -364,7 +365,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
-        return {"positions": self._session.positions.pushed(samples), "gradient_digest": digest}
+        positions = self._session.positions.pushed(samples)
+        size = samples if samples is not None else self._session.positions.size
+        return {"positions": positions, "gradient_digest": digest, **({} if self._spec.measured else {"size": size})}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

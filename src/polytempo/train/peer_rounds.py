@@ -148,6 +148,8 @@ class PeerRounds(RoundExchange):
         gradient = self._new_mean()
         if not self.reducer.sums.make(gradient.buffer, closed):
             raise MissedRound
+        if self.reducer.sums.remade:
+            self.reducer.sums.remade, self._touched = False, self._touched or "values"
         gradient.absent = answer.absent
         return RoundMean(gradient, (answer.plan or RoundPlan()).hyper)
 

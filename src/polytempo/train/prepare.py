@@ -22,13 +22,16 @@ KEPT = (
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
-    """A loader of this worker's share: each time through is an epoch, and it ends when the job's budget is used up."""
+    """A loader of this worker's share: each time through is an epoch, and it ends when the job's budget is used up.
+
+    Its length is that of a whole epoch, also where a resumed job has only the rest of one before it.
+    """
 
     def __init__(self, dataset: Any, shuffle: bool, options: dict[str, Any]) -> None:
         spec = current().dealing.spec
         size, drop_last = options.get("batch_size"), options.get("drop_last", False)
         self._share: DistributedSampler | DistributedBatchSampler
-        if spec is not None and not spec.micro and size is not None:  # batches of any size
+        if spec is not None and size is not None:  # batches of any size, or micro-batches: that many in all
             share = self._share = DistributedBatchSampler(dataset, size, shuffle, drop_last=drop_last)
             kept = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
             super().__init__(dataset, batch_sampler=share, **kept)
@@ -38,6 +41,35 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
             super().__init__(dataset, sampler=samples, **options)
         self._session, self._begun = current(), False
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of a training of `count` epochs, in place of `range(count)`.
+
+        From 0 on, in a job that goes on from a checkpoint from the epoch in which that was made, the rest of which comes
+        first. It ends when `should_stop()` is true.
+
+        Args:
+            count: The number of epochs in all, those of earlier jobs included.
+
+        Returns:
+            The numbers of the epochs.
+
+        Example:
+            ```python
+            for epoch in loader.epochs(10):
+                for x, y in loader:
+                    ...
+            ```
+        """
+        share = self._share
+        if isinstance(share, DistributedSampler) and self.drop_last:  # the loader drops, not the sampler
+            epochs = share._order.epochs(count, (self.batch_size or 1) * share._parts)
+        else:
+            epochs = share.epochs(count)
+        for epoch in epochs:
+            self._begun = False
+            yield epoch
+            self._begun = False
+
     def __iter__(self) -> Iterator[Any]:
         self._share.set_epoch(self._share.epoch + self._begun)
         self._begun = True
@@ -46,9 +78,19 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         if self._session.should_stop():
             return
+        share, size, passing = self._share, self.batch_size or 1, None
+        dealt = not isinstance(share, DistributedSampler) or self._session.dealing.spec is not None
+        left = -1 if dealt else share._each(share._order.left())
         for batch in super().__iter__():
+            if not dealt and torch.is_grad_enabled():
+                passing = passing or self._session.positions.last()
+                passing.handed, left = passing.handed + min(size, left), left - min(size, left)
             yield batch
             if self._session.should_stop():
+                over = 0 <= left < (size if self.drop_last else 1)
+                if self._session.registered is not None and not over:
+                    # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
+                    self._session.registered.mark(whole=True)
                 return
 
 
@@ -57,17 +99,19 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[Any],
     **options: Any,
-) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
+) -> tuple[torch.nn.Module, DistributedOptimizer, SharedLoader]:
     """Join the job, wrap the optimizer, and shard the loader's data over the workers, in one call.
 
     It stands for `init()` if that was not called, for `DistributedOptimizer(optimizer, model, ...)`, and for a loader like
-    the given one with a `DistributedSampler`, or under `bsp+balance` with a `DistributedBatchSampler`, whose `set_epoch` is
-    called at each pass. That loader ends when `should_stop()` is true, and is empty from then on.
+    the given one with a `DistributedSampler`, or under `bsp+balance` and `anytime` with a `DistributedBatchSampler`, whose
+    `set_epoch` is called at each pass. That loader ends when `should_stop()` is true, and is empty from then on; its length
+    is always that of a whole epoch, and `for epoch in loader.epochs(10)` goes on at the right epoch after a resume.
 
     Args:
         model: The model, built and on its device.
         optimizer: Its optimizer.
-        loader: A `DataLoader` over a data set with a length, in order or with `shuffle=True`. Its batches are each worker's.
+        loader: A `DataLoader` over a data set with a length, in order or with `shuffle=True`. Its batches are each worker's;
+            in modes with micro-batches a worker takes `batch_size` samples in a round on average, in several.
         **options: For `DistributedOptimizer`.
 
     Returns:
@@ -79,6 +123,9 @@ def prepare(
     Example:
         ```python
         model, optimizer, loader = pt.prepare(model, optimizer, loader)
+        for epoch in loader.epochs(10):
+            for x, y in loader:
+                ...
         ```
     """
     shuffle = is_shuffled(loader, "prepare()", "make it yourself with sampler=pt.DistributedSampler(dataset)")

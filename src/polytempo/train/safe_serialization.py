@@ -1,12 +1,12 @@
 """Safe serialization of plain data: never pickles, since reading a pickle runs code of its writer's choice.
 
-Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, set, numpy arrays and scalars, tensors. Containers
-and arrays are encoded as a letter and their contents, in msgpack.
+Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, set, numpy arrays and scalars, tensors.
+Containers and arrays are encoded as a letter and their contents, in msgpack.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +70,9 @@ def _down(thing: Any, aside: TensorList | None) -> Any:
     if kind in (list, tuple, set, torch.Size):
         letter = "l" if kind is list else "s" if kind is set else "t"
         return [letter, [_down(part, aside) for part in thing]]
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):
         pairs = [[_down(key, aside), _down(value, aside)] for key, value in thing.items()]
-        return ["d" if kind is dict else "o", pairs]
+        return ["d" if kind is dict else "o" if kind is OrderedDict else "c", pairs]
     if isinstance(thing, np.ndarray | np.generic) and thing.dtype.kind in "biufcSU":
         return ["n" if isinstance(thing, np.ndarray) else "g", thing.dtype.str, list(thing.shape), thing.tobytes()]
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
@@ -139,6 +139,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "s": _many(set),
     "d": _pairs(dict),
     "o": _pairs(OrderedDict),
+    "c": _pairs(lambda pairs: Counter(dict(pairs))),  # such as the milestones of a schedule
     "n": _array,
     "g": lambda aside, *about: _array(aside, *about)[()],
     "T": _tensor,

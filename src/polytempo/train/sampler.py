@@ -32,7 +32,8 @@ from polytempo.train.epoch_order import EpochOrder, shard_of
 class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     """Shards a data set over the workers, as torch's does, and resumes exactly. Give it to a `DataLoader` as `sampler=`.
 
-    Call `set_epoch` before each epoch. After a resume, `epoch` is the epoch to go on with.
+    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
+    `epoch` on.
 
     Args:
         dataset: The data set; only its length is read.
@@ -93,7 +94,21 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         Args:
             epoch: The number of the epoch.
         """
-        self.epoch = epoch
+        self._order.begin(epoch)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of a training of `count` epochs, in place of `range(count)` and `set_epoch`.
+
+        From 0 on, in a job that goes on from a checkpoint from the epoch in which that was made, the rest of which comes
+        first. It ends when `should_stop()` is true.
+
+        Args:
+            count: The number of epochs in all, those of earlier jobs included.
+
+        Returns:
+            The numbers of the epochs.
+        """
+        return self._order.epochs(count, self._parts if self._drop_last else 1)
 
     def __iter__(self) -> Iterator[int]:
         if self._training is False:
@@ -111,7 +126,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         passing = self._session.positions.begin(self._order.name, self.epoch, self._share)
         try:
             for index in self._mine():
-                passing.draw(self._trains())
+                trains = self._trains()
+                if trains:
+                    self._order.drawing()
+                passing.draw(trains)
                 yield index
             self._order.completed(passing.epoch, lambda: self._session.positions.used(passing))
         finally:
@@ -133,12 +151,21 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         return self._batch_size
 
     def __len__(self) -> int:
-        return len(self._mine())
+        """Samples of a whole epoch, also where a resumed job has only the rest of one before it."""
+        return self._each(self._order.length)
+
+    def _each(self, length: int) -> int:
+        return length // self._parts if self._drop_last else math.ceil(length / self._parts)
+
+    @property
+    def _parts(self) -> int:
+        """Into how many shards the data set is cut."""
+        return self._share[1] if self._share else self._session.size
 
     def _mine(self) -> list[int]:
         rest = self._order.rest()
         rank, size = self._share or (self._session.rank, self._session.size)
-        each = len(rest) // size if self._drop_last else math.ceil(len(rest) / size)
+        each = self._each(len(rest))
         return [rest[place % len(rest)] for place in range(rank, each * size, size)]
 
 

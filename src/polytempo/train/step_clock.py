@@ -62,6 +62,7 @@ class StepClock:
         clock, began = self._clock, time.perf_counter()
         traffic = clock.client.bytes_sent, clock.client.bytes_received
         about.setdefault("computed", began - self._returned)
+        about.setdefault("size", samples)
         clock.push(({},), traffic, samples=samples, **about)
         clock.wait_for(clock.step + 1)
         clock.step = clock.state.released

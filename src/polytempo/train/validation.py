@@ -5,14 +5,77 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from polytempo.compression.chain import PushPullCompression
 from polytempo.errors import UsageError, nearest
+from polytempo.mesh import ReplicaRanks
+from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
-from polytempo.sync.spec import Spec
+from polytempo.sync.spec import COMPARED, Spec, refused_of
+from polytempo.train.communication import Group
+from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
+from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
+
+
+class SettledMode(NamedTuple):
+    """What a mode means for an optimizer with its arguments."""
+
+    ranks: OptimizerGroup
+    together: bool  #: with other ranks
+    among_workers: bool  #: do gradients travel without servers?
+    here: bool  #: does the wrapped optimizer run on the worker?
+    mirrored: list[SparseEmbeddingTable]  #: sparse embeddings that are tables on the servers
+    specs: SpecBuilder
+
+
+@dataclass(frozen=True)
+class OptimizerArguments:
+    """What a `DistributedOptimizer` was given: `settled` says what a mode makes of it, or refuses the mode."""
+
+    session: Session
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module | None
+    params: list[torch.nn.Parameter]
+    names: list[str]
+    groups: list[int]  #: the parameter group of each
+    group: Group | ReplicaRanks | None
+    via: str | None
+    apply: str
+    compression: PushPullCompression
+    buffers: str
+    clip_norm: float | None
+    server_tables: bool  #: has the model a `ServerEmbedding`?
+
+    def settled(self, spec: Spec) -> SettledMode:
+        """Check the arguments in this mode.
+
+        Raises: UsageError, one line with the fix, for what does not go together."""
+        ranks = optimizer_group(self.group, self.session, spec)
+        together = self.session.together and not ranks.is_alone
+        way = chosen_way(self.via, self.compression, self.session, spec)
+        among_workers = together and reduces_among_workers(spec, way, self.session, self.server_tables)
+        here = self.apply == "delta" or among_workers or spec.averaging is not None
+        mirrored: list[SparseEmbeddingTable] = []
+        if self.model is not None and together and not here and spec.local is None:
+            mirrored = sparse_embedding_tables(self.model, self.optimizer, self.params, self.groups)
+        has_tables = self.server_tables or bool(mirrored)
+        check_combination(self.optimizer, self.model, self.buffers, self.clip_norm, spec, here, has_tables)
+        specs = SpecBuilder(spec, self.apply, self.optimizer, self.compression, self.clip_norm, ranks.members)
+        if together:
+            check_deadlines(spec, self.apply, self.buffers, among_workers)
+        specs.check(here, together, among_workers)
+        if together:
+            check_unique(self.params, self.names, on_servers=not among_workers)
+        return SettledMode(ranks, together, among_workers, here, mirrored, specs)
+
+    def refused(self) -> tuple[str, ...]:
+        """Of the modes that advice compares, those that these arguments refuse."""
+        by_split = self.group.refused if isinstance(self.group, ReplicaRanks) else ()
+        return (*by_split, *refused_of([mode for mode in COMPARED if mode not in by_split], self.settled))
 
 
 def names_of(

@@ -19,6 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 #: In Linux's struct tcp_info: bytes_acked and bytes_received.
 COUNTS = struct.Struct("120xQQ")
+#: And the milliseconds since the last data and the last acknowledgement came.
+HEARD = struct.Struct("52xII")
 WATCHED = int(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
 #: Seconds between two looks at what is still to be sent.
 LOOK = 0.01
@@ -62,6 +64,17 @@ def drain(descriptors: Collection[int], idle_timeout: float) -> None:
         if moved != before:
             quiet_since, before = time.monotonic(), moved
         time.sleep(LOOK)
+
+
+def unheard_for(connection: sockets.socket) -> float:
+    """Seconds since anything has come from the other host, a probe or an acknowledgement included; also of a connection that
+    has just ended. Zero where it is not TCP."""
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, HEARD.size)
+        data, acknowledgement = HEARD.unpack(info)
+        return float(min(data, acknowledgement)) / 1000
+    except OSError:
+        return 0.0
 
 
 def _unacknowledged(descriptor: int) -> int:

@@ -28,7 +28,7 @@ from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
 from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
-from polytempo.transport.zmq_link import ZmqLink, ZmqWires
+from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
 
 #: A host that listens at all its addresses, and what stands for the one by which others reach it.
 EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
@@ -130,6 +130,7 @@ def rendezvous_by_store(
     insecure: bool,
     route: str,
     emulated: EmulatedHost | None = None,
+    host_timeout: float = HOST_TIMEOUT,
 ) -> RankLinks:
     """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at.
     `emulated`: this rank's place where the network is emulated (`link_relay.py`); each rank is a host of its own then."""
@@ -151,7 +152,7 @@ def rendezvous_by_store(
     try:
         if away:
             _check_keys(away, keys, insecure)
-            made.wires = ZmqWires(keys, emulated.proxy if emulated else "")
+            made.wires = ZmqWires(keys, emulated.proxy if emulated else "", host_timeout)
             links = [ZmqLink(other, receiver, made.wires, serves=rank < other) for other in away]
             made.links += links
             _link_hosts(store, links, meeting, route, emulated)

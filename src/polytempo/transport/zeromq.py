@@ -181,6 +181,12 @@ class ZmqChannel(Channel):
     def pollable(self) -> zmq.Socket[bytes]:
         return self._socket
 
+    def renew(self) -> None:
+        """Make the connection anew, at once. What was sent and has not arrived is lost."""
+        self._meter.close()
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+
     def close(self) -> None:
         self._meter.close(idle_timeout=LAST_WORDS_S)
         self._socket.close(linger=1000 * LAST_WORDS_S)

@@ -3,12 +3,20 @@
 All ranks of a job prove to each other that they have the workers' secret of the key file. Whether the other host is there is
 the kernels' business (`set_options`), which no busy interpreter starves and no large message holds up; ZeroMQ's monitor says
 when the connection has ended.
+
+A kernel that acknowledges nothing tries again after twice the time each time: after a pause of t seconds data may take as
+long again to move. So a link that is to outlive a pause of the host time-out is given up after twice that (`patience_for`).
+Whether a link that has ended was silent, or closed by a host that was there, the time says when it was last heard of.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import socket as sockets
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -18,7 +26,7 @@ from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.meter import drain
+from polytempo.transport.meter import drain, unheard_for
 from polytempo.transport.peer_link import BYE, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
@@ -26,8 +34,9 @@ from polytempo.transport.zeromq import ZmqContext, go_through, set_options
 
 #: Where in a head the kind is.
 KIND = 2
-#: A host that is silent for so long is gone. (That a process has ended is known at once: its kernel says so.)
-SILENCE_S = 5
+#: A link comes back within these seconds, or may be given up (`--host-timeout`). (The end of a process its kernel says
+#: at once.)
+HOST_TIMEOUT = 5.0
 #: A payload goes in frames of this size: the first travels while the next is enciphered.
 FRAME = 256 << 10
 #: How long a closing link waits for the other end to take what is left, counted from the last byte that moved.
@@ -41,14 +50,14 @@ WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 class ZmqWires(ZmqContext):
     """What the ZeroMQ links of one process share."""
 
-    def __init__(self, keys: WorkerKeys | None, proxy: str = "") -> None:
+    def __init__(self, keys: WorkerKeys | None, proxy: str = "", host_timeout: float = HOST_TIMEOUT) -> None:
         super().__init__(keys.worker_public if keys is not None else None)
-        self.keys, self._proxy = keys, proxy
+        self.keys, self._proxy, self.host_timeout = keys, proxy, host_timeout
 
     def socket(self, serves: bool) -> zmq.Socket[bytes]:
         """One end, not connected yet."""
         socket = self.context.socket(zmq.PAIR)
-        set_options(socket, SILENCE_S)
+        set_options(socket, math.ceil(patience_for(self.host_timeout)))
         if self._proxy:
             go_through(socket, "" if serves else self._proxy)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -61,13 +70,18 @@ class ZmqWires(ZmqContext):
         return socket
 
 
+def patience_for(host_timeout: float) -> float:
+    """Seconds without a sign of the other host after which a link is given up, so that no shorter pause ends one."""
+    return 2 * host_timeout + 2
+
+
 class ZmqLink(PeerLink):
     """One end."""
 
     def __init__(self, rank: int, receiver: Receiver, wires: ZmqWires, serves: bool) -> None:
         super().__init__(rank, receiver)
         self._socket = wires.socket(serves)
-        self._serves = serves
+        self._serves, self._host_timeout = serves, wires.host_timeout
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(int(WATCHED))
         self.established = False  #: both ends have proved that they have the key
         self.problem = ""  #: why it cannot be
@@ -76,7 +90,8 @@ class ZmqLink(PeerLink):
         self._writing = False
         self._ended = False
         self._polite = False  # its goodbye is sent
-        self._descriptors: set[int] = set()  # of its connection, and of strangers that try
+        #: By descriptor, of its connection and of strangers that try: a second handle, to ask how it has ended.
+        self._connections: dict[int, sockets.socket] = {}
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
@@ -126,7 +141,7 @@ class ZmqLink(PeerLink):
             self._take_all()
         if self.open and self._monitor in ready and self._has_ended():
             self._take_all()  # what it said before counts
-            self._lost("its connection has closed, or it was silent for too long")
+            self._lost("nothing was heard of its host for too long" if self.silent else "its connection has closed")
 
     def _take_all(self) -> None:
         try:
@@ -143,15 +158,25 @@ class ZmqLink(PeerLink):
             said = parse_monitor_message(self._monitor.recv_multipart())
             event = said["event"]
             if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
-                self._descriptors.add(said["value"])
+                with suppress(OSError):  # of a stranger that is gone again
+                    self._connections[said["value"]] = sockets.socket(fileno=os.dup(said["value"]))
                 continue
-            self._descriptors.discard(said["value"] if event == zmq.EVENT_DISCONNECTED else -1)
+            silent = event == zmq.EVENT_DISCONNECTED and self._was_silent(said["value"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.established = True
             elif event == zmq.EVENT_DISCONNECTED and self.established:  # before they have met it is tried again
                 self._ended = self._is_alone()
+                self.silent = self._ended and silent
             elif not self._serves:
                 self.problem = "it does not have the same key file"
+
+    def _was_silent(self, descriptor: int) -> bool:
+        """A connection has ended: was nothing heard of the other host for so long that it may have given this one up?"""
+        connection = self._connections.pop(descriptor, None)
+        if connection is None:
+            return False
+        with connection:
+            return unheard_for(connection) >= self._host_timeout
 
     def _is_alone(self) -> bool:
         """Whether it is the other end that has gone. A listening end may have lost a stranger only: then ZeroMQ still takes
@@ -191,7 +216,10 @@ class ZmqLink(PeerLink):
                 self._poller.unregister(self._monitor)
             gone = self._has_ended()
             if self._polite and not gone:
-                drain(self._descriptors, LAST_WORDS_MS / 1000)
+                drain(self._connections, LAST_WORDS_MS / 1000)
+            for connection in self._connections.values():  # else it stays open until this process ends
+                connection.close()
+            self._connections.clear()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0 if gone else LAST_WORDS_MS)

@@ -1,4 +1,7 @@
-"""A worker whose forward passes are sleeps in proportion to the length of its batches, with one trouble: its argument."""
+"""A worker whose forward passes are sleeps in proportion to the length of its batches, with one trouble: its argument.
+
+With `"own_clock"` in it, the worker measures what it sleeps, and nothing else: other load on the host is in no figure.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import math
 import random
 import sys
+import threading
 import time
 
 import torch
@@ -46,9 +50,20 @@ class Batches(Dataset):
         return torch.randn(length, WIDTH)
 
 
+job = json.loads(sys.argv[1])
+if job.get("own_clock"):
+    asleep, really_sleep = 0.0, time.sleep
+
+    def sleep(seconds: float) -> None:
+        global asleep
+        really_sleep(seconds)
+        if threading.current_thread() is threading.main_thread():
+            asleep += seconds
+
+    time.sleep, time.perf_counter = sleep, lambda: asleep
+
 torch.set_num_threads(1)
 pt.init()
-job = json.loads(sys.argv[1])
 dice = random.Random(f"{job['seed']}/{pt.rank()}")
 torch.manual_seed(dice.randrange(1 << 30))
 model = Sleepy(job["step"])

@@ -56,6 +56,17 @@ def gather(group: Any) -> Any:
     return parts
 
 
+def gather_single(group: Any) -> Any:
+    """By the group's method: `dist.gather_single`, which calls it, came with torch 2.14."""
+    if group is not None:
+        parts = gather(group)
+        return torch.cat(parts) if RANK == 0 else None
+    whole, options = torch.empty(4 * SIZE if RANK == 0 else 0), dist.GatherOptions()
+    options.rootRank = 0
+    dist.group.WORLD.gather_single(whole, mine(4), options).wait()
+    return whole if RANK == 0 else None
+
+
 def scatter(group: Any) -> Any:
     part = torch.empty(4)
     dist.scatter(part, [mine(4) * (rank + 1) for rank in range(SIZE)] if RANK == 0 else None, 0, group)
@@ -137,5 +148,5 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("transposed", lambda group: reduced(R.SUM, mine(4, 3).t() if group is None else mine(4, 3).t().contiguous())(group)),
     *((call.__name__, call) for call in (broadcast, reduce, all_gather, all_gather_single, gather, scatter, reduce_scatter)),
     *((call.__name__, call) for call in (reduce_scatter_single, all_to_all_single, all_to_all_of_different_sizes)),
-    *((call.__name__, call) for call in (objects, batch, from_any_source, under_inference_mode)),
+    *((call.__name__, call) for call in (gather_single, objects, batch, from_any_source, under_inference_mode)),
 ]

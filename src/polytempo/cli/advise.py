@@ -1,0 +1,94 @@
+"""`polytempo advise`: a cluster in, one command out, with its reason: what `polytempo simulate` says in its last line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polytempo.cli.options import Option
+from polytempo.cli.simulate import (
+    BandwidthOption,
+    BatchOption,
+    ClusterSizeOption,
+    FixedTimeOption,
+    LatencyOption,
+    ModelSizeOption,
+    RandomSeedOption,
+    ShardsOption,
+    SlowWorkersOption,
+    SpreadOption,
+    StallsOption,
+    StepTimeOption,
+    load_experiment,
+    say_advice,
+    say_assumptions,
+    settle,
+    simulate_all,
+)
+from polytempo.errors import UsageError, counted
+from polytempo.records.files import read_meta
+from polytempo.report.advice import advice_table, run_command
+from polytempo.report.straggler_costs import DEALT
+from polytempo.simulate.advice import advise as choose
+from polytempo.simulate.advice import situation_of
+from polytempo.simulate.description import Experiment
+from polytempo.sync.spec import parse_spec
+
+
+def advise(
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="A directory written with run --record, or a YAML file with a cluster.", metavar="RECORD|FILE"),
+    ] = None,
+    workers: ClusterSizeOption = None,
+    step_time: StepTimeOption = None,
+    fixed_time: FixedTimeOption = None,
+    spread: SpreadOption = None,
+    slow: SlowWorkersOption = None,
+    hiccup: StallsOption = None,
+    batch: BatchOption = None,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    model: ModelSizeOption = None,
+    servers: ShardsOption = None,
+    samples: Annotated[float | None, Option(help="Show the time for this number of samples (those simulated).")] = None,
+    seed: RandomSeedOption = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Which mode for this cluster? One command to type, its reason, and the runners-up."""
+    flags = {name: value for name, value in locals().items() if name not in ("source", "samples", "json_file")}
+    if samples is not None and not samples > 0:
+        raise UsageError(f"expected --samples above 0, got {samples:g}")
+    like = source if source is not None and source.is_dir() else None
+    file = source if like is None else None
+    meta: dict[str, Any] = read_meta(like) if like else {}
+    described = Experiment(cluster=load_experiment(file).cluster)  # it may also have modes, a budget and a training task
+    settings = settle(described, flags | {"file": file}, like)
+    advice = choose(simulate_all(settings, quiet=quiet))
+    cluster, spec = settings.cluster, parse_spec(advice.best.sync)
+    command = run_command(advice.best, cluster, meta.get("options", {}).get("script", "train.py"))
+    found = say_assumptions(settings)
+    total = samples or max(outcome.samples for outcome in advice.ranked)
+    table = advice_table(
+        advice, total, f"{counted(cluster.workers, 'worker')} ({situation_of(cluster, settings.seed).in_words()}):"
+    )
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
+    typer.echo(f"{table.text(width)}\n")
+    say_advice(settings, advice)
+    if spec.measured:
+        typer.echo(f"The script must deal its batches {DEALT}.")
+    if cluster.model_bytes:
+        typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
+    typer.echo(f"\n{command}")
+    if json_file:
+        told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}
+        told |= {"assumptions": {one.name: one.as_dict() for one in found}}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        outcomes = [outcome.as_dict() for outcome in advice.ranked]
+        json_file.write_text(json.dumps({**told, "outcomes": outcomes}, indent=1) + "\n", encoding="utf-8")
