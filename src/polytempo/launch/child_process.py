@@ -154,7 +154,10 @@ class ChildProcess:
         """Whether SIGSTOP, or another signal that stops, has stopped it, as the kernel says: one that is busy is not."""
         if self.status is not None:
             return False
-        return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it has ended, which its pidfd is about to tell
+            return False
 
     def ask_to_end(self) -> None:
         """Close the standard input of a server; send SIGTERM to a worker."""

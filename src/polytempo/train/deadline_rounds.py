@@ -19,8 +19,8 @@ the budget is used up, it ends this worker's part of the round and waits for its
 
 All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
 It needs the client under the session's lock, which nothing that waits for other workers may keep: neither the ranks' first
-meeting (`Session.world`) nor a wait of the client (`Client.share`). Else the rounds go on without this worker, and in the last epoch
-nobody is left to use the samples that return.
+meeting (`Session.world`) nor a wait of the client (`Client.share`). Else the rounds go on without this worker, and in the
+last epoch no worker is left to use the samples that return.
 """
 
 from __future__ import annotations
