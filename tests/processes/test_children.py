@@ -81,6 +81,8 @@ def test_a_stopped_child_is_told_from_a_busy_one() -> None:
         child.kill(signal.SIGCONT)
         wait_until(lambda: not child.is_stopped)
     child.kill(signal.SIGKILL)
+    assert select.select([child.pidfd], [], [], 20)[0]
+    assert not child.is_stopped, "nor one that has ended before that was noticed"
     assert ended(child) == -signal.SIGKILL
     assert not child.is_stopped
     child.close()
