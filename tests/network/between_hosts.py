@@ -12,8 +12,7 @@ import torch
 import polytempo as pt
 from polytempo.session import session
 
-session.MEETING = float(os.environ.get("PATIENCE", "60"))
-pt.init()
+pt.init(timeout=float(os.environ.get("PATIENCE", "60")))
 rank, size = pt.rank(), pt.size()
 world = session.current().world()
 here = next(host for host in world.hosts if rank in host)

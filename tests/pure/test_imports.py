@@ -98,7 +98,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch", "rich", "safetensors"},
     ),
-    "torch_backend": ({"errors", "lazy_imports", "collectives", "launch", "client"}, {"torch"}),
+    "torch_backend": ({"errors", "lazy_imports", "transport", "collectives", "launch", "client", "session"}, {"torch"}),
     "horovod": ({"errors", "session", "reducer", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.batch_sampler import DistributedBatchSampler
+from polytempo.train.communication import all_reduce
+from polytempo.train.kv import KV, Array
 from polytempo.train.sampler import DistributedSampler
 
 pytestmark = pytest.mark.timeout(60)
@@ -201,3 +204,43 @@ def test_a_loader_that_reads_ahead_loses_nothing() -> None:
     assert dropped[1] > 0
     assert all(queue.is_done for queue in queues.values())
     assert used == Counter(dict.fromkeys(range(64), 4))
+
+
+@pytest.mark.parametrize("after", ["collective", "table", "consolidate"])
+def test_rounds_go_on_whatever_a_script_waits_for_after_its_loop(after: str) -> None:
+    """Worker 0 is through with its data and waits for worker 1; meanwhile its part of the open round is handed over."""
+    has_waited, workers = threading.Event(), {}
+
+    def wait_for_the_other(session: Session) -> None:
+        if after == "collective":
+            all_reduce(torch.ones(1))  # the first of the job: the ranks meet
+        elif after == "table":
+            KV({"counts": Array(2)}, sync="bsp")
+        else:
+            workers[session.rank].optimizer.consolidate()
+
+    def work(session: Session) -> None:
+        worker = workers[session.rank] = PacedWorker(session, small_model(), lambda params: torch.optim.SGD(params, lr=0.1))
+        _, *batch = dataset(BATCH).tensors
+        worker.micro_batch(tuple(batch), 0.3 * LONG)  # another one fits into the round
+        counted = job.sequencer.statistics
+        if session.rank == 0:
+            assert counted[0].pushes == 0
+            has_waited.set()
+            wait_for_the_other(session)
+            return
+        assert has_waited.wait(20)
+        if after == "collective":
+            until(workers[0].session._opening.locked, "worker 0 to wait for its first collective")
+        elif after == "table":
+            until(lambda: "1" in job.sequencer.clocks, "worker 0 to make its table")
+        workers[0].clock.advance(LONG)
+        until(lambda: counted[0].pushes == 1, "the communication thread of worker 0 to hand over its part")
+        worker.clock.advance(LONG)
+        until(lambda: job.sequencer.clocks["0"].policy.round == 1, "the round to end")
+        wait_for_the_other(session)
+
+    with ThreadJob(2, 1, f"anytime:{LONG}") as job:
+        job.run(work)
+    assert job.summary["samples"] == 2 * BATCH
+    assert job.summary["discarded"] == 0

@@ -100,14 +100,14 @@ def test_there_is_one_launcher_and_one_of_each_server(role: str, rank: int) -> N
         channel.close()
 
 
-@pytest.mark.parametrize("key", ["host-0", "link-0-1", "token"])
+@pytest.mark.parametrize("key", ["host-0", "link-0-1", "token-0", "shared"])
 def test_what_a_worker_has_posted_is_its_own(key: str) -> None:
     """Where rank 0 can be reached is for rank 0 to say."""
     with ThreadJob(2) as job:
         first, second = MemoryChannel(job.endpoints[0]), MemoryChannel(job.endpoints[0])
         assert isinstance(greeted(first, Hello(role="worker", rank=0)), Welcome)
         assert isinstance(greeted(second, Hello(role="worker", rank=1)), Welcome)
-        if key == "token":
+        if key == "shared":
             first.send(encode(StoreSet(key=key, value="here")))
         second.send(encode(StoreSet(key=key, value="there")))
         refused = decode(hear(second)[0])

@@ -796,7 +796,7 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
     class Session:
         watches = ()
 
-        def world(self) -> World:
+        def world(self, call: str) -> World:
             found: World = here.world
             return found
 

@@ -369,7 +369,7 @@ def beside_a_fake_host(fake_rank: int, secure: bool = False) -> Iterator[tuple[W
     fake = context.socket(zmq.PAIR)
     fake.linger = 1000
     if fake_rank == 0:
-        store.put("token", "t")
+        store.put("token-0", "t")
     store.put(f"host-{fake_rank}", "elsewhere")
     try:
         with hosts_of_threads() as here:
@@ -485,7 +485,9 @@ def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(found[1], UsageError), found
     assert "rank 0 is a process of another user" in str(found[1])
     assert isinstance(found[0], PeerError), found
-    assert "rank 1 did not connect in 0.5 s; were they started?" in str(found[0])
+    assert "rank 0 has waited 0.5 s for rank 1 to join: rank 1 has called no collective yet; was it started?" in str(
+        found[0]
+    )
 
 
 def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,8 +601,8 @@ def test_a_forked_child_does_not_keep_its_parents_rank() -> None:
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        (0, "ranks 1, 2 did not connect in 0.1 s; were they started?"),
-        (2, "rank 2 cannot reach rank 0: Connection refused; was it started?"),
+        (0, "rank 0 has waited 0.1 s for ranks 1, 2 to join: rank 1 has called no collective yet; "),
+        (2, "rank 0 has called no collective yet; it cannot be reached (Connection refused); was it started?"),
     ],
 )
 def test_who_does_not_come_is_named(rank: int, words: str) -> None:

@@ -572,12 +572,12 @@ def test_who_waits_for_long_says_for_whom(
 
     clients = [Client(lambda world=world: work(world)) for world in worlds]
     said: list[str] = []
-    line = r"polytempo: rank 0 has waited \d+ s in all_reduce\(sum, float32\[5\], by tree\), for rank 1\n"
+    line = r"rank 0 has waited \d+ s in all_reduce\(sum, float32\[5\], by tree\) #1 in group world, for rank 1: rank 1"
     while not heard(capsys, line, said) and not clients[0].over():
         come.wait(0.005)
     come.set()
     results(*clients)
-    assert "for rank 1\n" in "".join(said)
+    assert ", for rank 1: rank 1 waits in no call: it computes, or is outside this library\n" in "".join(said)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -585,7 +585,10 @@ def test_who_waits_for_several_names_them(opening: Opening, capsys: pytest.Captu
     worlds = opening("memory", 4)
     waiting = Client(lambda: worlds[0].all_ranks.barrier().wait())
     said: list[str] = []
-    while not heard(capsys, r"rank 0 has waited 0 s in barrier\(\), for ranks 1, 2, 3\n", said) and not waiting.over():
+    while (
+        not heard(capsys, r"rank 0 has waited 0 s in barrier\(\) #1 in group world, for ranks 1, 2, 3: ", said)
+        and not waiting.over()
+    ):
         waiting.join(0.005)
     results(*[Client(lambda world=world: world.all_ranks.barrier().wait()) for world in worlds[1:]], waiting)
 
@@ -595,7 +598,7 @@ def test_who_waits_for_several_names_them(opening: Opening, capsys: pytest.Captu
 @pytest.mark.parametrize("background", [False, True])
 def test_who_waits_too_long_fails_and_names_who_is_missing(opening: Opening, kind: str, background: bool) -> None:
     worlds = opening(kind, 4, timeout=0.2)
-    words = r"rank \d has waited \d+ s in all_reduce\(sum, float32\[5\]\), for ranks 1, 3"
+    words = r"rank \d has waited \d+ s in all_reduce\(sum, float32\[5\]\) #1 in group world, for ranks 1, 3"
 
     def work(world: World) -> None:
         with pytest.raises(PeerError, match=words):
@@ -617,7 +620,26 @@ def test_who_waits_too_long_in_a_ring_or_for_another_host_fails_too(opening: Ope
             worlds[:2], lambda world, how=how: Call("all_reduce", how).make(world.all_ranks).task.wait()
         ):
             assert isinstance(outcome, PeerError)
-            assert re.search(r"rank \d has waited \d+ s in all_reduce\(.*\), for rank \d", str(outcome))
+            assert re.search(r"rank \d has waited \d+ s in all_reduce\(.*\) #1 in group world, for rank \d", str(outcome))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("background", [False, True])
+def test_ranks_that_wait_in_different_calls_tell_each_other_which(opening: Opening, background: bool) -> None:
+    worlds = opening("unix", 2, timeout=PATIENCE)
+    pairs = [world.new_group([0, 1], 0.5) for world in worlds]
+    assert pairs[1] is not None
+    first = Client(lambda: Call("all_reduce").make(worlds[0].all_ranks, background).check())
+    (second,) = outcomes(Client(pairs[1].barrier(background).wait))
+    one, other = "all_reduce(sum, float32[5]) #1 in group world", "barrier() #1 in group of ranks 0, 1"
+    assert re.fullmatch(
+        rf"rank 1 has waited \d s in {re.escape(other)}, for rank 0: rank 0 is in {re.escape(one)}", str(second)
+    )
+    results(first, Client(lambda: Call("all_reduce").make(worlds[1].all_ranks, background).check()))
+    until = time.monotonic() + PATIENCE
+    while worlds[0].engine.messages.calls and time.monotonic() < until:
+        worlds[0].engine.look()
+    assert worlds[0].engine.messages.calls == {}, "it waits no more"
 
 
 @pytest.mark.usefixtures("impatient")

@@ -46,7 +46,7 @@ class BackgroundWait:
             Whether it may be started; False where the wait was given up.
         """
         client = self._client
-        deadline, heard, moved = Deadline(client.rank), time.monotonic(), client.connections.moved()
+        deadline, heard, moved = Deadline(client.rank, client.timeout), time.monotonic(), client.connections.moved()
         while True:
             with self._lock:
                 if given_up():
@@ -58,10 +58,25 @@ class BackgroundWait:
                 now, before, moved = time.monotonic(), moved, client.connections.moved()
                 if moved != before:
                     heard = now
-                deadline.report(lambda: f"for {state.waits_for('an answer')}")
+                client.check_wait(deadline, "an answer", [state])
                 if now - heard >= client.retry:
                     heard = now
                     client.exchanges.ask_status(state)
+            self._pause()
+
+    def for_key(self, key: str, seconds: float) -> str | None:
+        """The value of a key, once a worker has set it; None if that takes longer."""
+        client, over = self._client, time.monotonic() + seconds
+        ask_at = 0.0
+        while True:
+            with self._lock:
+                if time.monotonic() >= ask_at:  # again: the question or the answer may have been lost
+                    ask_at = time.monotonic() + client.retry
+                    client.ask_key(key)
+                client.poll()
+                found = client.value_of(key)
+            if found is not None or time.monotonic() >= over:
+                return found
             self._pause()
 
     def _pause(self) -> None:

@@ -13,6 +13,7 @@ sent: so a loss is known, and nothing is sent twice because it is slow (`docs/de
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,6 +30,7 @@ from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
+    AskWhere,
     Departed,
     DeviceShared,
     Held,
@@ -53,13 +55,17 @@ from polytempo.protocol.messages import (
     StoreGet,
     StoreSet,
     Welcome,
+    Whereabouts,
     encode,
 )
 from polytempo.protocol.values import OptimizerSpec, PulledRows, TrainingProgress, UnknownKeys
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import LOOK_EVERY, MORE_TIME, Deadline, said_of
+
+#: Seconds for which a wait keeps a communication thread from using the client, at most.
+TURN = 0.005
 
 #: Seconds between two questions to the servers while a rank that is lost may have been given up.
 ASK_EVERY = 1.0
@@ -75,6 +81,7 @@ class Client:
         pool: The memory that messages are received into.
         retry: Seconds without a byte after which the servers are asked what they know.
         token: Proves the rank of a worker on another host.
+        timeout: Seconds after which a wait for other workers fails; None waits for ever.
     """
 
     def __init__(
@@ -85,13 +92,17 @@ class Client:
         pool: Pool,
         retry: float = 5.0,
         token: str = "",
+        timeout: float | None = None,
     ) -> None:
-        self.rank, self.incarnation = rank, incarnation
+        self.rank, self.incarnation, self.timeout = rank, incarnation, timeout
         self.size = 0
         self.on_departed: Callable[[int], None] = lambda worker: None
+        self._others: threading.Condition | None = None  # other threads that use this client, which a wait lets in
+        self._asked_at = 0.0  # when it was asked where other workers are
         self.companion: Companion | None = None  #: the server's thread, where this worker has it to itself
         self.retry = retry
         self.pool = pool
+        self.whereabouts = Whereabouts()  #: what answers to `AskWhere` have said so far
         self.departed: set[int] = set()  #: workers that have ended, or were given up, by the coordinator's word
         self._asked = 0.0  # when the servers were last asked, for want of a word of it
         self._listening = False  # for that word only: what else comes waits until it is waited for
@@ -160,7 +171,8 @@ class Client:
         self.exchanges.states[name] = state
         state.seed = seed
         self.connections.send(0, Register(optimizer_id=name, optimizer_spec=optimizer_spec))
-        self._wait(lambda: state.joined, "all workers to make their optimizer", None, state)
+        # without a limit: workers of other hosts may be started by hand
+        self._wait(lambda: state.joined, "all workers to make their optimizer", None, state, limited=False)
 
     def share_device(self, message: ShareDevice, fences: Sequence[Bytes]) -> str:
         """Have all shards map device memory of this worker, with the fences of each; empty, or why one does not."""
@@ -236,10 +248,22 @@ class Client:
     def find(self, key: str, patience: float) -> str | None:
         """The value of a key, once a worker has set it; None if that takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
-        self.connections.send(0, StoreGet(key=key))
+        self.ask_key(key)
         over = lambda: key in self._stored or time.monotonic() > deadline  # noqa: E731
-        self._wait(over, f"another worker to set the key {key!r}", lambda: self.connections.send(0, StoreGet(key=key)))
+        self._wait(over, f"another worker to set the key {key!r}", lambda: self.ask_key(key))
+        return self.value_of(key)
+
+    def ask_key(self, key: str) -> None:
+        """Ask for a key, without waiting."""
+        self.connections.send(0, StoreGet(key=key))
+
+    def value_of(self, key: str) -> str | None:
+        """The value of a key, if an answer has brought it."""
         return self._stored.get(key)
+
+    def ask_where(self, waiting: AskWhere) -> None:
+        """Ask where other workers are; `whereabouts` has the answer when it has come."""
+        self.connections.send(0, waiting)
 
     def lease(self, asked: LeaseSamples) -> SamplesLeased:
         """Ask for places of the data."""
@@ -262,6 +286,10 @@ class Client:
             self._asked = now
             for state in self.exchanges.states.values():
                 self.exchanges.ask_status(state)
+        self.listen(patience)
+
+    def listen(self, patience: float = 0.0) -> None:
+        """Take in who is gone, where workers are and that the job has ended; the rest stays until it is waited for."""
         self._listening = True
         try:
             self.connections.receive(patience)
@@ -289,31 +317,71 @@ class Client:
 
     # Waiting.
 
-    def _wait(self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, *states: ClientState) -> None:
+    def share(self, lock: threading.RLock) -> None:
+        """A communication thread uses this client, too, under this lock: from now on a caller that holds the lock while it
+        waits, maybe for other workers, gives it away again and again."""
+        self._others = threading.Condition(lock)
+
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        again: Callable[[], None] | None,
+        *states: ClientState,
+        limited: bool = True,
+    ) -> None:
         try:
-            self._wait_until(done, what, again, states)
+            self._wait_until(done, what, again, states, Deadline(self.rank, self.timeout if limited else None))
         except Exception:  # it ends the job or this worker's part in it: no answer will come
             self.stream_waits.release()
             raise
 
     def _wait_until(
-        self, done: Callable[[], bool], what: str, again: Callable[[], None] | None, states: Sequence[ClientState]
+        self,
+        done: Callable[[], bool],
+        what: str,
+        again: Callable[[], None] | None,
+        states: Sequence[ClientState],
+        deadline: Deadline,
     ) -> None:
         self._take_postponed()
-        deadline, heard, moved = Deadline(self.rank), time.monotonic(), self.connections.moved()
+        heard, moved = time.monotonic(), self.connections.moved()
         while self._goes_on(states) and not done():
-            if self.connections.receive(min(self.retry, 1.0)):
+            turn = min(self.retry, 1.0, deadline.until_next_look)
+            if self.connections.receive(turn if self._others is None else min(turn, TURN)):
                 heard = time.monotonic()
                 continue
+            if self._others is not None:
+                with self._others:
+                    self._others.wait(TURN / 10)
             now, before, moved = time.monotonic(), moved, self.connections.moved()
             if moved != before:
                 heard = now
-            held = next((state for state in states if state.held is not None), None)
-            silent = self.connections.silence() if moved == before else ""
-            deadline.report(lambda: f"for {what if held is None else held.waits_for(what)}{silent}")  # noqa: B023  at once
+            self.check_wait(deadline, what, states, self.connections.silence() if moved == before else "")
             if again is not None and now - heard >= self.retry:
                 heard = now
                 again()
+
+    def check_wait(self, deadline: Deadline, what: str, states: Sequence[ClientState] = (), silent: str = "") -> None:
+        """Report a wait for an answer if that is due, with the workers that the mode waits for and what these are in.
+        `silent`: the servers that are not heard of.
+
+        Raises:
+            PeerError: The time is over.
+        """
+        held = next((state for state in states if state.held is not None), None)
+        ranks = held.held.waiting_for if held is not None and held.held is not None else ()
+        if ranks and deadline.is_long and time.monotonic() >= self._asked_at + LOOK_EVERY:
+            self._asked_at = time.monotonic()
+            self.ask_where(AskWhere(life=0, ranks=ranks))
+
+        def waited_for() -> str:
+            waits = f"{what if held is None else held.waits_for(what)}{silent}"
+            return f"for {'; '.join(filter(None, (waits, said_of(ranks, self.whereabouts.calls))))}"
+
+        if deadline.over:
+            raise PeerError(f"{deadline.line(waited_for())}; {MORE_TIME}")
+        deadline.report(waited_for)
 
     def _goes_on(self, states: Sequence[ClientState]) -> bool:
         """True, unless a rank is lost without which one of these optimizers does not go on: that is raised."""
@@ -343,6 +411,9 @@ class Client:
     # Messages.
 
     def _handle(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if isinstance(message, Whereabouts):
+            self._told_where(message)
+            return
         if self._listening and not isinstance(message, Departed | Stopped):
             self._postponed.append((shard, message, buffers))
             return
@@ -380,6 +451,10 @@ class Client:
                 f"{text}; start the job again, from a checkpoint", (message.worker,)
             )
 
+    def _told_where(self, message: Whereabouts) -> None:
+        self.whereabouts.ended.update(message.ended)
+        self.whereabouts.calls.update(message.calls)
+
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")
 
@@ -394,14 +469,14 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str, alone: int = 0) -> None:
+    def leave(self, reason: str, alone: int = 0, life: int = 0) -> None:
         """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
-        waits for its last answers first (`delay`)."""
+        waits for its last answers first (`delay`). `life`: the number of jobs that this process had left before."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone)
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone, life=life)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
 
+from polytempo.client.background_wait import BackgroundWait
 from polytempo.client.client import Client
 from polytempo.errors import PeerError
+from polytempo.protocol.messages import AskWhere
+from polytempo.transport.deadline import RankWatch
 from polytempo.transport.rendezvous import KeyValueStore
 
 FIRST_PAUSE, LONGEST_PAUSE = 1e-3, 0.05
+#: Seconds in which a rank tries to say that it waits no more.
+LAST_WORD = 1.0
 
 
 class TorchStore(KeyValueStore):
@@ -49,14 +55,42 @@ class JobStore(KeyValueStore):
 
     def __init__(self, client: Client, lock: threading.RLock, life: str = "") -> None:
         self._client, self._lock, self._life = client, lock, life
+        self._wait = BackgroundWait(client, lock)
 
     def put(self, key: str, value: str) -> None:
         with self._lock:
             self._client.put(key + self._life, value)
 
     def find(self, key: str, seconds: float) -> str | None:
-        with self._lock:
-            return self._client.find(key + self._life, seconds)
+        """A wait that locks the client only for each look: a rendezvous may take as long as an epoch of another rank."""
+        return self._wait.for_key(key + self._life, seconds)
+
+
+class JobWatch(RankWatch):
+    """Asks the coordinator of a job of ours, and does not wait for the answer: it is there at the next look.
+
+    Args:
+        client: The worker's connections to the servers.
+        lock: Held whenever the client is used. A thread that has it for long is not waited for.
+        life: The number of jobs that this process has left before this one.
+    """
+
+    def __init__(self, client: Client, lock: threading.RLock, life: int) -> None:
+        super().__init__()
+        self._client, self._lock, self._life = client, lock, life
+        self._told = ""
+
+    def look(self, call: str, ranks: Sequence[int]) -> None:
+        if (call or self._told) and self._lock.acquire(timeout=0.0 if call else LAST_WORD):
+            try:
+                self._told = call
+                self._client.ask_where(AskWhere(life=self._life, call=call, ranks=tuple(ranks)))
+                self._client.listen()
+            finally:
+                self._lock.release()
+            told = self._client.whereabouts
+            self.ended = {rank: f"{how} before its first collective" for rank, how in told.ended.items()}
+            self.calls = dict(told.calls)
 
 
 _kept: list[Any] = []  # stores whose keeper this process is: ranks that join again find them where they were

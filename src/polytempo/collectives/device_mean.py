@@ -24,6 +24,7 @@ from polytempo.collectives.shared_buffer import SharedMeanBuffer
 from polytempo.device.device import FENCE_BYTES, SPACING, Device, DeviceMemory, Fences
 from polytempo.device.stream import StreamPoint
 from polytempo.transport.deadline import Deadline
+from polytempo.transport.local_peers import check_peers
 
 #: Seconds between two looks at a device, or at the fence of another rank.
 POLL = 50e-6
@@ -87,11 +88,11 @@ class DeviceMeanBuffer:
 
     def wait_until_read(self) -> None:
         """Wait on the host until this rank's slot may be filled again; a rank that ended does not read it any more."""
-        deadline = Deadline(self._rank)
+        deadline = Deadline(self._rank, self._shared.peers.timeout)
         while missing := [rank for rank in self._readers if not self._has_read(rank)]:
             time.sleep(POLL)
             self._shared.peers.read(missing)
-            deadline.look(missing, "to read its gradients")
+            check_peers(deadline, missing, "to read its gradients")
         self._readers = []
 
     def _has_read(self, rank: int) -> bool:

@@ -44,6 +44,7 @@ from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
 from polytempo.transport.channel import Bytes
+from polytempo.transport.deadline import listed
 from polytempo.transport.peer_link import CALL, DATA, LinkMessage
 
 #: Messages of a pipelined plan are not smaller than this, and a part is cut into at most `PIECES`.
@@ -74,8 +75,10 @@ class RankGroup:
         context: int,
         timeout: float | None = None,
         network: Network = Network(),  # noqa: B008  it is frozen
+        name: str = "",
     ) -> None:
         self.engine, self.ranks, self.timeout, self.network = engine, tuple(ranks), timeout, network
+        self.name = name or f"group of ranks {listed(self.ranks)}"  #: for messages
         self.rank, self.size = self.ranks.index(engine.rank), len(self.ranks)
         local = [tuple(self.ranks.index(rank) for rank in host if rank in self.ranks) for host in hosts]
         self.place = Place(self.rank, tuple(host for host in local if host))
@@ -302,7 +305,8 @@ class RankGroup:
             run = self._run(
                 number, lambda: self.route.name(call, on, by_nccl), op, self.route.ways(steps, algorithm, on, by_nccl)
             )
-            return self.engine.start(self.queue, call, run, background, self.timeout, number, on)
+            name = f"{call} #{number} in {self.name}"
+            return self.engine.start(self.queue, name, run, background, self.timeout, number, on)
 
     @property
     def native(self) -> Any:

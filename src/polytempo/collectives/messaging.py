@@ -8,6 +8,7 @@ which the progress engine asks again whenever a link was read.
     SEGMENT  shared memory, kept until a task takes it
     HANDLE   of device memory, kept likewise; a DEVICE_NOTE is a NOTE that says so: what it tells of lies there
     ON_HOST  the sender's part of a call goes by host memory
+    WAITS    the calls in which the sender waits for long; empty: none any more
     BYE      an orderly end: a link that closes without it belongs to a rank that has crashed, or is silent
     GIVEN_UP the sender goes on without this rank, and why: this rank can only end
 
@@ -16,11 +17,12 @@ The calls that messages announce, and failures of calls, go to the call queues (
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from polytempo.collectives.mailbox import Mailbox, Receipt
 from polytempo.collectives.tasks import Wait
@@ -38,6 +40,7 @@ from polytempo.transport.peer_link import (
     NOTE,
     ON_HOST,
     SEGMENT,
+    WAITS,
     LinkMessage,
     PeerLink,
 )
@@ -71,6 +74,7 @@ class Messaging:
         self.handles: dict[tuple[int, int, int], bytes] = {}  #: (source, context, tag)
         self.on_device: dict[tuple[int, int], int] = {}  #: (source, context) -> the last number that a DEVICE_NOTE had
         self.on_host: dict[tuple[int, int], int] = {}  #: (source, context) -> the last call of which ON_HOST was said
+        self.calls: dict[int, str] = {}  #: of other ranks: what they wait in for long
         self.on_call: Callable[[int, LinkMessage], None] = lambda source, message: None
         self._goodbyes: set[int] = set()
         self._arrivals: dict[int, Callable[[int, LinkMessage, Bytes | None], None]] = {
@@ -81,6 +85,7 @@ class Messaging:
             HANDLE: self._handle,
             DEVICE_NOTE: self._device_note,
             ON_HOST: self._on_host,
+            WAITS: self._waits,
             BYE: lambda source, message, payload: self._goodbyes.add(source),
             GIVEN_UP: self._left_behind,
         }
@@ -95,6 +100,11 @@ class Messaging:
     def on_failure(self, handle: Callable[[LinkMessage], None]) -> None:
         """Hand over what says that a call has failed elsewhere."""
         self._arrivals[FAILED] = lambda source, message, payload: handle(message)
+
+    def never_came(self, absent: Mapping[int, str]) -> None:
+        """These ranks had ended before they were linked."""
+        self.left |= absent
+        self.crashed |= dict.fromkeys(absent, -math.inf)  # long ago: they have done no part of anything
 
     # What tasks use.
 
@@ -160,7 +170,7 @@ class Messaging:
 
     def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         """A whole message is there."""
-        if message.meta and message.kind not in (FAILED, GIVEN_UP):
+        if message.meta and message.kind not in (FAILED, WAITS, GIVEN_UP):
             self.on_call(source, message)
         self._arrivals[message.kind](source, message, payload)
 
@@ -204,6 +214,11 @@ class Messaging:
 
     def _on_host(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         self.on_host[source, message.context] = message.tag
+
+    def _waits(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
+        self.calls[source] = message.meta.decode(errors="replace")
+        if not message.meta:
+            del self.calls[source]
 
     def _handle(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
         if payload is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,21 +22,23 @@ from polytempo.collectives.call_queues import CallQueue, CallQueues
 from polytempo.collectives.device_call import DeviceCall, Streams
 from polytempo.collectives.messaging import Messaging, close_as_crashed, close_with_goodbye
 from polytempo.collectives.tasks import Steps, Task
-from polytempo.errors import PeerError
-from polytempo.transport.deadline import Deadline
+from polytempo.errors import PeerError, PolytempoError
+from polytempo.transport.deadline import LISTED, Deadline, RankWatch, named, said_of
 from polytempo.transport.memory import WakeUp
-from polytempo.transport.peer_link import PeerLink
+from polytempo.transport.peer_link import WAITS, LinkMessage, PeerLink
 from polytempo.transport.poller import Poller
 
 #: Seconds between two looks at a device, where a task waits for one: no descriptor tells when it is done.
 DEVICE_POLL = 50e-6
+#: Bytes of the text that says in which calls a rank waits.
+LONGEST = 4000
 
 
 class ProgressEngine:
     """Drives the links and tasks of one process."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, watch: RankWatch | None = None) -> None:
+        self.rank, self.watch = rank, watch or RankWatch()
         self.messages = Messaging(rank)
         self.queues = CallQueues(self.messages)
         self.started = 0  #: tasks: collectives and messages
@@ -58,6 +60,7 @@ class ProgressEngine:
         self._polls = False  # a task waits for a device
         self._idle = Deadline(rank)  # without a time-out
         self._check_at = 0.0
+        self._told = ""  # the calls in which this rank waits for long, as the other ranks know it
 
     def attach(self, links: Iterable[PeerLink]) -> None:
         """Use these links from now on."""
@@ -122,7 +125,9 @@ class ProgressEngine:
             else:  # another thread drives, for something of its own: it must not be waited for
                 self._drive_in_background()
             if not task.done and deadline.over:
-                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{task.missing}")
+                raise PeerError(f"rank {self.rank} has waited {timeout:g} s for {task.name}{self._missing(task)}")
+        if self._told:
+            self._unless_driven(partial(self._tell, []))
 
     def wake(self) -> None:
         """Look again at what tasks wait for: something has happened that no link reports. Any thread may call this."""
@@ -252,17 +257,41 @@ class ProgressEngine:
             lost = self.messages.crashed_for_long(task.queue.ranks, now)
             if lost and task.deadline is not None:  # it may wait for a rank that will not come because of them
                 task.finish(None, self.messages.loss(lost, task.name))
-        for task in [*heads, *self._free]:
-            if task.deadline is None or task.idle:
-                continue
+        waiting = [task for task in (*heads, *self._free) if task.deadline is not None and not task.idle and not task.done]
+        self._tell([task for task in waiting if task.deadline is not None and task.deadline.is_long])
+        for task in waiting:
+            assert task.deadline is not None
             if task.deadline.over:
                 task.final = True  # as with torch's other back ends: a rank that hangs would be waited for again and again
-                task.finish(None, PeerError(task.deadline.line(f"in {task.name}{task.missing}")))
+                task.finish(None, PeerError(task.deadline.line(f"in {task.name}{self._missing(task)}")))
             else:
-                task.deadline.report(lambda task=task: f"in {task.name}{task.missing}")  # type: ignore[misc]
+                task.deadline.report(lambda task=task: f"in {task.name}{self._missing(task)}")  # type: ignore[misc]
         for task in heads:
             if task.done and task.queue.tasks and task.queue.tasks[0] is task:
                 self._retire(task.queue)  # now: its caller may leave, and the others must have heard why
+
+    def _tell(self, waiting: Sequence[Task]) -> None:
+        """Let the other ranks know in which calls this one waits for long, if that has changed; they may wait for it."""
+        calls = "; ".join(task.name for task in waiting[:LISTED])
+        if calls != self._told:
+            for rank, link in self.messages.links.items():
+                if rank not in self.messages.left:
+                    link.send(LinkMessage(WAITS, 0, 0, calls.encode()[:LONGEST]))
+        if calls or self._told:
+            try:
+                self.watch.look(calls, sorted({rank for task in waiting for rank in task.missing}))
+            except PolytempoError as error:  # the job has ended
+                for task in waiting:
+                    task.final = True
+                    task.finish(None, error)
+        self._told = calls
+
+    def _missing(self, task: Task) -> str:
+        """The ranks that a task waits for, and what they are in, as the end of a sentence."""
+        if not task.missing:
+            return ""
+        calls = {**self.watch.calls, **{rank: f"is in {call}" for rank, call in self.messages.calls.items()}}
+        return f", for {named(task.missing)}: {said_of(task.missing, calls)}"
 
     # The end.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polytempo.transport.deadline import Deadline, named
+from polytempo.transport.deadline import Deadline
 
 if TYPE_CHECKING:
     from polytempo.collectives.call_queues import CallQueue
@@ -119,10 +119,9 @@ class Task:
         return self._done.is_set()
 
     @property
-    def missing(self) -> str:
-        """The ranks it waits for, as the end of a sentence."""
-        missing = self.waits.missing() if self.waits is not None else []
-        return f", for {named(missing)}" if missing else ""
+    def missing(self) -> list[int]:
+        """The ranks it waits for."""
+        return self.waits.missing() if self.waits is not None else []
 
     def wait_quietly(self, timeout: float | None) -> bool:
         """Wait while another thread drives."""

@@ -11,9 +11,10 @@ takes one of its parent's, on the parent's ranks alone, so what one group makes 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -27,12 +28,12 @@ from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.quorum import objection, of_ranks
 from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import Deadline, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory_link import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
-from polytempo.transport.rendezvous import KeyValueStore, RankLinks, rendezvous_by_name, rendezvous_by_store
+from polytempo.transport.rendezvous import KeyValueStore, RankLinks, Rendezvous, rendezvous_by_name, rendezvous_by_store
 from polytempo.transport.zmq_link import HOST_TIMEOUT, patience_for
 
 #: Seconds in which all ranks must come to the rendezvous.
@@ -81,20 +82,27 @@ class World:
         self._generations: dict[tuple[int, int], int] = {}
         engine.when_closed = links.close
         engine.attach(links.links)
+        engine.messages.never_came(links.absent)
         self._groups = 0
         self._subgroups: dict[int, int] = {}  # of each group, by its context
-        self.all_ranks = self._group(range(size), 0)
+        self.all_ranks = self._group(range(size), 0, "group world")
 
-    def _group(self, ranks: Sequence[int], context: int) -> RankGroup:
-        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout, self.network)
+    def _group(self, ranks: Sequence[int], context: int, name: str = "") -> RankGroup:
+        return RankGroup(self.engine, ranks, self.hosts, context, self.timeout, self.network, name)
 
-    def new_group(self, ranks: Sequence[int]) -> RankGroup | None:
-        """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order."""
+    def new_group(self, ranks: Sequence[int], timeout: float | None = None) -> RankGroup | None:
+        """A group of some ranks; None on other ranks. All ranks must ask for the same groups in the same order.
+        `timeout`: of its calls, where it is not the world's; `math.inf` for none."""
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or not 0 <= chosen[0] <= chosen[-1] < self.size:
             raise UsageError(f"expected some of the ranks 0 to {self.size - 1}, each once, got {list(ranks)}")
         self._groups += 1
-        return self._group(chosen, self._groups) if self.rank in chosen else None
+        if self.rank not in chosen:
+            return None
+        group = self._group(chosen, self._groups)
+        if timeout is not None:
+            group.timeout = timeout if math.isfinite(timeout) else None
+        return group
 
     def group_of_optimizer(self, ranks: Sequence[int], number: int, part: int = 0) -> RankGroup:
         """A group of some ranks, this one among them, for a part of the optimizer of this number.
@@ -102,7 +110,7 @@ class World:
         Only its ranks ask for it. Groups of optimizers made side by side are disjoint and have the same context: no rank
         hears of another's.
         """
-        return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part)
+        return self._group(sorted(ranks), OF_OPTIMIZERS + number * PARTS + part, f"step() of optimizer {number}")
 
     def group_of_round(self, ranks: Sequence[int], number: int, which: int) -> RankGroup:
         """A group of the ranks in a round of the optimizer of this number, this one among them; `which`: the number of the
@@ -112,7 +120,7 @@ class World:
                 f"rounds of optimizer {number} were made by more than {SETS} different sets of ranks, or it is one of too "
                 "many; use via='ps'"
             )
-        return self._group(sorted(ranks), OF_ROUNDS + number * SETS + which)
+        return self._group(sorted(ranks), OF_ROUNDS + number * SETS + which, f"a round of optimizer {number}")
 
     def subgroup(self, group: RankGroup, ranks: Sequence[int]) -> RankGroup | None:
         """A group of some ranks of a group; None on its other ranks. All ranks of the group must ask for the same subgroups
@@ -298,13 +306,20 @@ class World:
         self.engine.close(politely)
 
 
-def open_by_name(name: str, rank: int, size: int, join_timeout: float = JOIN_TIMEOUT, timeout: float | None = None) -> World:
-    """Ranks of one host that all know a name no other job uses."""
+def open_by_name(
+    name: str,
+    rank: int,
+    size: int,
+    join_timeout: float | None = JOIN_TIMEOUT,
+    timeout: float | None = None,
+    watch: RankWatch | None = None,
+    call: str = "",
+) -> World:
+    """Ranks of one host that all know a name no other job uses. `watch`, `call`: as for `open_by_store`."""
     _check_rank(rank, size)
-    engine = ProgressEngine(rank)
-    return _opened(
-        engine, size, lambda: rendezvous_by_name(name, rank, size, engine.messages, Deadline(rank, join_timeout)), timeout
-    )
+    watch = watch or RankWatch()
+    engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    return _opened(engine, size, lambda: rendezvous_by_name(name, meeting, engine.messages), timeout)
 
 
 def open_by_store(
@@ -314,22 +329,20 @@ def open_by_store(
     route: str,
     keys: WorkerKeys | None = None,
     insecure: bool = False,
-    join_timeout: float = JOIN_TIMEOUT,
+    join_timeout: float | None = JOIN_TIMEOUT,
     timeout: float | None = None,
-    gone: Callable[[], Mapping[int, str]] = dict,
     emulated: EmulatedHost | None = None,
     host_timeout: float = HOST_TIMEOUT,
+    watch: RankWatch | None = None,
+    call: str = "",
 ) -> World:
-    """Ranks that see one store, on any hosts. `gone`: the ranks that are known to be lost, and why. `emulated`:
-    this rank's place where the network is emulated. `host_timeout`: a link comes back within these seconds, or is given
-    up."""
+    """Ranks that see one store, on any hosts. `emulated`: this rank's place where the network is emulated. `host_timeout`: a
+    link comes back within these seconds, or is given up. `watch`: knows of ranks that have ended; they are not waited for,
+    and what needs them raises `RankLost`. `call`: that needs this world."""
     _check_rank(rank, size)
-    engine = ProgressEngine(rank)
-    meet = partial(
-        rendezvous_by_store,
-        *(store, rank, size, engine.messages, Deadline(rank, join_timeout, gone), keys, insecure, route, emulated),
-        host_timeout=host_timeout,
-    )
+    watch = watch or RankWatch()
+    engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
+    meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated, host_timeout)
     world = _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
     world.patience = patience_for(host_timeout)
     return world
@@ -347,6 +360,7 @@ def _opened(
     except BaseException:
         engine.close()
         raise
+    engine.watch.look("", ())  # this rank waits no more
     return World(engine, size, links, timeout, network)
 
 

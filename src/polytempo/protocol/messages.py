@@ -4,13 +4,13 @@ A message is one header and any number of raw buffers. Nothing that is received 
 one of these is refused. Buffers are checked against the layout where they are used.
 
     worker   -> coordinator    Hello, Register, ReadRequest, Repeat, Leave, LeaseSamples, MetricReport, StoreSet,
-                               StoreGet, ScriptState (with buffers), RecallState
+                               StoreGet, AskWhere, ScriptState (with buffers), RecallState
     worker   -> every server   Hello, PushStatus, Push, PartialPush, Pull, Keep and ShareDevice (with buffers)
     server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
     coordinator -> servers     Entries (of the log), NormTotal, Stopped
     server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
                                Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
-                               DeviceShared, SamplesLeased, StateRecalled (with buffers)
+                               DeviceShared, SamplesLeased, Whereabouts, StateRecalled (with buffers)
     launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
 
@@ -173,6 +173,15 @@ class Leave(WireMessage):
     incarnation: int
     reason: str
     alone: int = 0  #: steps that it has trained without any exchange, in a job of several workers
+    life: int = 0  #: jobs that this process had left before: it may join the next
+
+
+class AskWhere(WireMessage):
+    """I wait for these ranks: where are they?"""
+
+    life: int
+    call: str | None = None  #: that I am in; empty: I wait no more; None: that is not said
+    ranks: tuple[int, ...] = ()
 
 
 class MetricReport(WireMessage):
@@ -372,6 +381,13 @@ class Departed(WireMessage):
     ended: bool = False
 
 
+class Whereabouts(WireMessage):
+    """The answer to `AskWhere`: which of those ranks have ended, and how; what the others are in, where that is known."""
+
+    ended: dict[int, str] = msgspec.field(default_factory=dict)
+    calls: dict[int, str] = msgspec.field(default_factory=dict)
+
+
 class Stopped(WireMessage):
     """The job has ended early."""
 
@@ -534,6 +550,7 @@ AnyMessage = (
     | MetricReport
     | StoreSet
     | StoreGet
+    | AskWhere
     | Keep
     | LeaseSamples
     | SamplesLeased
@@ -561,6 +578,7 @@ AnyMessage = (
     | Resend
     | Refused
     | Departed
+    | Whereabouts
     | Stopped
     | Gone
     | Stop

@@ -86,10 +86,10 @@ class DeviceExchange:
 
     def complete(self) -> None:
         """Wait, on the host, until the answers are in the landing."""
-        deadline = Deadline(self._client.rank)
+        deadline = Deadline(self._client.rank, self._client.timeout)
         while not all(fences.reached(ANSWERED, self._number) for fences in self._fences):
             time.sleep(POLL)
-            deadline.report(lambda: "for the servers' device to answer a push")
+            self._client.check_wait(deadline, "the servers' device to answer a push")
 
 
 def _ranges(buffer: FlatBuffer) -> tuple[DeviceRange, ...]:

@@ -31,7 +31,7 @@ from polytempo.server.effects import (
     WakeAt,
     Write,
 )
-from polytempo.server.membership import RemoteHosts
+from polytempo.server.membership import RemoteHosts, WorkerEnds
 from polytempo.server.sequencer import Sequencer
 
 
@@ -92,6 +92,8 @@ class CoordinatedJob:
         self.go_on_unsaved = go_on_unsaved  #: the job outlives a checkpoint that cannot be written
         self.has_launcher = False
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
+        self.ends = WorkerEnds()
+        self.calls: dict[int, str] = {}  #: in which workers wait, as far as they say so
         self.alone: dict[int, int] = {}  #: steps of workers that have trained, and exchanged nothing
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when

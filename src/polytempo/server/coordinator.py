@@ -25,6 +25,7 @@ from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
     AnyMessage,
     Arrived,
+    AskWhere,
     Assigned,
     Expecting,
     Failed,
@@ -52,6 +53,7 @@ from polytempo.protocol.messages import (
     Stopped,
     StoreGet,
     StoreSet,
+    Whereabouts,
 )
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.files import RecordWriter
@@ -68,7 +70,7 @@ from polytempo.server.effects import (
     ToShards,
     ToWorker,
 )
-from polytempo.server.membership import JobKeyValues, RemoteHosts
+from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
 from polytempo.server.script_state import newest_of_each, read_states
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import (
@@ -78,6 +80,7 @@ from polytempo.server.validation import (
     check_optimizer_spec,
     check_read,
     check_script_state,
+    check_where,
 )
 from polytempo.summation import in_order
 from polytempo.transport.channel import Bytes
@@ -110,6 +113,7 @@ class WorkerMessages:
             ("worker", RecallState): self._recall,
             ("worker", StoreSet): self._store_set,
             ("worker", StoreGet): self._store_get,
+            ("worker", AskWhere): self._waiting,
         }
 
     def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
@@ -135,9 +139,19 @@ class WorkerMessages:
 
     def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
+        self._job.ends.left(sender.rank, message.life, f"has {message.reason}")
+        self._job.calls.pop(sender.rank, None)
         if message.alone > 0:
             self._job.alone[sender.rank] = message.alone
         return self._job.left(sender.rank, sender.incarnation, message.reason, now)
+
+    def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
+        check_where(message, self._sequencer.plan.size)
+        if message.call is not None:
+            self._job.calls[sender.rank] = message.call
+        told, statistics = self._job.calls, self._sequencer.statistics
+        calls = {rank: f"is in {told[rank]}" if told.get(rank) else statistics[rank].whereabouts for rank in message.ranks}
+        return [ToWorker(sender.rank, Whereabouts(ended=self._job.ends.among(message.ranks, message.life), calls=calls))]
 
     def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
         check_lease(message)
@@ -236,6 +250,7 @@ class LaunchMessages:
 
     def _worker_gone(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
         check_end(message, self._sequencer.plan.size)
+        self._job.ends.left(message.worker, LAST_LIFE, "has finished" if message.reason == "finished" else message.cause)
         if message.reason != "finished":
             self._job.given_up[message.worker] = message.incarnation, message.cause
             self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})

@@ -1,4 +1,5 @@
-"""Membership beyond the sequencer's: hosts that bring workers, and the key-value store in which workers find each other.
+"""Membership beyond the sequencer's: hosts that bring workers, which workers have ended, and the key-value store in which
+workers find each other.
 
 An agent on another host brings workers and sends heartbeats; a host whose heartbeats fail to come for `timeout` seconds is
 given up, for good. The key-value store holds addresses: a key that names a rank can be set by that rank alone.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from polytempo.errors import PeerError, counted
@@ -91,10 +92,31 @@ class RemoteHosts:
         return lost
 
 
+#: Of a worker whose process has ended: it joins no later job of this one.
+LAST_LIFE = 1 << 30
+
+
+class WorkerEnds:
+    """How workers have ended, for others that wait for them. A process may leave a job and join the next (`shutdown`,
+    `init`): what it left counts for those that are still there."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, tuple[int, str]] = {}  # by worker: the last life that is over, and how it ended
+
+    def left(self, worker: int, life: int, how: str) -> None:
+        """A worker has left; `LAST_LIFE`: its process has ended."""
+        before = self._ends.get(worker, (-1, ""))
+        self._ends[worker] = max(life, before[0]), before[1] if before[0] >= life else how
+
+    def among(self, workers: Iterable[int], life: int) -> dict[int, str]:
+        """Which of these have ended, as seen from a life."""
+        return {worker: self._ends[worker][1] for worker in workers if self._ends.get(worker, (-1, ""))[0] >= life}
+
+
 #: More keys, or longer values, are refused: the store is for addresses.
 KEY_LIMIT, LENGTH_LIMIT = 1 << 20, 1024
 #: Keys that name the rank they belong to (`transport/rendezvous.py`).
-RANK_KEY = re.compile(r"(?:host|link)-(\d+)(?:-|$)")
+RANK_KEY = re.compile(r"(?:host|link|token)-(\d+)(?:-|$)")
 
 
 class JobKeyValues:

@@ -16,7 +16,18 @@ import torch
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.protocol.layout import ITEM_SIZES
-from polytempo.protocol.messages import Expecting, Gone, Hello, Keep, LeaseSamples, Leave, Push, ReadRequest, ScriptState
+from polytempo.protocol.messages import (
+    AskWhere,
+    Expecting,
+    Gone,
+    Hello,
+    Keep,
+    LeaseSamples,
+    Leave,
+    Push,
+    ReadRequest,
+    ScriptState,
+)
 from polytempo.protocol.values import OptimizerSpec, TableInfo
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState
 from polytempo.server.optimizers import build
@@ -33,6 +44,8 @@ CHECKPOINT = re.compile(r"step-\d{8,20}")
 NAME, ELEMENTS = 64, 1 << 44
 #: Parts into which data is shared out, at most.
 PARTS = 1 << 20
+#: Characters of the call that a worker says it is in, at most.
+LONGEST_CALL = 1 << 14
 
 
 def check_hello(hello: Hello, size: int) -> None:
@@ -162,6 +175,12 @@ def check_keep(keep: Keep, segments: Sequence[SegmentState]) -> None:
         raise PeerError(f"something to keep was refused: {keep.checkpoint[:40]!r} is no checkpoint's name")
     if any(not isinstance(segment.state.get("residual"), torch.Tensor) for segment in segments):
         raise PeerError("something to keep was refused: it is not what a filter holds back")
+
+
+def check_where(asked: AskWhere, size: int) -> None:
+    """Refuse a question about ranks that the job does not have, or with a call that no message needs."""
+    if not all(0 <= rank < size for rank in asked.ranks) or len(asked.call or "") > LONGEST_CALL:
+        raise PeerError(f"AskWhere for ranks {asked.ranks[:8]} of {size} workers, with {len(asked.call or '')} characters")
 
 
 def check_script_state(message: ScriptState, buffers: Sequence[Bytes]) -> None:

@@ -128,6 +128,13 @@ class WorkerStatistics:
             self.accepted,
         )
 
+    @property
+    def whereabouts(self) -> str:
+        """What it does, for other workers that wait for it."""
+        if self.state in ("waiting", "computing"):
+            return f"is in optimizer.step(), step {self.step}" if self.state == "waiting" else f"computes step {self.step}"
+        return "has made no optimizer and waits in no call" if self.state == "absent" else f"has {self.state}"
+
     def as_dict(self, now: float) -> dict[str, Any]:
         """For meta.json, in the words of the simulator's outcome."""
         return {

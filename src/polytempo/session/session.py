@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.key_value_store import JobStore, store_at
+from polytempo.client.key_value_store import JobStore, JobWatch, store_at
 from polytempo.client.process_identity import is_importing_the_script, refusal, started_by
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
@@ -55,6 +57,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
+from polytempo.transport.deadline import TIMEOUT, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.rendezvous import KeyValueStore
@@ -64,6 +67,9 @@ from polytempo.transport.shared_memory import SharedMemoryRegistry
 PATIENCE = 60.0
 #: Seconds to wait at the rendezvous for ranks that another launcher started.
 MEETING = 120.0
+#: Seconds by which a wait for the servers lasts longer. Of two ranks that wait for each other, one in a collective, one in
+#: `step()`, the first is to fail: failed the second, the first would lose its link, and could only say that.
+AFTER_COLLECTIVES = 1.0
 #: Seconds for which a rank that has lost another listens to the coordinator at a time.
 LISTEN = 0.05
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
@@ -88,7 +94,9 @@ class Session:
         self._local_peers: LocalPeers | None = None
         self._buffers = 0
         self._world: World | None = None
+        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
         self.way = Way()
+        self.timeout: float | None = None  #: seconds after which a wait for other ranks fails
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
         self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
@@ -179,7 +187,7 @@ class Session:
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
         if self._local_peers is None:
-            self._local_peers = LocalPeers(self.job.meeting, self.rank)
+            self._local_peers = LocalPeers(self.job.meeting, self.rank, self.timeout)
             self.when_departed(self._local_peers.forget)
         return self._local_peers
 
@@ -189,14 +197,18 @@ class Session:
             before = self.client.on_departed
             self.client.on_departed = lambda worker: (before(worker), handle(worker))[0]
 
-    def world(self) -> World:
-        """The links to all other workers, made on first use."""
+    def world(self, call: str = "its first collective") -> World:
+        """The links to all other workers, made on first use. `call`: that needs them, for the ranks that wait."""
         self.check_part()
         if self._world is None:
-            with self.lock:
-                self._world = self._world or self._open_world()
+            with self._opening:
+                self._world = self._world or self._open_world(call)
         self._world.engine.streams.devices = self.devices
         return self._world
+
+    def watch(self) -> RankWatch:
+        """What is known of other ranks beside what their links say."""
+        return RankWatch() if self.client is None else JobWatch(self.client, self.lock, self.life)
 
     def native(self, group: RankGroup) -> Native:
         """torch's own collectives for a group."""
@@ -209,12 +221,14 @@ class Session:
         """Use a world that was opened elsewhere."""
         self._world = world
 
-    def _open_world(self) -> World:
+    def _open_world(self, call: str) -> World:
         if self.size == 1:
             return open_in_threads(1)[0]
         life = f"-{self.life}" if self.life else ""  # ranks that are still in an earlier world must not be met
         if self.job.meeting:
-            return open_by_name(self.job.meeting + life, self.rank, self.size)
+            return open_by_name(
+                *(self.job.meeting + life, self.rank, self.size, self.timeout, self.timeout, self.watch(), call)
+            )
         store: KeyValueStore
         if self.client is not None:
             store = JobStore(self.client, self.lock, life)
@@ -222,10 +236,11 @@ class Session:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
         way, patience = self.way, self.job.host_timeout
         world = open_by_store(
-            store,
-            *(self.rank, self.size, way.address, way.keys, way.insecure, MEETING),
+            *(store, self.rank, self.size, way.address, way.keys, way.insecure, self.timeout, self.timeout),
             emulated=way.emulated,
             host_timeout=patience,
+            watch=self.watch(),
+            call=call,
         )
         if self.client is not None:
             world.word = self._departed
@@ -264,7 +279,7 @@ class Session:
         if self._local_peers is not None:
             self._local_peers.close()
         if client is not None:
-            client.leave(reason, alone)
+            client.leave(reason, alone, self.life)
         try:
             for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
                 standby.begin(join)
@@ -338,19 +353,44 @@ class Session:
             self._local_peers.let_go()
 
 
-def open_session(job: JobFacts, rank: int, retry: float = 5.0) -> Session:
+def open_session(job: JobFacts, rank: int, retry: float = 5.0, timeout: float | None = None) -> Session:
     """Connect to all servers of a job."""
-    on_this_host = all(scheme_of(address) == "ipc" for address in job.addresses)
+    later = None if timeout is None else timeout + AFTER_COLLECTIVES
+    session = Session(_open_client(job, rank, job.addresses, retry, later), job, rank)
+    session.timeout = timeout
+    session.least = 1  # the launcher decides how many are needed
+    keys = WorkerKeys(**job.keys) if job.keys else None
+    session.way = Way(job.route, keys, job.insecure, emulated=job.emulated_host(rank))
+    return session
+
+
+def _open_client(
+    job: JobFacts, rank: int, addresses: Sequence[str], retry: float = 5.0, timeout: float | None = None
+) -> Client:
+    on_this_host = all(scheme_of(address) == "ipc" for address in addresses)
     pool = Pool(SharedMemoryRegistry() if on_this_host else None)
     keys = WorkerKeys(**job.keys) if job.keys else None
     identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
     emulated = job.emulated_host(rank)
     proxy = emulated.proxy if emulated else ""
-    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in job.addresses]
-    session = Session(Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, "")), job, rank)
-    session.least = 1  # the launcher decides how many are needed
-    session.way = Way(job.route, keys, job.insecure, emulated=emulated)
-    return session
+    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in addresses]
+    return Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, ""), timeout)
+
+
+@contextmanager
+def watching_job() -> Iterator[RankWatch]:
+    """What the job's coordinator, where there is one, knows of other ranks; also in a process that has not called `init`."""
+    session, found = _of_thread.get() or _session, job_of_environment()
+    if session is not None:
+        yield session.watch()
+    elif found is None:
+        yield RankWatch()
+    else:
+        client = _open_client(*found, found[0].addresses[:1])
+        try:
+            yield JobWatch(client, threading.RLock(), 0)
+        finally:
+            client.close()
 
 
 _session: Session | None = None
@@ -367,6 +407,7 @@ def init(
     key_file: str | None = None,
     min_workers: int | None = None,
     host_timeout: float | None = None,
+    timeout: float | timedelta | None = None,
 ) -> None:
     """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
 
@@ -383,9 +424,12 @@ def init(
         host_timeout: Without servers, a link between hosts that is back within these seconds loses nothing (5 by default).
             Silent ranks are given up by more than half of all ranks, while `min_workers` are left; else the job ends.
             Under `polytempo run` use its option.
+        timeout: Seconds, or a `timedelta`, after which a wait for other ranks fails with an error that names them and what
+            they are in; 30 minutes by default, as in torch.distributed, `math.inf` for none. It holds for collectives,
+            messages, the first meeting of the ranks and `step()`; `new_group` may set another for its calls.
 
     Raises:
-        UsageError: `init` was called twice, or the mode, the address or the time-out does not fit the launcher.
+        UsageError: `init` was called twice, or the mode, the address or a time-out does not fit the launcher.
         PeerError: A server or a rank could not be reached in time.
 
     Example:
@@ -405,21 +449,30 @@ def init(
         _session = _session or _of_a_child(parent)
         return
     spare_compiler()
+    limit = seconds_of(TIMEOUT if timeout is None else timeout)
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
         parse_spec(sync or "bsp")
         if host_timeout is not None and not host_timeout >= 1:
             raise UsageError(f"expected host_timeout of at least 1 second, got {host_timeout:g}")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, host_timeout)
+        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, host_timeout, limit)
     else:
         facts, own_rank = found
-        _session = open_session(facts, own_rank if rank is None else rank)
+        _session = open_session(facts, own_rank if rank is None else rank, timeout=limit)
         _session.life = _lives
     _session.watch_lone_training()
     claim(place)
     atexit.register(_leave)
     watch_exit()
     sys.excepthook = _Ending(sys.excepthook)
+
+
+def seconds_of(timeout: float | timedelta) -> float | None:
+    """A time-out in seconds; None for one that never comes."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise UsageError(f"expected timeout= above 0 seconds, got {seconds:g}; math.inf waits for ever")
+    return None if math.isinf(seconds) else seconds
 
 
 def _of_a_child(parent: str) -> Session:
@@ -455,7 +508,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float | None) -> Session:
+def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float | None, timeout: float | None) -> Session:
     """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
@@ -477,8 +530,8 @@ def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float
     facts = facts if host_timeout is None else replace(facts, host_timeout=host_timeout)
     session = Session(None, facts, placement.rank)
     session.life = _lives
-    session.way, session.least = way, least or placement.size
-    session.world()
+    session.way, session.least, session.timeout = way, least or placement.size, timeout
+    session.world("init()")
     return session
 
 

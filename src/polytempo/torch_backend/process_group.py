@@ -29,10 +29,12 @@ from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.launch.job_facts import way_of
+from polytempo.session.session import watching_job
 from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for, register_devices
 from polytempo.torch_backend.errors import as_torch_error
 from polytempo.torch_backend.register import NAME
 from polytempo.torch_backend.work import TaskWork
+from polytempo.transport.deadline import RankWatch
 
 #: Tags of the messages of monitored barriers count down from here, one for each barrier: a late rank finds its own answer.
 BARRIER_TAGS = -1000
@@ -434,28 +436,40 @@ def _open_world(options: Any, ranks: Sequence[int]) -> World:
     _opened[options.group_id] += 1
     store = TorchStore(torch.distributed.PrefixStore(f"polytempo-{_opened[options.group_id]}", options.store))
     way, seconds = way_of(None, None), options.timeout.total_seconds()
-    return open_by_store(
-        store,
-        options.group_rank,
-        options.group_size,
-        way.address or _store_address(options.store),
-        way.keys,
-        way.insecure,
-        join_timeout=seconds,
-        timeout=seconds,
-        gone=lambda: _lost_ranks(ranks),
-        emulated=way.emulated,
-    )
+    with watching_job() as job:
+        world = open_by_store(
+            store,
+            options.group_rank,
+            options.group_size,
+            way.address or _store_address(options.store),
+            way.keys,
+            way.insecure,
+            join_timeout=seconds,
+            timeout=seconds,
+            emulated=way.emulated,
+            watch=GroupWatch(ranks, job),
+            call="a new group",
+        )
+    if absent := [rank for rank in range(world.size) if rank in world.engine.messages.left]:
+        world.close(politely=False)
+        raise world.engine.messages.loss(absent, "a new group")
+    return world
 
 
-def _lost_ranks(ranks: Sequence[int]) -> dict[int, str]:
-    """The ranks that the default group has lost, numbered as in a new group of `ranks`, with the cause."""
-    default = torch.distributed.group.WORLD
-    if not isinstance(default, TorchGroup):  # another back end's, or this is the first
-        return {}
-    default.world.engine.look()
-    left = default.world.engine.messages.left
-    return {number: left[rank] for number, rank in enumerate(ranks) if rank in left}
+class GroupWatch(RankWatch):
+    """The ranks that the job or the default group has lost, numbered as in a new group of `ranks`."""
+
+    def __init__(self, ranks: Sequence[int], job: RankWatch) -> None:
+        super().__init__()
+        self._ranks, self._job = ranks, job
+
+    def look(self, call: str, ranks: Sequence[int]) -> None:
+        self._job.look(call, [self._ranks[rank] for rank in ranks])
+        default, lost = torch.distributed.group.WORLD, dict(self._job.ended)
+        if isinstance(default, TorchGroup):  # else it is another back end's, or this is the first
+            default.world.engine.look()
+            lost |= default.world.engine.messages.left
+        self.ended = {number: lost[rank] for number, rank in enumerate(self._ranks) if rank in lost}
 
 
 def _store_address(store: Any) -> str:

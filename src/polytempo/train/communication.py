@@ -7,8 +7,10 @@ returns None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -21,7 +23,7 @@ from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
-from polytempo.session.session import current
+from polytempo.session.session import current, seconds_of
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,18 @@ AnyGroup: TypeAlias = Group | None
 TensorOrList: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
-def new_group(ranks: Sequence[int] | None = None) -> Group:
+def new_group(ranks: Sequence[int] | None = None, timeout: float | timedelta | None = None) -> Group:
     """Make a group of some ranks of the job. Collective: all ranks call it, in the same order, members or not.
 
     Args:
         ranks: The members, each once; all ranks by default.
+        timeout: Seconds, or a `timedelta`, after which its calls fail; that of `init` by default.
 
     Returns:
         The group, for `group=` of the calls below.
 
     Raises:
-        UsageError: A rank is given twice or is not a rank of the job.
+        UsageError: A rank is given twice or is not a rank of the job, or `timeout` is not above 0.
 
     Example:
         ```python
@@ -85,9 +88,10 @@ def new_group(ranks: Sequence[int] | None = None) -> Group:
         pt.all_reduce(tensor, group=pair)  # does nothing on ranks 2, 3, ...
         ```
     """
-    world = current().world()
+    limit = None if timeout is None else seconds_of(timeout) or math.inf
+    world = current().world("new_group()")
     chosen = tuple(sorted(ranks)) if ranks is not None else tuple(range(world.size))
-    return Group(chosen, world.new_group(chosen))
+    return Group(chosen, world.new_group(chosen, limit))
 
 
 def reform() -> Group:
@@ -109,7 +113,7 @@ def reform() -> Group:
             group = pt.reform()
         ```
     """
-    group = current().world().reform()
+    group = current().world("reform()").reform()
     return Group(group.ranks, group)
 
 
@@ -129,7 +133,7 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device
     Raises:
         UsageError: This rank is not in the group, or the collective is unknown.
     """
-    inner = _inner(_resolve(group))
+    inner = _inner(_resolve(group, "explain_algorithm"))
     if torch.device(device).type == "cpu":
         return inner.choice(collective, size)
     way = inner.route.way
@@ -138,11 +142,11 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device
     return Choice(way.name, way.reason, {})
 
 
-def _resolve(group: AnyGroup) -> Group:
+def _resolve(group: AnyGroup, call: str) -> Group:
     """The group of a call: by default all ranks."""
     if group is not None:
         return group
-    all_ranks = current().world().all_ranks
+    all_ranks = current().world(f"{call}() #1 in group world").all_ranks
     return Group(all_ranks.ranks, all_ranks)
 
 
@@ -184,7 +188,7 @@ def send(tensor: torch.Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -
         UsageError: `dst` is this rank or not in the group.
         RankLost: The receiver has ended.
     """
-    members = _resolve(group)
+    members = _resolve(group, "send")
     if members.inner is not None:
         point_to_point.send(members.inner, tensor, members.index(dst), tag).wait()
 
@@ -205,7 +209,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, t
         PeerError: The sizes differ.
         RankLost: The sender has ended.
     """
-    members = _resolve(group)
+    members = _resolve(group, "recv")
     if members.inner is None:
         return -1
     source = None if src is None else members.index(src)
@@ -225,7 +229,7 @@ def isend(tensor: torch.Tensor, dst: int, group: AnyGroup = None, tag: int = 0) 
     Returns:
         The task; None on ranks outside the group.
     """
-    members = _resolve(group)
+    members = _resolve(group, "isend")
     return point_to_point.send(members.inner, tensor, members.index(dst), tag, True) if members.inner is not None else None
 
 
@@ -241,7 +245,7 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, 
     Returns:
         The task, whose `wait()` returns the rank of the job that sent it, as `recv` does; None on ranks outside the group.
     """
-    members = _resolve(group)
+    members = _resolve(group, "irecv")
     if members.inner is None:
         return None
     return point_to_point.receive(members.inner, tensor, None if src is None else members.index(src), tag, True)
@@ -276,7 +280,7 @@ def all_reduce(
         pt.all_reduce(loss, op="mean")
         ```
     """
-    inner = _resolve(group).inner
+    inner = _resolve(group, "all_reduce").inner
     if inner is None:
         return None
     return _finish(_backend(inner, algorithm).all_reduce(_list(tensor), op, algorithm, async_op), async_op)
@@ -308,7 +312,7 @@ def reduce(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group)
+    members = _resolve(group, "reduce")
     if members.inner is None:
         return None
     root = members.index(dst)
@@ -335,7 +339,7 @@ def broadcast(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group)
+    members = _resolve(group, "broadcast")
     if members.inner is None:
         return None
     root = members.index(src)
@@ -366,7 +370,7 @@ def all_gather(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group).inner
+    inner = _resolve(group, "all_gather").inner
     if inner is None:
         return None
     return _finish(_backend(inner, algorithm).all_gather(tensor_list, tensor, algorithm, async_op), async_op)
@@ -398,7 +402,7 @@ def gather(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group)
+    members = _resolve(group, "gather")
     if members.inner is None:
         return None
     root = members.index(dst)
@@ -431,7 +435,7 @@ def scatter(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group)
+    members = _resolve(group, "scatter")
     if members.inner is None:
         return None
     root = members.index(src)
@@ -464,7 +468,7 @@ def reduce_scatter(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group).inner
+    inner = _resolve(group, "reduce_scatter").inner
     if inner is None:
         return None
     return _finish(_backend(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
@@ -494,7 +498,7 @@ def all_to_all(
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group).inner
+    inner = _resolve(group, "all_to_all").inner
     if inner is None:
         return None
     return _finish(_backend(inner, algorithm).all_to_all(output_list, input_list, algorithm, async_op), async_op)
@@ -514,7 +518,7 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group).inner
+    inner = _resolve(group, "barrier").inner
     return None if inner is None else _finish(inner.barrier(async_op), async_op)
 
 

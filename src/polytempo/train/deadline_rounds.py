@@ -18,6 +18,9 @@ of a push are those of its last micro-batch. `step()` calls are micro-batches: t
 the budget is used up, it ends this worker's part of the round and waits for its end, so that all that was computed is in.
 
 All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
+It needs the client under the session's lock, which nothing that waits for other workers may keep: neither the ranks' first
+meeting (`Session.world`) nor a wait of the client (`Client.share`). Else the rounds go on without this worker, and in the
+last epoch no worker is left to use the samples that return.
 """
 
 from __future__ import annotations
@@ -127,6 +130,8 @@ class DeadlineUpdate(StepUpdate):
         context = contextvars.copy_context()
         name = f"polytempo rounds {rounds.reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
+        if session.client is not None:
+            session.client.share(session.lock)
         session.flushing.append(self.flush)
         session.closing.append(self._close)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""The one wait-and-report: what a rank waits for is named after a while, a lost rank ends the wait, and so does a time-out.
+"""The one wait-and-report: what a rank waits for is named after a while, and a time-out ends the wait.
 
 A `Deadline` belongs to one wait. Its owner blocks where its events come from (a poller, a condition, a store), for at most
 `until_next_look` seconds at a time, and then calls `look` or `report`. The first report comes after `FIRST_REPORT` seconds,
@@ -11,10 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from polytempo.errors import RankLost
-
-#: Seconds before the first report of a wait.
+#: Seconds before the first report of a wait. After half of it other ranks are told of the wait, so that each can name both.
 FIRST_REPORT = 10.0
+#: Seconds after which a wait for other ranks fails, unless the script says otherwise: as in torch.distributed.
+TIMEOUT = 1800.0
+MORE_TIME = "it may take longer with pt.init(timeout=SECONDS)"
+#: What is said of a rank of which nothing is known.
+IN_NO_CALL = "waits in no call: it computes, or is outside this library"
 #: Seconds between two checks of what is waited for, while no event arrives.
 LOOK_EVERY = 0.5
 #: Ranks that a report lists, at most.
@@ -27,13 +30,12 @@ class Deadline:
     Args:
         rank: The rank that waits.
         seconds: The time-out; None waits for ever.
-        gone: Returns the ranks that are known to be lost, and why.
     """
 
-    __slots__ = ("_began", "_gone", "_report_at", "rank", "seconds")
+    __slots__ = ("_began", "_report_at", "rank", "seconds")
 
-    def __init__(self, rank: int, seconds: float | None = None, gone: Callable[[], Mapping[int, str]] | None = None) -> None:
-        self.rank, self.seconds, self._gone = rank, seconds, gone
+    def __init__(self, rank: int, seconds: float | None = None) -> None:
+        self.rank, self.seconds = rank, seconds
         self.restart()
 
     def restart(self) -> None:
@@ -57,6 +59,11 @@ class Deadline:
         return self.seconds is not None and self.waited >= self.seconds
 
     @property
+    def is_long(self) -> bool:
+        """Whether other ranks should know of this wait by now."""
+        return self.waited >= min(FIRST_REPORT / 2, self.seconds / 3 if self.seconds is not None else FIRST_REPORT)
+
+    @property
     def until_next_look(self) -> float:
         """Seconds to block before the next `look` or `report`."""
         left = self.left
@@ -75,16 +82,24 @@ class Deadline:
             sys.stderr.flush()
 
     def look(self, missing: Sequence[int], action: str = "to join") -> None:
-        """Check the ranks that are waited for, and report them if that is due.
-
-        Raises:
-            RankLost: One of them is lost.
-        """
-        gone = self._gone() if self._gone is not None else {}
-        if lost := [rank for rank in missing if rank in gone]:
-            reasons = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
-            raise RankLost(f"{reasons}: rank {self.rank} waits for it to join a new group", tuple(lost))
+        """Report the ranks that are waited for, if that is due."""
         self.report(lambda: f"for {named(missing)} {action}")
+
+
+class RankWatch:
+    """What is known of other ranks beside what their links say. Here: nothing; a job with a coordinator knows more."""
+
+    def __init__(self) -> None:
+        self.ended: Mapping[int, str] = {}  #: ranks that come no more, and why
+        self.calls: Mapping[int, str] = {}  #: what other ranks are in, as far as they were asked for
+
+    def look(self, call: str, ranks: Sequence[int]) -> None:
+        """Ask where these ranks are, and say that this one is in a call and waits for them; empty: in none any more."""
+
+
+def said_of(ranks: Sequence[int], calls: Mapping[int, str], otherwise: str = IN_NO_CALL) -> str:
+    """What these ranks are in; `otherwise`: of a rank of which nothing is known."""
+    return "; ".join(f"rank {rank} {calls.get(rank, otherwise)}" for rank in ranks[:LISTED])
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import MORE_TIME, Deadline, named
 from polytempo.transport.peer_link import NOTE, SEGMENT, LinkMessage
 from polytempo.transport.shared_memory import Segment
 from polytempo.transport.stream_link import StreamLink
@@ -35,14 +35,14 @@ Also = tuple[int, Callable[[], object]]
 class LocalPeers:
     """This rank's links to the other ranks of its host. It is the receiver of all of them."""
 
-    def __init__(self, directory: str, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, directory: str, rank: int, timeout: float | None = None) -> None:
+        self.rank, self.timeout = rank, timeout
         self.lost: set[int] = set()
         self._directory = directory
         self._links: dict[int, StreamLink] = {}
         self._heard: dict[tuple[int, int], int] = {}  # (rank, context) -> round
         self._segments: dict[tuple[int, int], Segment] = {}  # (rank, context)
-        self._deadline = Deadline(rank)  # of the wait that goes on
+        self._deadline = Deadline(rank, timeout)  # of the wait that goes on
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _listen_at(self._listener, self._path(rank))
         self._listener.setblocking(False)
@@ -142,7 +142,7 @@ class LocalPeers:
                 else:
                     others[descriptor]()
             if not ready:
-                deadline.look(missing, "to do their part")
+                check_peers(deadline, missing, "to do their part")
 
     def read(self, ranks: Iterable[int]) -> None:
         """Take what these ranks have sent so far, without waiting; a link that has ended is seen here, too."""
@@ -195,6 +195,13 @@ class LocalPeers:
         self._listener.close()
         with suppress(FileNotFoundError):
             os.unlink(self._path(self.rank))
+
+
+def check_peers(deadline: Deadline, missing: list[int], action: str) -> None:
+    """Report the ranks of this host that are waited for, if that is due; `PeerError` when the time is over."""
+    deadline.look(missing, action)
+    if deadline.over:
+        raise PeerError(f"{deadline.line(f'for {named(missing)} {action}')}; {MORE_TIME}")
 
 
 def _listen_at(listener: socket.socket, path: str) -> None:

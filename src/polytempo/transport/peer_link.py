@@ -25,7 +25,8 @@ from polytempo.transport.shared_memory import Segment
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
 #: context with a text; BYE comes before an orderly end. HANDLE says how to map device memory, DEVICE_NOTE is a NOTE
 #: about what lies there, and ON_HOST says of a call that it goes by host memory. GIVEN_UP: the sender goes on without you.
-DATA, NOTE, CALL, SEGMENT, FAILED, BYE, HANDLE, DEVICE_NOTE, ON_HOST, GIVEN_UP, KINDS = range(11)
+#: WAITS says in which calls a rank waits for long.
+DATA, NOTE, CALL, SEGMENT, FAILED, BYE, HANDLE, DEVICE_NOTE, ON_HOST, GIVEN_UP, WAITS, KINDS = range(12)
 #: The largest meta and payload of a message, in bytes.
 META_LIMIT = (1 << 16) - 1
 PAYLOAD_LIMIT = 1 << 46

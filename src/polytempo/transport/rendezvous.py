@@ -17,12 +17,12 @@ import socket
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.transport.deadline import Deadline, named
+from polytempo.transport.deadline import MORE_TIME, Deadline, RankWatch, named, said_of
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
@@ -33,6 +33,8 @@ from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
 #: A host that listens at all its addresses, and what stands for the one by which others reach it.
 EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
 OWN_HOST = "HOST"
+#: Seconds in which what a rank has sent before its end may still arrive.
+LAST_WORDS = 0.5
 
 
 class KeyValueStore(ABC):
@@ -55,6 +57,7 @@ class RankLinks:
     links: list[PeerLink] = field(default_factory=list)
     wires: ZmqWires | None = None
     listener: RankSocket | None = None  #: kept for as long as the links, so that no other process takes this rank
+    absent: dict[int, str] = field(default_factory=dict)  #: ranks that had ended before they came, and why
 
     def close(self) -> None:
         """Close the listener, so that another process may take the rank, and the ZeroMQ context."""
@@ -62,6 +65,39 @@ class RankLinks:
             self.wires.close()
         if self.listener is not None:
             self.listener.close()
+
+
+@dataclass
+class Rendezvous:
+    """A rendezvous as one rank sees it. A rank that is known to have ended is not waited for: what needs it says so."""
+
+    rank: int
+    size: int
+    deadline: Deadline
+    watch: RankWatch = field(default_factory=RankWatch)
+    call: str = ""  #: that brought this rank here
+    absent: dict[int, str] = field(default_factory=dict)  #: ranks that have ended, and why
+
+    def look(self, missing: Sequence[int]) -> bool:
+        """Whether one of the ranks that are waited for has ended; reports them if that is due."""
+        self.watch.look(self.call, missing)
+        ended = {rank: self.watch.ended[rank] for rank in missing if rank in self.watch.ended}
+        self.absent |= ended
+        if not ended:
+            self.deadline.report(lambda: self._waiting(missing))
+        return bool(ended)
+
+    def check_time(self, missing: Sequence[int], problem: str = "") -> None:
+        """`PeerError` when the time is over."""
+        if self.deadline.over:
+            waited = f"rank {self.rank} has waited {self.deadline.seconds:g} s {self._waiting(missing)}"
+            started = "were they started?" if len(missing) > 1 else "was it started?"
+            known = all(rank in self.watch.calls for rank in missing)
+            raise PeerError(f"{waited}; {MORE_TIME if known else f'{problem}{started}'}")
+
+    def _waiting(self, missing: Sequence[int]) -> str:
+        said = said_of(missing, self.watch.calls, "has called no collective yet")
+        return f"{f'in {self.call}, ' if self.call else ''}for {named(missing)} to join: {said}"
 
 
 class RankSocket(socket.socket):
@@ -79,19 +115,17 @@ class RankSocket(socket.socket):
         os.register_at_fork(after_in_child=let_go)
 
 
-def rendezvous_by_name(name: str, rank: int, size: int, receiver: Receiver, deadline: Deadline) -> RankLinks:
+def rendezvous_by_name(name: str, meeting: Rendezvous, receiver: Receiver) -> RankLinks:
     """All ranks are on this host and know this name."""
-    made = RankLinks((tuple(range(size)),))
-    made.links, made.listener = _link_host(_digest(name), rank, range(size), size, receiver, deadline)
+    made = RankLinks((tuple(range(meeting.size)),), absent=meeting.absent)
+    made.links, made.listener = _link_host(_digest(name), range(meeting.size), meeting, receiver)
     return made
 
 
 def rendezvous_by_store(
     store: KeyValueStore,
-    rank: int,
-    size: int,
+    meeting: Rendezvous,
     receiver: Receiver,
-    deadline: Deadline,
     keys: WorkerKeys | None,
     insecure: bool,
     route: str,
@@ -100,39 +134,49 @@ def rendezvous_by_store(
 ) -> RankLinks:
     """Ranks may be anywhere. `route`: an address that all hosts reach, to find which of its own a host is reached at.
     `emulated`: this rank's place where the network is emulated (`link_relay.py`); each rank is a host of its own then."""
-    if rank == 0:
-        store.put("token", secrets.token_hex(16))
+    rank = meeting.rank
+    store.put(f"token-{rank}", secrets.token_hex(16))  # before its host: who has said where it is has a token
     store.put(f"host-{rank}", emulated.name if emulated else _host())
     by_host: dict[str, list[int]] = {}
-    for other in range(size):
-        by_host.setdefault(_found(store, f"host-{other}", other, deadline), []).append(other)
-    made = RankLinks(tuple(tuple(ranks) for ranks in by_host.values()))
+    for other in range(meeting.size):
+        host = _found(store, f"host-{other}", other, meeting)
+        by_host.setdefault(f"of rank {other}" if host is None else host, []).append(other)
+    made = RankLinks(tuple(tuple(ranks) for ranks in by_host.values()), absent=meeting.absent)
     here = next(ranks for ranks in made.hosts if rank in ranks)
-    name = _digest(_found(store, "token", 0, deadline))
-    made.links, made.listener = _link_host(name, rank, here, size, receiver, deadline)
-    away = [other for other in range(size) if other not in here]
+    first = min(other for other in range(meeting.size) if other not in made.absent)  # so on all: who has ended says no more
+    token = _found(store, f"token-{first}", first, meeting)
+    if token is None:
+        raise PeerError(f"rank {first} {meeting.absent[first]}, and has left no token")
+    made.links, made.listener = _link_host(_digest(token), here, meeting, receiver)
+    away = [other for other in range(meeting.size) if other not in here and other not in made.absent]
     try:
         if away:
             _check_keys(away, keys, insecure)
             made.wires = ZmqWires(keys, emulated.proxy if emulated else "", host_timeout)
             links = [ZmqLink(other, receiver, made.wires, serves=rank < other) for other in away]
             made.links += links
-            _link_hosts(store, rank, links, deadline, route, emulated)
+            _link_hosts(store, links, meeting, route, emulated)
     except BaseException:
         for link in made.links:
             link.close()
         made.close()
         raise
+    for link in [link for link in made.links if link.rank in made.absent]:
+        link.close()
+        made.links.remove(link)
     return made
 
 
-def _found(store: KeyValueStore, key: str, other: int, deadline: Deadline) -> str:
-    """What this rank has put there, or will."""
-    deadline.restart()
-    while (value := store.find(key, deadline.until_next_look)) is None:
-        deadline.look([other])
-        if deadline.over:
-            raise PeerError(f"rank {deadline.rank} has waited {deadline.seconds:g} s for rank {other}; was it started?")
+def _found(store: KeyValueStore, key: str, other: int, meeting: Rendezvous) -> str | None:
+    """What this rank has put there, or will; None where it has ended."""
+    meeting.deadline.restart()
+    while (value := store.find(key, meeting.deadline.until_next_look)) is None:
+        if meeting.look([other]):
+            value = store.find(key, 0)  # it may have been its last word
+            if value is not None:
+                del meeting.absent[other]
+            return value
+        meeting.check_time([other])
     return value
 
 
@@ -144,20 +188,21 @@ def _digest(name: str) -> str:
 
 
 def _link_host(
-    name: str, rank: int, ranks: Iterable[int], size: int, receiver: Receiver, deadline: Deadline
+    name: str, ranks: Iterable[int], meeting: Rendezvous, receiver: Receiver
 ) -> tuple[list[PeerLink], RankSocket]:
-    deadline.restart()
-    others = [other for other in ranks if other != rank]
+    meeting.deadline.restart()
+    rank, others = meeting.rank, [other for other in ranks if other != meeting.rank]
     found: dict[int, socket.socket] = {}
     listener = RankSocket()
     try:
         if others:
             _bind(listener, f"\0polytempo-{name}-{rank}", rank)
         for other in others:
-            if other < rank:
-                found[other] = _connect(name, rank, other, size, deadline)
-        while missing := [other for other in others if other not in found]:
-            _accept(listener, found, size, deadline, missing)
+            sock = _connect(name, other, meeting) if other < rank else None
+            if sock is not None:
+                found[other] = sock
+        while missing := [other for other in others if other not in found and other not in meeting.absent]:
+            _accept(listener, found, meeting, missing)
     except BaseException:  # ranks that have connected must learn that this one gave up
         for sock in (*found.values(), listener):
             sock.close()
@@ -186,42 +231,56 @@ def _listener_at(address: str) -> int:
             return 0
 
 
-def _connect(name: str, rank: int, other: int, size: int, deadline: Deadline) -> socket.socket:
+def _connect(name: str, other: int, meeting: Rendezvous) -> socket.socket | None:
+    """The connection to a lower rank; None where that has ended."""
+    looked = 0.0
+
     def retry(error: OSError) -> bool:
-        deadline.look([other])
-        if deadline.over:
-            raise PeerError(f"rank {rank} cannot reach rank {other}: {error.strerror}; was it started?") from None
+        nonlocal looked
+        if (
+            time.monotonic() - looked < meeting.deadline.until_next_look
+        ):  # tried more often than looked: to listen takes it a moment
+            return True
+        looked = time.monotonic()
+        if meeting.look([other]):
+            return False
+        meeting.check_time([other], f"it cannot be reached ({error.strerror}); ")
         return True
 
-    sock = connect_to(f"\0polytempo-{name}-{other}", retry)
-    assert sock is not None
-    if peer_uid(sock) != os.getuid():
-        sock.close()
-        raise UsageError(f"rank {other} is a process of another user; this rank does not talk to it")
-    sock.sendall(HELLO.pack(rank, size))
-    return sock
+    while (sock := connect_to(f"\0polytempo-{name}-{other}", retry)) is not None:
+        if peer_uid(sock) != os.getuid():
+            sock.close()
+            raise UsageError(f"rank {other} is a process of another user; this rank does not talk to it")
+        try:
+            sock.sendall(HELLO.pack(meeting.rank, meeting.size))
+            return sock
+        except OSError as error:  # it has ended just now, or does not listen any more
+            sock.close()
+            if not retry(error):
+                break
+    return None
 
 
-def _accept(
-    listener: socket.socket, found: dict[int, socket.socket], size: int, deadline: Deadline, missing: list[int]
-) -> None:
+def _accept(listener: socket.socket, found: dict[int, socket.socket], meeting: Rendezvous, missing: list[int]) -> None:
+    """Take the next rank that connects, or learn that one of them will not."""
     poller = select.poll()
     poller.register(listener, select.POLLIN)
-    while not poller.poll(deadline.until_next_look * 1000):
-        deadline.look(missing)
-        if deadline.over:
-            raise PeerError(f"{named(missing)} did not connect in {deadline.seconds:g} s; were they started?")
+    while not poller.poll(meeting.deadline.until_next_look * 1000):
+        if meeting.look(missing) and not poller.poll(0):  # else it may have come, and left again since
+            return
+        meeting.check_time(missing)
     accepted = accept_rank(listener)
     if accepted is None:
         return
     rank, their_size, sock = accepted
-    if rank not in missing or their_size != size:
+    if rank not in missing or their_size != meeting.size:
         sock.close()
     if rank not in missing:  # a stranger, or a second process with the rank of another
         return
-    if their_size != size:
-        raise UsageError(f"rank {rank} expects {their_size} ranks, and rank {deadline.rank} expects {size}")
+    if their_size != meeting.size:
+        raise UsageError(f"rank {rank} expects {their_size} ranks, and rank {meeting.rank} expects {meeting.size}")
     found[rank] = sock
+    meeting.absent.pop(rank, None)
 
 
 # Between hosts.
@@ -258,9 +317,10 @@ def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> Non
 
 
 def _link_hosts(
-    store: KeyValueStore, rank: int, links: list[ZmqLink], deadline: Deadline, route: str, emulated: EmulatedHost | None
+    store: KeyValueStore, links: list[ZmqLink], meeting: Rendezvous, route: str, emulated: EmulatedHost | None
 ) -> None:
     """The lower rank of a pair listens, and publishes where. Both wait until the other has proved that it has the key."""
+    rank = meeting.rank
     host, known = (RELAY_HOST, False) if emulated else own_host(route)
     reached_as = emulated.name if emulated else OWN_HOST
     for link in links:
@@ -269,14 +329,31 @@ def _link_hosts(
             store.put(f"link-{rank}-{link.rank}", address if known else f"tcp://{reached_as}:{address.rpartition(':')[2]}")
     for link in links:
         if link.rank < rank:
-            address = _found(store, f"link-{link.rank}-{rank}", link.rank, deadline)
-            link.connect(address.replace(OWN_HOST, route.rpartition(":")[0]))
-    deadline.restart()
-    while missing := [link for link in links if not link.established]:
-        deadline.look([link.rank for link in missing])
+            found = _found(store, f"link-{link.rank}-{rank}", link.rank, meeting)
+            if found is not None:
+                link.connect(found.replace(OWN_HOST, route.rpartition(":")[0]))
+    meeting.deadline.restart()
+    look_at = 0.0
+    while missing := [link for link in links if not link.established and link.rank not in meeting.absent]:
         for link in missing:
             link.hear()
-            if link.problem or deadline.over:
+            if link.problem or meeting.deadline.over:
                 why = link.problem or "it has not come, or not with the same key file"
                 raise PeerError(f"rank {rank} cannot talk to rank {link.rank}: {why}; give all ranks the same one")
+        waited_for = [link.rank for link in missing if not link.established]
+        if waited_for and time.monotonic() >= look_at:
+            look_at = time.monotonic() + meeting.deadline.until_next_look
+            if meeting.look(waited_for):
+                _hear_last(links, meeting)
+        time.sleep(RETRY_EVERY)
+
+
+def _hear_last(links: list[ZmqLink], meeting: Rendezvous) -> None:
+    """A rank has ended, perhaps after it had met all others: what it sent may be on its way."""
+    deadline = time.monotonic() + LAST_WORDS
+    while time.monotonic() < deadline and (gone := [link for link in links if link.rank in meeting.absent]):
+        for link in gone:
+            link.hear()
+            if link.established:
+                del meeting.absent[link.rank]
         time.sleep(RETRY_EVERY)
