@@ -76,5 +76,6 @@ class InputWatch:
 def add_figures(sums: dict[str, Any], about: dict[str, Any]) -> None:
     """Add the figures of one more step, which are taken out of `about`."""
     for name in SUMMED:
-        if about.get(name) is not None:
-            sums[name] = sums.get(name, 0.0) + about.pop(name)
+        figure = about.pop(name, None)  # also where it is None: the sum may have one of a step before
+        if figure is not None:
+            sums[name] = sums.get(name, 0.0) + figure
