@@ -79,6 +79,7 @@ def test_a_refusal_needs_a_reason_in_the_script() -> None:
     assert judge(without, refuse).failed
 
 
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")  # once in a process: in the first test that does so
 def test_the_reference_is_training_on_the_joint_batch() -> None:
     """With equal weights for all samples the mean over workers is that of one batch of all of them."""
     found = [script for script in map(script_of, range(4000)) if script.is_joint and not script.single][:2]
