@@ -132,6 +132,21 @@ def test_the_coordinators_word_decides(opening: Opening) -> None:
     assert "cannot reach rank 1" in str(outcomes(worlds[:1])[0])
 
 
+def test_a_call_that_ends_in_time_does_not_listen_to_the_coordinator(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listening takes a moment, which would be lost in every step."""
+    monkeypatch.setattr("polytempo.collectives.world.LISTEN_EVERY", 60.0)
+    worlds, asked = opening("memory", 2), []
+
+    def add_up(world: World) -> None:
+        world.word = lambda: asked.append(world.rank) or frozenset()  # type: ignore[func-returns-value]
+        world.wait(world.all_ranks.all_reduce([torch.ones(3)], algorithm="ring"))
+
+    assert attempts(worlds, add_up) == [None, None]
+    assert asked == []
+
+
 def test_replicas_are_compared_where_ranks_go_on_without_one() -> None:
     """A rank whose values differ, unseen, is found when another is lost."""
 

@@ -66,7 +66,6 @@ from polytempo.transport.deadline import LOOK_EVERY, MORE_TIME, Deadline, said_o
 
 #: Seconds for which a wait keeps a communication thread from using the client, at most.
 TURN = 0.005
-
 #: Seconds between two questions to the servers while a rank that is lost may have been given up.
 ASK_EVERY = 1.0
 
@@ -298,10 +297,7 @@ class Client:
 
     def _take_postponed(self) -> None:
         while self._postponed:
-            shard, message, buffers = self._postponed.pop(0)
-            handler = self._handlers.get(type(message))
-            if handler is not None:
-                handler(shard, message, buffers)
+            self._dispatch(*self._postponed.pop(0))
 
     def report_state(self, message: ScriptState, buffers: list[Bytes]) -> None:
         """Give the coordinator what the script has registered for checkpoints."""
@@ -418,6 +414,9 @@ class Client:
             self._postponed.append((shard, message, buffers))
             return
         self._take_postponed()
+        self._dispatch(shard, message, buffers)
+
+    def _dispatch(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(shard, message, buffers)

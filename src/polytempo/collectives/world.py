@@ -170,9 +170,11 @@ class World:
         while self.word is not None and not task.done:
             with suppress(PeerError):  # the time is over, or the call has failed, which the last wait raises
                 task.wait(LISTEN_EVERY)
+            if task.done:  # as almost always: listening takes a moment, which no step should wait for
+                break
             now = time.monotonic()
             due = [rank for rank in self.word() or () if now - since.setdefault(rank, now) >= LAST_WORDS]
-            if due and not task.done:
+            if due:
                 self.engine.start(CallQueue(-1, ()), "giving up ranks", self._give_up(due), False).wait()
         task.wait()
 
