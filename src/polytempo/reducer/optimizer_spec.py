@@ -79,9 +79,8 @@ class SpecBuilder:
         """`members`: the ranks that take the steps together, where they are not all."""
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm, self.members = compression, clip_norm, members
-        self.refused: tuple[
-            str, ...
-        ] = ()  #: modes that the optimizer could not be given, for the advice at the end of a job
+        #: Modes that the optimizer could not be given, for the advice at the end of a job.
+        self.refused: tuple[str, ...] = ()
         self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
@@ -174,16 +173,13 @@ class SpecBuilder:
             on_servers: Do servers hold the values? They make the outer step then; it also serves where what travels is
                 compressed, since differences to the servers' values can be.
         """
-        sync, lossy = self._spec.text, not self._compression.is_lossless
-        about: Any = {"members": self.members, "refused": self.refused}
+        sync, lossy, group = self._spec.text, not self._compression.is_lossless, self.members
         if not on_servers:
             name = type(self._inner).__name__
             clip = self._clip_norm
-            return OptimizerSpec(
-                sync=sync, apply="peers", optimizer=name, tensors=tensors, groups=hyper, clip_norm=clip, **about
-            )
+            return OptimizerSpec(sync, "peers", name, tensors, hyper, clip, members=group, refused=self.refused)
         if not steps and not lossy:
-            return OptimizerSpec(sync=sync, apply="delta", optimizer="", tensors=tensors, groups=hyper, **about)
+            return OptimizerSpec(sync, "delta", "", tensors, hyper, members=group, refused=self.refused)
         return OptimizerSpec(
             sync=sync,
             apply="server",
@@ -192,7 +188,8 @@ class SpecBuilder:
             groups=outer,
             push_filter=self._compression.push.text if lossy else "",
             pull_filter=self._compression.pull.text if lossy else "",
-            **about,
+            members=group,
+            refused=self.refused,
         )
 
 
