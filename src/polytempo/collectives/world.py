@@ -58,6 +58,8 @@ LAST_WORDS = 1.0
 GIVEN_UP = "the coordinator has given it up"
 #: How a rank is missed: it may be alive, or its process is known to have ended.
 SILENT, ENDED = 1, 2
+#: Says which ranks the coordinator has given up, after listening for a moment; None, once this rank has left it.
+Word = Callable[[], frozenset[int] | None]
 
 
 class World:
@@ -70,13 +72,12 @@ class World:
         links: RankLinks,
         timeout: float | None = None,
         network: Network = Network(),  # noqa: B008  it is frozen
+        host_timeout: float = HOST_TIMEOUT,
+        word: Word | None = None,
     ) -> None:
         self.engine, self.rank, self.size, self.hosts = engine, engine.rank, size, links.hosts
-        self.timeout, self.network = timeout, network
-        #: Says which ranks the coordinator has given up, after listening for a moment; or None, once this rank has left it.
-        #: It is None itself where the job has no coordinator.
-        self.word: Callable[[], frozenset[int] | None] | None = None
-        self.patience = patience_for(HOST_TIMEOUT)  #: seconds in which a link comes back, or is given up
+        self.timeout, self.network, self.word = timeout, network, word
+        self.patience = patience_for(host_timeout)  #: seconds in which a link comes back, or is given up
         self._members: dict[int, tuple[int, ...]] = {}  # of the last generation, by number
         self._views: dict[tuple[int, int, int], Receipt] = {}  # context, rank, and how many it misses
         self._generations: dict[tuple[int, int], int] = {}
@@ -321,7 +322,7 @@ def open_by_name(
     _check_rank(rank, size)
     watch = watch or RankWatch()
     engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
-    return _opened(engine, size, lambda: rendezvous_by_name(name, meeting, engine.messages), timeout)
+    return World(engine, size, _met(engine, partial(rendezvous_by_name, name, meeting, engine.messages)), timeout)
 
 
 def open_by_store(
@@ -337,33 +338,27 @@ def open_by_store(
     host_timeout: float = HOST_TIMEOUT,
     watch: RankWatch | None = None,
     call: str = "",
+    word: Word | None = None,
 ) -> World:
     """Ranks that see one store, on any hosts. `emulated`: this rank's place where the network is emulated. `host_timeout`: a
     link comes back within these seconds, or is given up. `watch`: knows of ranks that have ended; they are not waited for,
-    and what needs them raises `RankLost`. `call`: that needs this world."""
+    and what needs them raises `RankLost`. `call`: that needs this world. `word`: the coordinator's, where there is one."""
     _check_rank(rank, size)
     watch = watch or RankWatch()
     engine, meeting = ProgressEngine(rank, watch), Rendezvous(rank, size, Deadline(rank, join_timeout), watch, call)
     meet = partial(rendezvous_by_store, store, meeting, engine.messages, keys, insecure, route, emulated, host_timeout)
-    world = _opened(engine, size, meet, timeout, Network(insecure, emulated is not None, route))
-    world.patience = patience_for(host_timeout)
-    return world
+    links, network = _met(engine, meet), Network(insecure, emulated is not None, route)
+    return World(engine, size, links, timeout, network, host_timeout, word)
 
 
-def _opened(
-    engine: ProgressEngine,
-    size: int,
-    meet: Callable[[], RankLinks],
-    timeout: float | None,
-    network: Network = Network(),  # noqa: B008  it is frozen
-) -> World:
+def _met(engine: ProgressEngine, meet: Callable[[], RankLinks]) -> RankLinks:
     try:
         links = meet()
     except BaseException:
         engine.close()
         raise
     engine.watch.look("", ())  # this rank waits no more
-    return World(engine, size, links, timeout, network)
+    return links
 
 
 def open_in_threads(size: int, timeout: float | None = None) -> list[World]:

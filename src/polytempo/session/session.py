@@ -234,17 +234,15 @@ class Session:
             store = JobStore(self.client, self.lock, life)
         else:
             store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        way, patience = self.way, self.job.host_timeout
-        world = open_by_store(
+        way = self.way
+        return open_by_store(
             *(store, self.rank, self.size, way.address, way.keys, way.insecure, self.timeout, self.timeout),
             emulated=way.emulated,
-            host_timeout=patience,
+            host_timeout=self.job.host_timeout,
             watch=self.watch(),
             call=call,
+            word=self._departed if self.client is not None else None,
         )
-        if self.client is not None:
-            world.word = self._departed
-        return world
 
     def _departed(self) -> frozenset[int] | None:
         """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
