@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,10 @@ GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
 ENDING = str(Path(__file__).parent / "ending")
 
-# How long an example takes on a busy machine says nothing: time does not decide a test.
-hypothesis.settings.register_profile("polytempo", deadline=None)
-hypothesis.settings.load_profile("polytempo")
+# How long an example takes on a busy machine says nothing: time does not decide a test. `make test` tries the same examples
+# each time; `make proof` draws new ones.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("new", deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,8 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proof", action="store_true", help="as in make proof: all of what takes a minute by itself")
 
 
-def pytest_configure() -> None:
-    """What `ending/sitecustomize.py` says holds for all processes that tests start."""
+def pytest_configure(config: pytest.Config) -> None:
+    """What `ending/sitecustomize.py` says holds for all processes that tests start. So do signals as in a terminal, which
+    `nohup` and a shell's background jobs ignore: tests of signals would fail for it."""
+    hypothesis.settings.load_profile("new" if config.getoption("--proof") else "same")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = os.environ.get("PYTHONPATH", "")
     if ENDING not in before.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ENDING, before)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategy_costs import layer, layers, links, machine, model
 
@@ -108,6 +108,7 @@ def profiles_for(space: SearchSpace, chain) -> dict[tuple[int, int], ModelProfil
     st.one_of(st.none(), st.integers(0, 90000)),
     st.integers(1, 4),
 )
+@example([layer(0.0, 0.0, weights=0.0)], 4, 4, MeasuredLink(0.0, 0.0), None, 1)  # nothing takes any time
 @settings(max_examples=50, deadline=None)
 def test_auto_is_the_least_of_all_that_fit(chain, world, batch, link, memory, cores) -> None:  # type: ignore[no-untyped-def]
     space = SearchSpace(world, batch, memory, problem=lambda mesh: "3 heads" if mesh.tensor == 2 else None)

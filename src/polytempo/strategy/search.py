@@ -73,8 +73,9 @@ class SearchResult:
         text = f"{self.best.plan} has the least predicted step time of {self.candidates} possible plans, "
         text += written_seconds(self.best.seconds)
         if self.second is not None:
-            longer = 100 * (self.second.seconds / self.best.seconds - 1)
-            text += f"; second is {self.second.plan}, {written_seconds(self.second.seconds)} ({longer:.0f} % longer)"
+            text += f"; second is {self.second.plan}, {written_seconds(self.second.seconds)}"
+            if self.best.seconds > 0:  # measured layers may be too small for the clock
+                text += f" ({100 * (self.second.seconds / self.best.seconds - 1):.0f} % longer)"
             text += f": {difference(self.best, self.second)}"
         if self.too_large is not None and self.memory is not None:
             text += (
