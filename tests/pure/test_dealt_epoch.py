@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -169,3 +170,41 @@ def test_a_sample_is_asked_for_its_cost_once() -> None:
     costs = CostTable(lambda index: float(asked.append(index) or 1.0))  # type: ignore[func-returns-value]
     assert [costs.of(index) for index in (1, 2, 1, 2)] == [1.0] * 4
     assert asked == [1, 2]
+
+
+class EarlierOrders:
+    """Epochs of ten samples whose orders differ: sample 100 e + p is at place p of epoch e."""
+
+    def rest_of(self, epoch: int) -> list[int]:
+        return [100 * epoch + place for place in range(10)]
+
+    def unfinished(self) -> list[int]:
+        return []
+
+    def drawing(self) -> None:
+        """Nothing is registered for checkpoints."""
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_loader_that_fills_its_batches_trains_on_what_it_was_given(ahead: int) -> None:
+    """Two places have returned of an earlier epoch, fewer than a batch: the loader fills it with the next samples."""
+    dealing, left = Dealing(0, 2), {0: [5, 6], 1: list(range(10))}
+
+    def take(sampler: str, epoch: int, length: int, count: int) -> list[tuple[int, int]]:
+        taken, left[epoch] = left[epoch][:count], left[epoch][count:]
+        return [(place, place + 1) for place in taken]
+
+    dealing.take, dealing.take_returned, dealing.earlier = take, take, lambda sampler, epoch, length: [0]
+    orders = EarlierOrders()
+    dealt = DealtEpoch(dealing, orders.rest_of(1), BatchShape(4, 0, False), None, orders)  # type: ignore[arg-type]
+    stream = (one for some in dealt.batches("train", 1, lambda: True, lambda *_: None, as_stream=True) for one in some)
+    batches: list[list[int]] = []
+    trained: list[list[int]] = []
+    while True:
+        while len(batches) - len(trained) <= ahead and (batch := list(islice(stream, 4))):
+            batches.append(batch)
+        if len(trained) == len(batches):
+            break
+        positions = dealing.trained()
+        trained.append([100 * one.epoch + place for one in positions for span in one.done for place in range(*span)])
+    assert trained == batches == [[5, 6, 100, 101], [102, 103, 104, 105], [106, 107, 108, 109]]

@@ -70,7 +70,8 @@ class DealtPass:
     again: deque[DealtBatch] = field(default_factory=deque)  #: abandoned: handed out again first
     earlier: deque[tuple[int, int]] = field(default_factory=deque)  #: epochs of which places may have returned, and lengths
     singles: bool = False  #: samples are handed out one by one, and a loader makes batches of them
-    each: int = CHUNK  #: there, samples of the last step
+    each: int = CHUNK  #: there, samples of the last step; or of the loader's batches
+    fixed: bool = False  #: and these are known
     ended: bool = False
     complete: bool = False  #: and all of it was drawn
     trained: int = 0  #: batches
@@ -148,11 +149,12 @@ class Dealing:
             return batch
 
     def lease(self, one: DealtPass, count: int, cost: Callable[[Sequence[Range]], float]) -> DealtBatch | None:
-        """The next micro-batch of a pass whose places are leased; None where none are left.
+        """The next micro-batch of a pass whose places are leased; None where none are left. Where a loader makes batches of
+        single samples, these are handed out one by one: of places that have returned there may be fewer than its batch has.
 
         Args:
             one: The pass.
-            count: Samples of a micro-batch; 0: a loader makes batches of single samples, which are handed out one by one.
+            count: Samples of a micro-batch; 0: as in the last step.
             cost: What places cost.
         """
         with self._state:
@@ -160,7 +162,7 @@ class Dealing:
             wanted = count or one.each
         if batch is None:
             batches = self._leased(one, wanted, cost)
-            if not count:
+            if one.singles:
                 batches = [_single(batch, place) for batch in batches for span in batch.places for place in range(*span)]
             if not batches:
                 return None
@@ -231,7 +233,7 @@ class Dealing:
             chosen = self._training()
             self.last = []
             for one in chosen:
-                if one.singles:
+                if one.singles and not one.fixed:
                     one.each = self._number_of(samples)
                 for _ in range(min(one.each, len(one.drawn)) if one.singles else 1):
                     self.last.append((one, one.drawn.popleft()))

@@ -101,7 +101,8 @@ class DealtEpoch:
             epoch: The epoch.
             trains: Are steps made of what is drawn now?
             ended: Called at the end of a whole pass with the epoch, and a function that tells whether it was trained on.
-            as_stream: A loader makes batches of single indices again: one that is short is the last.
+            as_stream: A loader makes batches of single indices again. Where places are not leased, one that is short is
+                the last.
         """
         holders: list[weakref.ref[Iterator[list[int]]]] = []
         found = self._drawn(sampler, epoch, trains, ended, as_stream, holders)
@@ -121,7 +122,8 @@ class DealtEpoch:
         one, complete = dealing.begin(sampler, epoch, self._length if leases else len(self._order)), False
         one.held_by = holders[0]
         if leases:
-            one.singles = not self._shape.each
+            one.singles, one.fixed = as_stream or not self._shape.each, self._shape.each > 0
+            one.each = self._shape.each or one.each
             one.earlier.extend((old, len(order)) for old, order in self._earlier(sampler, epoch).items())
         try:
             while True:
@@ -135,7 +137,7 @@ class DealtEpoch:
                     self._orders.drawing()
                 order = self._order if batch.epoch is None else self._before[batch.epoch]
                 yield [order[place] for start, stop in batch.places for place in range(start, stop)]
-                if as_stream and batch.samples < self._shape.each and batch.epoch is None:
+                if as_stream and not leases and batch.samples < self._shape.each:
                     break
             complete = True
             ended(epoch, lambda: one.trained > 0 or not self._order)
