@@ -152,10 +152,13 @@ def test_budgets_are_exact(sync: str, workers: int) -> None:
             assert optimizer.stats["step"] == steps
             return steps
 
-        with ThreadJob(workers, 1, sync, limits=Limits(steps=11 * workers if sync == "asp" else 11), device=device) as job:
-            made.append((job.run(work), job.summary))
-    steps = [counted if sync == "bsp" else sum(counted) for counted, _ in made]
-    assert steps[0] == steps[1]
+        budget = 11 * workers if sync == "asp" else 11
+        with ThreadJob(workers, 1, sync, limits=Limits(steps=budget), device=device) as job:
+            made.append(job.run(work))
+    if sync == "bsp" or workers == 1:
+        assert made[0] == made[1]
+    else:  # what others have begun when the budget is used up is made to its end; on a device one step more of each
+        assert all(budget <= sum(counted) <= budget + 2 * workers for counted in made)
 
 
 def test_should_stop_does_not_wait_where_an_answer_was_certain() -> None:

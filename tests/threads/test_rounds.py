@@ -12,16 +12,18 @@ from helpers import assert_close, assert_equal, loss_of, small_batches, small_mo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from worlds import Opening, attempts, everywhere, nothing_left, opening
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.reducer import collective_reducer
 from polytempo.reducer.ballot import Ballot, outcome, size_of, unpack
-from polytempo.reducer.collective_reducer import CollectiveReducer
+from polytempo.reducer.collective_reducer import CollectiveReducer, VotingGroup
 from polytempo.session.session import Session
 from polytempo.summation import in_order
 from polytempo.testing.threads import GroupJob
 from polytempo.train.optimizer import DistributedOptimizer
 
+__all__ = ["nothing_left", "opening"]
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -314,3 +316,15 @@ def test_the_outcome_follows_from_those_who_have_data(ballots: list[Ballot], see
     gradients = [ballot.gradient for ballot in active if ballot.gradient]
     assert (found.alike is None) == (len(set(gradients)) == len(gradients))
     assert found.alike is None or len({ballots[index].gradient for index in found.alike}) == 1
+
+
+def test_a_vote_that_is_learned_from_another_rank_is_one_of_the_ranks_that_took_part(opening: Opening) -> None:
+    """Rank 2 dies when rank 0 has seen a vote to its end, and rank 1 has not: the ballots are of three, the group of two."""
+    worlds = opening("memory", 3)
+    voters = everywhere(worlds, lambda world: VotingGroup(world, 0, 1))
+    voters[0].ballots, voters[0].voted, voters[0]._votes = [b"a", b"b", b"c"], (0, 1, 2), 1
+    worlds[2].close(politely=False)
+    lost = RankLost("rank 2 is gone", (2,))
+    assert attempts(worlds[:2], lambda world: voters[world.rank].form_again(lost)) == [False, True]
+    for one in voters[:2]:
+        assert (one.ballots, one.voted, one.group.ranks) == ([b"a", b"b", b"c"], (0, 1, 2), (0, 1))

@@ -78,10 +78,12 @@ class VotingGroup:
         self._may_shrink = not members
         self._votes = 0
         self.ballots: list[bytes] = []  #: of the last vote
+        self.voted: tuple[int, ...] = ()  #: whose they are: of more ranks than the group has, where one has died since
 
     def vote(self, ballot: bytes) -> None:
         """Give this rank's ballot, and get all."""
         self.ballots = gather_bytes(self.group, ballot, self.world.wait)
+        self.voted = self.group.ranks
         self._votes += 1
 
     def form_again(self, error: RankLost) -> bool:
@@ -92,7 +94,7 @@ class VotingGroup:
         """
         if not self._may_shrink or self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
             raise error
-        before, earlier = self._votes, self.ballots
+        before, earlier, members = self._votes, self.ballots, self.group.ranks
         self.group = self.world.reform(self._number)
         if self.group.size < self._least:
             raise error
@@ -112,6 +114,7 @@ class VotingGroup:
             return False
         whole = data.numpy().tobytes()
         self.ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
+        self.voted = members
         return True
 
 
@@ -508,13 +511,13 @@ class CollectiveReducer(Reducer):
         found = self._finish(ballot, hyper)
         self.copier.watch.touched = ""
         if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
-            self._warn_alike(*(self.voters.group.ranks[index] for index in found.alike))
+            self._warn_alike(*(self.voters.voted[index] for index in found.alike))
 
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
         if self._rule is not None and not found.over:
-            self._rule.close(self.voters.group.ranks, self._rounds.ballots())
+            self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
 
     def _warn_alike(self, one: int, other: int) -> None:
