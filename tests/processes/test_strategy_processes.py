@@ -46,9 +46,10 @@ def test_a_killed_rank_is_named_on_all_ranks(strategy: str, dead: int, bench: Be
     failed = bench.run("run", "--strategy", strategy, SCRIPT, ".", "steps=50", f"die={dead}:3", timeout=60)
     assert failed.returncode == 1
     lines = failed.stderr.splitlines()
+    least = 2 if "ssp:1" in strategy else 3  # the other replica may be a step behind
     for rank in {0, 1, 2, 3} - {dead}:
         said = [line for line in lines if line.startswith(f"[{rank}]")]
         told_to_end = not said  # the launcher has ended it, and names the worker below
         assert told_to_end or any(f"rank {dead}" in line or f"worker {dead}" in line for line in said), failed.stderr
-        assert 3 <= len(losses(bench, rank)) < 50
+        assert least <= len(losses(bench, rank)) < 50
     assert f"worker {dead} was killed by SIGKILL" in lines[-1], failed.stderr
