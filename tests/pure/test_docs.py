@@ -10,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 import yaml
 
 import polytempo
 import polytempo.simulate
 import polytempo.tables
+from polytempo.cli.main import app
 from polytempo.simulate.description import experiment_from
 from polytempo.sync.spec import parse_spec
 
@@ -23,6 +25,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 #: Horovod's names are read from the source, which loads torch.
 HOROVOD = ast.parse((ROOT / "src/polytempo/horovod/__init__.py").read_text(encoding="utf-8"))
+
+COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,38 @@ def test_the_files_of_the_architecture_are_there() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     missing = [path for path in re.findall(r"`([a-z_/]+\.py)`", text) if not (ROOT / "src/polytempo" / path).is_file()]
     assert [path for path in missing if not (ROOT / path).is_file()] == []
+
+
+def test_the_changelog_names_what_is_there() -> None:
+    """But for the old names of its table, each beside the new one."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    names = {name.rstrip(".") for name in re.findall(r"`pt\.([\w.]+)", text)}
+    known = {name.removeprefix("polytempo.") for name in public_names()} | {"simulate", "tables"}
+    assert len(names) > 20
+    assert names - known == set()
+    typed = {
+        option for quoted in re.findall(r"`([^`]*)`", text) for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", quoted)
+    }
+    options = {option for command in COMMANDS.values() for parameter in command.params for option in parameter.opts}
+    assert typed - options == {"--only"}, "that one is of make proof"
+
+
+def test_what_the_readme_says_of_a_page_is_there() -> None:
+    """A link with an anchor leads to a heading, and the page about launchers has those that the README names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page, anchor in re.findall(r"\]\(([\w/-]+\.md)#([\w-]+)\)", text):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"README links to {page}#{anchor}"
+    section = (
+        (DOCS / "run.md")
+        .read_text(encoding="utf-8")
+        .partition("## Under torchrun, mpirun and srun")[2]
+        .partition("\n## ")[0]
+    )
+    for launcher in ("torchrun", "mpirun", "srun"):
+        assert re.search(rf"^{launcher} ", section, re.MULTILINE), f"no command of {launcher}"
 
 
 def test_readme_shows_the_two_commands_first() -> None:
