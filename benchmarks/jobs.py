@@ -1,4 +1,4 @@
-"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launch/job_processes.py`)."""
+"""Our side: servers, job file and environment of a job, as `polytempo run` makes them (`launcher/job_processes.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from polytempo.launch.job_processes import KEEP_MEMORY
+from polytempo.launcher.job_processes import KEEP_MEMORY
 from rigs import Rig, RigFailed
 
 
 def start_job(rig: Rig, workers: int, servers: int, sync: str, via: str = "ps") -> str:
     """Start the servers; the job file with which workers join."""
-    from polytempo.launch.job_facts import JobFacts
+    from polytempo.launcher.job_facts import JobFacts
 
     rig.environment = KEEP_MEMORY
     paths = [str(rig.directory / f"server-{index}") for index in range(servers)]
@@ -60,7 +60,7 @@ def _server_config(index: int, paths: list[str], workers: int, sync: str, via: s
 
 
 def _start_server(config: dict[str, Any], directory: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "polytempo.launch.server_process"]
+    command = [sys.executable, "-m", "polytempo.launcher.server_process"]
     with open(directory / f"server-{config['index']}.log", "wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **KEEP_MEMORY})
     assert server.stdin is not None

@@ -123,7 +123,7 @@ def start_torch(rig: Rig, workers: int, servers: int) -> None:
 
 def start_torch_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
     """With the environment that our launcher gives its workers: what of a lead is only that?"""
-    from polytempo.launch.job_processes import KEEP_MEMORY
+    from polytempo.launcher.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     start_torch(rig, workers, servers)
@@ -131,14 +131,14 @@ def start_torch_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
 
 def start_one(rig: Rig, workers: int, servers: int) -> None:
     """However many work together elsewhere."""
-    from polytempo.launch.job_processes import KEEP_MEMORY
+    from polytempo.launcher.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     rig.add_workers(whole_worker, 1)
 
 
 def start_apart(rig: Rig, workers: int, servers: int) -> None:
-    from polytempo.launch.job_processes import KEEP_MEMORY
+    from polytempo.launcher.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     rig.add_workers(apart_worker, workers)

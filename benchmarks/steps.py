@@ -126,7 +126,7 @@ def start_without_launcher(rig: Rig, workers: int, servers: int) -> None:
 
 def start_ddp_with_memory_kept(rig: Rig, workers: int, servers: int) -> None:
     """With the environment that our launcher gives its workers: what of our lead is only that?"""
-    from polytempo.launch.job_processes import KEEP_MEMORY
+    from polytempo.launcher.job_processes import KEEP_MEMORY
 
     rig.environment = KEEP_MEMORY
     start_ddp(rig, workers, servers)

@@ -14,7 +14,7 @@ from fuzz_pieces import batch_of, kept, loss_of, optimizer_of, weight_of
 from fuzz_plain import Outcome, Run, evaluated, loaded, look, resumed
 from fuzz_program import Line, Script, Setting
 
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.reducer import collective_reducer, partial_push
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob

@@ -56,7 +56,7 @@ def values(out: str) -> list[str]:
 
 
 def servers_of(launcher: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(launcher).children() if "polytempo.launch.server_process" in p.cmdline()]
+    return [p for p in psutil.Process(launcher).children() if "polytempo.launcher.server_process" in p.cmdline()]
 
 
 def test_kills_in_the_middle_of_a_push(bench: Bench) -> None:

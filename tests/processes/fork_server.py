@@ -26,7 +26,7 @@ from typing import Any
 
 LARGEST = 1 << 20
 #: Loaded before the first fork, beside what the launcher preloads; not torch._dynamo, which a test says workers do not load.
-MODULES = ("polytempo.cli.main", "polytempo.launch.local_job", "polytempo.launch.agent", "polytempo.pipeline.pipeline")
+MODULES = ("polytempo.cli.main", "polytempo.launcher.local_job", "polytempo.launcher.agent", "polytempo.pipeline.pipeline")
 MODULES = (*MODULES, "polytempo.horovod", "polytempo.train.server_embedding", "polytempo.train.sampler", "psutil")
 
 
@@ -128,7 +128,7 @@ def run(command: list[str], timeout: float = 120, **options: Any) -> subprocess.
 
 def main(control: socket.socket) -> None:
     """Fork what is asked for, report the ends, until pytest has ended."""
-    from polytempo.launch.forked_process import PRELOADED, fork_python, preload
+    from polytempo.launcher.forked_process import PRELOADED, fork_python, preload
 
     preload((*PRELOADED, *MODULES))
     signal.signal(signal.SIGINT, signal.SIG_DFL)

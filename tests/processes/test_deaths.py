@@ -16,7 +16,7 @@ from live import PACED, Bench, wait_until
 
 def servers_of(launcher: int) -> list[psutil.Process]:
     running = [p for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in running if "polytempo.launch.server_process" in p.cmdline()]
+    return [p for p in running if "polytempo.launcher.server_process" in p.cmdline()]
 
 
 def saved_in(bench: Bench) -> list[str]:

@@ -30,7 +30,7 @@ def test_a_job_trains_to_the_same_numbers_as_without(via: str, bench: Bench) -> 
 def test_the_end_of_the_emulated_network_ends_the_job(bench: Bench) -> None:
     job = bench.start("run", "-n", "2", "--link", "1Gb/s", "--quiet", PACED, ".", "until=never")
     wait_until(lambda: all((bench.folder / f"clock-{rank}").exists() for rank in range(2)))
-    bench.child(job.pid, "polytempo.launch.link_process").send_signal(signal.SIGKILL)
+    bench.child(job.pid, "polytempo.launcher.link_process").send_signal(signal.SIGKILL)
     done = finished(job)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "polytempo: the emulated network (--link) was killed by SIGKILL"

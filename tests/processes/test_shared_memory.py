@@ -79,7 +79,7 @@ for taken in range(steps):
 if how == "stop" and rank == 0:
     holder.send_signal(signal.SIGCONT)
 alive = [p for p in psutil.Process().parent().children() if p.status() != psutil.STATUS_ZOMBIE]
-servers = [p.pid for p in alive if "polytempo.launch.server_process" in p.cmdline()]
+servers = [p.pid for p in alive if "polytempo.launcher.server_process" in p.cmdline()]
 maps = {"own": segments("self"), "servers": [segments(pid) for pid in servers]}
 Path(f"maps-{rank}").write_text(json.dumps(maps))
 print(f"worker {rank} took {taken + 1} steps")

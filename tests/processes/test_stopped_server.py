@@ -48,7 +48,7 @@ def test_a_job_ends_when_a_process_that_all_wait_for_is_stopped_for_longer_than_
     flags = ["--servers", "2", "--checkpoint", "saved", "--checkpoint-every", "5"] if saves else ["--link", "1Gb/s"]
     job = started(bench, "--timeout", "1.5", *flags)
     wait_until(lambda: not saves or list(bench.folder.glob("saved/step-*5/manifest.json")) != [])
-    (servers_of(job.pid)[0] if saves else bench.child(job.pid, "polytempo.launch.link_process")).suspend()
+    (servers_of(job.pid)[0] if saves else bench.child(job.pid, "polytempo.launcher.link_process")).suspend()
     done = finished(job, 30)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

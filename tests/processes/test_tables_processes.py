@@ -50,7 +50,7 @@ def test_under_bsp_the_rounds_go_on_with_those_who_are_left(bench: Bench) -> Non
 def test_a_killed_server_ends_the_job_with_the_cause(which: int, bench: Bench) -> None:
     process = bench.start("run", "-n", "2", "--sync", "asp", "--servers", "2", COUNTING, ".", "steps=100000")
     wait_until(lambda: all((bench.folder / f"step-{rank}").exists() for rank in range(2)))
-    servers = [p for p in psutil.Process(process.pid).children() if "polytempo.launch.server_process" in p.cmdline()]
+    servers = [p for p in psutil.Process(process.pid).children() if "polytempo.launcher.server_process" in p.cmdline()]
     servers[which].send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1

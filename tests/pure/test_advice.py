@@ -18,7 +18,7 @@ from test_step_cost import bsp_record
 
 from polytempo.cli.main import app, run
 from polytempo.cli.run import _check_command
-from polytempo.launch.request import RunRequest
+from polytempo.launcher.request import RunRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
 from polytempo.report import straggler_costs

@@ -114,7 +114,7 @@ def test_the_data_keep_every_repeat() -> None:
 
 def test_servers_of_benchmarks_are_configured_as_those_of_the_launcher() -> None:
     root = Path(__file__).parents[2]
-    program = (root / "src/polytempo/launch/server_process.py").read_text(encoding="utf-8")
+    program = (root / "src/polytempo/launcher/server_process.py").read_text(encoding="utf-8")
     read = set(re.findall(r'config\["(\w+)"\]', program)) | {"checkpoint", "resume"}
     given = (root / "benchmarks/jobs.py").read_text(encoding="utf-8").partition("def _server_config")[2]
     assert {name for name in read if f'"{name}"' not in given.partition("def _start_server")[0]} == set()

@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch", "numpy", "zmq", "msgspec", "safetensors"},
     ),
-    "launch": (
+    "launcher": (
         {
             "checkpoints",
             "device",
@@ -64,11 +64,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"rich", "torch"},
     ),
     "client": (
-        {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launch"},
+        {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launcher"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
     "session": (
-        {"errors", "sync", "protocol", "transport", "collectives", "optim", "launch", "client", "device"},
+        {"errors", "sync", "protocol", "transport", "collectives", "optim", "launcher", "client", "device"},
         {"torch", "numpy"},
     ),
     "reducer": (
@@ -81,7 +81,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "train": (
         {
             *("errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "compression", "server"),
-            *("launch", "client", "session", "reducer", "mesh", "records", "device"),
+            *("launcher", "client", "session", "reducer", "mesh", "records", "device"),
         },
         {"torch", "numpy", "msgspec"},
     ),
@@ -93,16 +93,27 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "tensor_parallel": ({"errors", "collectives"}, {"torch"}),
     "strategy": (
         {
-            *("checkpoints", "errors", "mesh", "options", "summation", "units", "sync", "collectives", "launch", "session"),
+            *(
+                "checkpoints",
+                "errors",
+                "mesh",
+                "options",
+                "summation",
+                "units",
+                "sync",
+                "collectives",
+                "launcher",
+                "session",
+            ),
             *("reducer", "train", "pipeline", "tensor_parallel"),
         },
         {"torch", "rich", "safetensors"},
     ),
-    "torch_backend": ({"errors", "lazy_imports", "transport", "collectives", "launch", "client", "session"}, {"torch"}),
+    "torch_backend": ({"errors", "lazy_imports", "transport", "collectives", "launcher", "client", "session"}, {"torch"}),
     "horovod": ({"errors", "session", "reducer", "train"}, {"torch", "numpy", "msgspec"}),
     "testing": (
         {
-            *("errors", "checkpoints", "records", "protocol", "transport", "collectives", "server", "launch", "client"),
+            *("errors", "checkpoints", "records", "protocol", "transport", "collectives", "server", "launcher", "client"),
             *("session", "train", "device"),
         },
         set(),
@@ -110,7 +121,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"errors", "sync", "records", "simulate", "pipeline", "summation", "units"}, {"matplotlib"}),
     "cli": (
         {
-            *("errors", "version", "sync", "records", "simulate", "server", "transport", "launch", "report", "pipeline"),
+            *("errors", "version", "sync", "records", "simulate", "server", "transport", "launcher", "report", "pipeline"),
             *("summation", "units", "strategy", "traces"),
         },
         {"typer", "rich", "yaml", "torch"},
@@ -185,9 +196,9 @@ PURE = (
     "records/check.py",
     "records/lines.py",
     "records/replay.py",
-    "launch/environment.py",
-    "launch/supervisor.py",
-    "launch/terminal_output.py",
+    "launcher/environment.py",
+    "launcher/supervisor.py",
+    "launcher/terminal_output.py",
     "strategy/balanced_stages.py",
     "strategy/bytes_moved.py",
     "strategy/costs.py",
@@ -293,7 +304,7 @@ def fresh(code: str) -> str:
 
 
 #: Rooms that load torch.
-HEAVY_ROOMS = ("server", "launch", "client", "session", "reducer", "train", "pipeline", "horovod", "testing")
+HEAVY_ROOMS = ("server", "launcher", "client", "session", "reducer", "train", "pipeline", "horovod", "testing")
 HEAVY = "print(*sorted({'torch', 'zmq', 'numpy', 'matplotlib'} & set(sys.modules)))"
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.launch.display import PLAIN_EVERY, Bars
-from polytempo.launch.terminal_output import LONGEST, MOST_ROWS, Screen
+from polytempo.launcher.display import PLAIN_EVERY, Bars
+from polytempo.launcher.terminal_output import LONGEST, MOST_ROWS, Screen
 
 #: As tqdm writes them: an outer bar, an inner one below it that is wiped, a line in between, then a bar of its own.
 NESTED = (

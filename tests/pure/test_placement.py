@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from polytempo.errors import UsageError
-from polytempo.launch.environment import Placement, placement_of
+from polytempo.launcher.environment import Placement, placement_of
 
 TORCHRUN = {
     "RANK": "3",

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from polytempo.launch.display import Display, progress_line, state, status_line
-from polytempo.launch.request import RunRequest
+from polytempo.launcher.display import Display, progress_line, state, status_line
+from polytempo.launcher.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
 from polytempo.server.job_plan import Limits

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.launch.request import RunRequest
+from polytempo.launcher.request import RunRequest
 from polytempo.server.server_device import check_server_device, count_visible, default_servers, gpu_of_shard
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.launch.job_facts import JobFacts
-from polytempo.launch.supervisor import (
+from polytempo.launcher.job_facts import JobFacts
+from polytempo.launcher.supervisor import (
     AllDone,
     EndJob,
     FailureReport,

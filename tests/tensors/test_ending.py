@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import polytempo as pt
-from polytempo.launch.script_error import shown_frames
+from polytempo.launcher.script_error import shown_frames
 from polytempo.session.session import init, shutdown
 
 

@@ -11,7 +11,7 @@ import torch
 from helpers import Batch, MakeOptimizer, loss_of, small_model, weights
 from torch import nn
 
-from polytempo.launch.job_facts import Way
+from polytempo.launcher.job_facts import Way
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -31,7 +31,7 @@ from torch import nn
 
 import polytempo
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

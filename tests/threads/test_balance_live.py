@@ -14,7 +14,7 @@ from helpers import assert_close, begun, check_record, loss_of
 from local_blocks import HostsJob
 
 from polytempo.errors import PolytempoError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.reducer import collective_reducer
 from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current

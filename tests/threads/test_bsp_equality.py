@@ -28,7 +28,7 @@ from sessions import under
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.server.optimizers import ELEMENTWISE, WHOLE
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

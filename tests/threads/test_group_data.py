@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from polytempo.checkpoints import find_checkpoint
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.mesh import Mesh, ReplicaRanks
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

@@ -13,7 +13,7 @@ from lossy import LossyJob, disturb
 from sessions import under, within
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.messages import AnyMessage, Push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

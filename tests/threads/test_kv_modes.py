@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lossy import Fate, LossyJob, disturb
 from sessions import within
 
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.kv import KV, Array

@@ -18,7 +18,7 @@ from worlds import PATIENCE, Shelf
 
 from polytempo.collectives.world import World, open_by_store, open_in_threads
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts, read_job
+from polytempo.launcher.job_facts import JobFacts, read_job
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes

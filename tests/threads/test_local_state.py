@@ -243,7 +243,7 @@ class _Alone:
         pass
 
     def run(self, work: Any) -> list[Any]:
-        from polytempo.launch.job_facts import JobFacts
+        from polytempo.launcher.job_facts import JobFacts
         from polytempo.session.session import as_current
 
         session = Session(None, JobFacts(1, ()), 0)

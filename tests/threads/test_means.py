@@ -18,7 +18,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.world import World
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.tables.row_batches import RowBatch, combined
 from polytempo.testing.threads import GroupJob, ThreadJob

@@ -10,7 +10,7 @@ import pytest
 from piped import PLAIN, batches, layered, mse
 
 from polytempo.errors import PeerError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.pipeline.pipeline import Pipeline, pipeline_title
 from polytempo.pipeline.schedules import make
 from polytempo.protocol.values import TrainingProgress

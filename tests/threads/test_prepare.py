@@ -14,7 +14,7 @@ from sessions import under
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

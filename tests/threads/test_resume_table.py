@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import polytempo as pt
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.launch.request import RunRequest
+from polytempo.launcher.request import RunRequest
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.sync.spec import MODES, parse_spec

@@ -11,7 +11,7 @@ import torch
 from helpers import begun, copied, made_params, set_gradients, until
 from sessions import under
 
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -18,8 +18,8 @@ from torch import nn
 
 from polytempo.checkpoints import digest_of_file, find_checkpoint, newest_since, publish, whole_checkpoints
 from polytempo.errors import JobEnded, PeerError
-from polytempo.launch.local_job import CheckpointWatch
-from polytempo.launch.request import RunRequest
+from polytempo.launcher.local_job import CheckpointWatch
+from polytempo.launcher.request import RunRequest
 from polytempo.server import checkpoint as checkpoints
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import ThreadJob

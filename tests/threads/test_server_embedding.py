@@ -12,7 +12,7 @@ from sessions import within
 from tabled import DIM, USED, VOCABULARY, Lookup, count_pulls, lookup_batches
 from torch import nn
 
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -13,7 +13,7 @@ from sessions import under
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.optim.norm_statistics import norm_layers
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob

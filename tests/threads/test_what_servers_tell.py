@@ -10,7 +10,7 @@ from sessions import under
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.session.session import Session, describe_model
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

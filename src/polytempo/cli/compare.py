@@ -54,9 +54,9 @@ def compare(
     fork: Fork = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
-    from polytempo.launch.display import Display
-    from polytempo.launch.local_job import LocalJob
-    from polytempo.launch.request import RunRequest
+    from polytempo.launcher.display import Display
+    from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.request import RunRequest
 
     if picture:
         check_picture(picture)

@@ -23,7 +23,7 @@ from polytempo.cli.run import run as run_job
 from polytempo.cli.run import worker
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.launch.standard_streams import open_standard_streams, silence
+from polytempo.launcher.standard_streams import open_standard_streams, silence
 from polytempo.version import VERSION
 
 #: Errors of a disk, which are no mistake in the command.

@@ -32,8 +32,8 @@ from polytempo.report.summary import summary_line
 from polytempo.sync.spec import COMPARED, Spec, refused_of
 
 if TYPE_CHECKING:
-    from polytempo.launch.local_job import LocalJob
-    from polytempo.launch.request import RunRequest
+    from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.request import RunRequest
     from polytempo.strategy.job_options import JobOptions
 
 SYNC = "The synchronisation mode, by default bsp; all are listed below."
@@ -103,10 +103,10 @@ def run(
     given = dict(locals())
     if max_restarts:
         raise UsageError("--max-restarts is planned but not available yet; leave it out")
-    from polytempo.launch.display import Display
-    from polytempo.launch.local_job import LocalJob
-    from polytempo.launch.request import RunRequest
-    from polytempo.launch.visible_gpus import visible_gpus
+    from polytempo.launcher.display import Display
+    from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.request import RunRequest
+    from polytempo.launcher.visible_gpus import visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
@@ -122,7 +122,7 @@ def run(
 
 
 def _show_summary(job: LocalJob, options: JobOptions) -> None:
-    from polytempo.launch.display import progress_line
+    from polytempo.launcher.display import progress_line
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
@@ -173,8 +173,8 @@ def worker(
         raise UsageError(
             "give either --key-file FILE, copied from the job's host, or --insecure where the job was started so"
         )
-    from polytempo.launch.agent import Agent, JoinRequest
-    from polytempo.launch.display import Display
+    from polytempo.launcher.agent import Agent, JoinRequest
+    from polytempo.launcher.display import Display
     from polytempo.transport.keys import read_key_file
 
     keys = read_key_file(key_file) if key_file else None

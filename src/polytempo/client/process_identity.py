@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from polytempo.errors import UsageError
-from polytempo.launch.job_facts import claimed_by
+from polytempo.launcher.job_facts import claimed_by
 from polytempo.transport.channel import Bytes, Channel
 
 

@@ -32,8 +32,8 @@ from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.devices import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
-from polytempo.launch.emulation import Emulation, emulation_for
-from polytempo.launch.job_facts import (
+from polytempo.launcher.emulation import Emulation, emulation_for
+from polytempo.launcher.job_facts import (
     JobFacts,
     Way,
     claim,
@@ -44,7 +44,7 @@ from polytempo.launch.job_facts import (
     read_job,
     way_of,
 )
-from polytempo.launch.script_error import TOLD_TO_END, note_gpu, shown_frames
+from polytempo.launcher.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread

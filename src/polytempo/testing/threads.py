@@ -25,7 +25,7 @@ from polytempo.device.device import Device
 from polytempo.device.devices import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
-from polytempo.launch.job_facts import JobFacts
+from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
 from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator

@@ -28,7 +28,7 @@ from polytempo.collectives.shutdown import at_exit
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World, open_by_store
 from polytempo.errors import PeerError, PolytempoError, UsageError
-from polytempo.launch.job_facts import way_of
+from polytempo.launcher.job_facts import way_of
 from polytempo.session.session import watching_job
 from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for, register_devices
 from polytempo.torch_backend.errors import as_torch_error

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import polytempo as pt
-from polytempo.launch.job_facts import WORKER_VARIABLE
+from polytempo.launcher.job_facts import WORKER_VARIABLE
 
 pt.init()  # a data loader's worker that is spawned comes through here, too
 model = torch.nn.Linear(3, 1)

@@ -71,5 +71,5 @@ print(f"worker {rank} took {taken} steps")
 if "stop" in options:
     pt.shutdown()
     siblings = psutil.Process(os.getppid()).children()
-    servers = [p for p in siblings if "polytempo.launch.server_process" in p.cmdline()]
+    servers = [p for p in siblings if "polytempo.launcher.server_process" in p.cmdline()]
     servers[int(options["stop"])].suspend()

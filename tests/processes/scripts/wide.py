@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from polytempo.launch.job_facts import job_of_environment
+from polytempo.launcher.job_facts import job_of_environment
 from polytempo.session.session import as_current, open_session
 from polytempo.train.optimizer import DistributedOptimizer
 

@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launch.child_process import ENDING, ChildProcess
-from polytempo.launch.display import Display
-from polytempo.launch.forked_process import preload
-from polytempo.launch.job_facts import job_from
-from polytempo.launch.job_folder import JobFolder
-from polytempo.launch.job_processes import start_worker
-from polytempo.launch.process_monitor import (
+from polytempo.launcher.child_process import ENDING, ChildProcess
+from polytempo.launcher.display import Display
+from polytempo.launcher.forked_process import preload
+from polytempo.launcher.job_facts import job_from
+from polytempo.launcher.job_folder import JobFolder
+from polytempo.launcher.job_processes import start_worker
+from polytempo.launcher.process_monitor import (
     INTERRUPTED,
     Exited,
     MonitorEvent,
@@ -34,8 +34,8 @@ from polytempo.launch.process_monitor import (
     Readable,
     Signalled,
 )
-from polytempo.launch.request import check_host_timeout, split_address
-from polytempo.launch.supervisor import described
+from polytempo.launcher.request import check_host_timeout, split_address
+from polytempo.launcher.supervisor import described
 from polytempo.protocol.messages import Assigned, Gone, Heartbeat, Hello, Refused, Stopped, decode, encode
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.keys import WorkerKeys

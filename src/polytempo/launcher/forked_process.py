@@ -42,7 +42,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 #: What servers and training scripts load.
 PRELOADED = (
     "torch",
-    "polytempo.launch.server_process",
+    "polytempo.launcher.server_process",
     "polytempo.session.session",
     "polytempo.train.optimizer",
     "polytempo.train.communication",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.errors import UsageError
-from polytempo.launch.environment import Placement, placement_of
+from polytempo.launcher.environment import Placement, placement_of
 from polytempo.transport.keys import WorkerKeys, read_key_file
 from polytempo.transport.link_relay import EmulatedHost, worker_name
 

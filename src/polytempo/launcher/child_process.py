@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from polytempo.errors import PeerError
-from polytempo.launch.forked_process import ForkedProcess, die_with_parent
-from polytempo.launch.terminal_output import Screen
+from polytempo.launcher.forked_process import ForkedProcess, die_with_parent
+from polytempo.launcher.terminal_output import Screen
 from polytempo.records.files import record_lost
 from polytempo.transport.deadline import Deadline
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.launch.child_process import ENDING, ChildProcess
+from polytempo.launcher.child_process import ENDING, ChildProcess
 
 #: Exit status of an interrupted job.
 INTERRUPTED = 130

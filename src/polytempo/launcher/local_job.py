@@ -30,11 +30,11 @@ from polytempo.checkpoints import (
     whole_checkpoints,
 )
 from polytempo.errors import counted
-from polytempo.launch.child_process import ENDING, ChildProcess
-from polytempo.launch.coordinator_link import STATUS_EVERY, CoordinatorLink
-from polytempo.launch.display import Display
-from polytempo.launch.job_processes import JobProcesses
-from polytempo.launch.process_monitor import (
+from polytempo.launcher.child_process import ENDING, ChildProcess
+from polytempo.launcher.coordinator_link import STATUS_EVERY, CoordinatorLink
+from polytempo.launcher.display import Display
+from polytempo.launcher.job_processes import JobProcesses
+from polytempo.launcher.process_monitor import (
     INTERRUPTED,
     Exited,
     MonitorEvent,
@@ -43,9 +43,9 @@ from polytempo.launch.process_monitor import (
     Readable,
     Signalled,
 )
-from polytempo.launch.request import CheckedRequest
-from polytempo.launch.script_error import TOLD_TO_END
-from polytempo.launch.supervisor import (
+from polytempo.launcher.request import CheckedRequest
+from polytempo.launcher.script_error import TOLD_TO_END
+from polytempo.launcher.supervisor import (
     AllDone,
     EndJob,
     FailureReport,

@@ -17,13 +17,13 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.launch.child_process import ChildProcess
-from polytempo.launch.display import Display
-from polytempo.launch.forked_process import preload
-from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
-from polytempo.launch.job_folder import JobFolder
-from polytempo.launch.process_monitor import ProcessMonitor
-from polytempo.launch.request import CheckedRequest, split_address
+from polytempo.launcher.child_process import ChildProcess
+from polytempo.launcher.display import Display
+from polytempo.launcher.forked_process import preload
+from polytempo.launcher.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
+from polytempo.launcher.job_folder import JobFolder
+from polytempo.launcher.process_monitor import ProcessMonitor
+from polytempo.launcher.request import CheckedRequest, split_address
 from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
 from polytempo.transport.link_relay import server_name
 from polytempo.version import VERSION
@@ -59,7 +59,7 @@ class JobProcesses:
         paths = [str(self.folder.path / f"server-{index}") for index in range(self._plan.shards)]
         for index, path in enumerate(paths):
             config = json.dumps(self._server_config(index, path, paths[0])).encode()
-            command = [sys.executable, "-m", "polytempo.launch.server_process"]
+            command = [sys.executable, "-m", "polytempo.launcher.server_process"]
             variables = {**self._threads(), **keep_memory(), **self.folder.mark()}
             child = ChildProcess(f"server {index}", command, variables, self._log(f"server-{index}"), config, request.fork)
             self.servers[child] = index
@@ -85,7 +85,7 @@ class JobProcesses:
         """Start the emulated network (`--link`): all that workers send goes through it. The facts that tell them so."""
         config = {"bandwidth": bandwidth, "latency": latency, "workers": self._request.workers, "servers": sockets}
         config["own"] = list(self._request.own_links.items())
-        command, log = [sys.executable, "-m", "polytempo.launch.link_process"], self._log("link")
+        command, log = [sys.executable, "-m", "polytempo.launcher.link_process"], self._log("link")
         self.link = ChildProcess("link", command, self.folder.mark(), log, json.dumps(config).encode(), self._request.fork)
         self.monitor.add(self.link)
         proxies = self.link.ready_line(LINK_TIMEOUT)

@@ -1,4 +1,4 @@
-"""The program of the emulated network: `python -m polytempo.launch.link_process`, its configuration on standard input.
+"""The program of the emulated network: `python -m polytempo.launcher.link_process`, its configuration on standard input.
 
 It prints the proxy addresses of all workers in one line of JSON, and carries their bytes (`transport/link_relay.py`). When
 its standard input ends, the workers have ended, or the launcher has: what they sent before is still carried, and then this

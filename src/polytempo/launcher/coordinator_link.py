@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from polytempo.errors import PeerError
-from polytempo.launch.process_monitor import ProcessMonitor
+from polytempo.launcher.process_monitor import ProcessMonitor
 from polytempo.protocol.messages import AnyMessage, Hello, Status, StatusRequest, decode, encode
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.stream import StreamChannel

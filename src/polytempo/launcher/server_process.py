@@ -1,4 +1,4 @@
-"""The program of a server process: `python -m polytempo.launch.server_process`, its configuration on standard input.
+"""The program of a server process: `python -m polytempo.launcher.server_process`, its configuration on standard input.
 
 Nothing secret is on its command line. When it listens it prints its addresses in one line of JSON. Its standard input stays
 open as long as the launcher lives; its end tells the end of the launcher. Signals that end a job are left to the launcher

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polytempo.errors import counted
-from polytempo.launch.standard_streams import StandardStream
+from polytempo.launcher.standard_streams import StandardStream
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
 

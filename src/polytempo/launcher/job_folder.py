@@ -10,8 +10,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from polytempo.launch import orphan_cleanup
-from polytempo.launch.job_facts import JOB_VARIABLE
+from polytempo.launcher import orphan_cleanup
+from polytempo.launcher.job_facts import JOB_VARIABLE
 
 #: Seconds that the janitor may take to end when there is nothing to clean up.
 PATIENCE = 5.0
