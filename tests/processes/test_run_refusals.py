@@ -19,6 +19,8 @@ from live import PACED, Bench
         (["-n", "0", PACED], "at least 1 worker, got 0"),
         (["--servers", "0", PACED], "at least 1 server, got 0"),
         (["nowhere.py"], "there is no script nowhere.py"),
+        (["-m", "no.such.module"], "there is no module no.such.module below"),
+        (["-m", "xml"], "xml is a package without a __main__"),
         ([], "SCRIPT"),
         (["--slow", "2:3", PACED], "--slow names worker 2, but there are workers 0 to 1"),
         (["--slow", "1:0.5", PACED], "expected 1 or more"),

@@ -18,6 +18,7 @@ from test_step_cost import bsp_record
 
 from polytempo.cli.main import app, run
 from polytempo.cli.run import _check_command
+from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
@@ -41,7 +42,7 @@ def accepted(command: str, folder: Path) -> RunRequest:
     given = RUN.make_context(verb, words).params
     (folder / given["script"]).touch()
     options: dict[str, Any] = JobOptions(given["strategy"], given["workers"], 0, given["sync"], given["via"]).settled()
-    request = RunRequest(str(folder / given["script"]), servers=given["servers"], **options)
+    request = RunRequest(ScriptProgram(str(folder / given["script"])), servers=given["servers"], **options)
     return request.checked().request
 
 
@@ -193,7 +194,7 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Pat
 def test_the_end_of_a_run_asks_the_command_itself() -> None:
     """What `--strategy` or `--via` of the running command would refuse with another `--sync` is not advised."""
     split, plain = JobOptions("data=2,pipe=2"), JobOptions(workers=4)
-    request = RunRequest("train.py", workers=4)
+    request = RunRequest(ScriptProgram("train.py"), workers=4)
     assert set(refused_of(COMPARED, partial(_check_command, split, request))) == {
         "bsp+balance",
         "anytime:auto",

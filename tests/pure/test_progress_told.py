@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from polytempo.launcher.display import Display, progress_line, state, status_line
+from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
@@ -72,7 +73,7 @@ def test_of_replicas_of_a_pipeline_one_stage_is_shown() -> None:
     ],
 )
 def test_what_a_request_says_about_pushes(options: dict[str, Any], ignored: list[str]) -> None:
-    assert RunRequest("script.py", **options).push_options() == ignored
+    assert RunRequest(ScriptProgram("script.py"), **options).push_options() == ignored
 
 
 @pytest.mark.parametrize("pushing", [False, True])
@@ -93,7 +94,7 @@ def test_what_is_started_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> N
         ({"servers": 2}, "starting 2 workers and 2 servers: train.py"),
         ({"via": "allreduce"}, "starting 2 workers: train.py, gradients by all-reduce"),
     ):
-        assert RunRequest("train.py", **options).in_words() == text
+        assert RunRequest(ScriptProgram("train.py"), **options).in_words() == text
     Display("bsp", quiet=False).begin("starting 2 workers: train.py")
     Display("bsp", quiet=True).begin("nothing")
     assert capfd.readouterr().err == "polytempo: bsp: starting 2 workers: train.py\n"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
+from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.server.server_device import check_server_device, count_visible, default_servers, gpu_of_shard
 
@@ -27,7 +28,7 @@ def test_what_this_host_cannot_do_is_refused_in_one_line_before_anything_starts(
     with pytest.raises(UsageError) as refused:
         check_server_device(option, gpus)
     assert str(refused.value) == said
-    request = RunRequest(script=__file__, sync="asp", server_device=option, gpus=gpus)
+    request = RunRequest(ScriptProgram(__file__), sync="asp", server_device=option, gpus=gpus)
     with pytest.raises(UsageError, match="server-device"):
         request.checked()
 
@@ -70,7 +71,7 @@ def test_one_server_a_gpu_by_default_where_there_are_several() -> None:
 
 
 def test_a_request_takes_the_default_only_where_servers_keep_values(tmp_path: Path) -> None:
-    several = {"script": __file__, "workers": 4, "gpus": 4}
+    several = {"program": ScriptProgram(__file__), "workers": 4, "gpus": 4}
     assert RunRequest(**several, sync="asp").shards == 4  # type: ignore[arg-type]
     assert RunRequest(**several, sync="asp", servers=2).shards == 2  # type: ignore[arg-type]
     assert RunRequest(**several, sync="bsp").shards == 1  # type: ignore[arg-type]

@@ -133,19 +133,23 @@ def test_commands_and_options() -> None:
             "--json",
             "--memory",
             "--microbatches",
+            "--module",
             "--profile",
             "--repeats",
             "--strategy",
             "--workers",
         ),
     ]
-    assert options("worker") == ["--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--quiet", "--workers"]
+    assert options("worker") == [
+        *("--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--module", "--quiet", "--workers"),
+    ]
     assert options("compare") == [
         "--fork",
         "--hiccup",
         "--json",
         "--link",
         "--metric",
+        "--module",
         "--out",
         "--picture",
         "--repeats",
@@ -173,6 +177,7 @@ def test_commands_and_options() -> None:
         "--listen",
         "--max-restarts",
         "--min-workers",
+        "--module",
         "--quiet",
         "--record",
         "--resume",

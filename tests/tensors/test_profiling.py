@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from polytempo.cli.plan import look_into
 from polytempo.errors import UsageError
 from polytempo.pipeline.builder import topology_of
 from polytempo.pipeline.pipeline import Pipeline
@@ -159,3 +162,24 @@ def test_what_cannot_be_planned_is_said_by_all() -> None:
         first, second = built(**{"stages": "auto"} | options)
         assert text in first
         assert first == second
+
+
+def test_plan_looks_into_a_module_as_python_m_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").touch()
+    (tmp_path / "shop" / "parts.py").write_text("import torch\nmake = lambda width: torch.nn.Linear(width, width)\n")
+    lines = [
+        "import sys",
+        "import torch",
+        "from .parts import make",
+        "model, example = make(int(sys.argv[1])), torch.ones(2, 3)",
+    ]
+    (tmp_path / "shop" / "net.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert look_into(Path("shop.net"), ["3"], is_module=True).model.in_features == 3
+    assert sys.path == before
+    with pytest.raises(UsageError, match=r"there is no module shop\.nets below"):
+        look_into(Path("shop.nets"), [], is_module=True)
+    for name in ("shop", "shop.parts"):
+        monkeypatch.delitem(sys.modules, name)

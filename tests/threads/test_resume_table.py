@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import polytempo as pt
 from polytempo.errors import PolytempoError, UsageError
+from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
@@ -149,7 +150,7 @@ def run(sync: str, helper: str, **options: Any) -> tuple[list[torch.Tensor], See
 def test_a_loop_goes_on_after_a_resume(sync: str, helper: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    request = RunRequest(str(script), workers=WORKERS, sync=sync, checkpoint=tmp_path / "saved")
+    request = RunRequest(ScriptProgram(str(script)), workers=WORKERS, sync=sync, checkpoint=tmp_path / "saved")
     if mode_of(sync) in UNSAVED:
         with pytest.raises(UsageError, match=UNSAVED[mode_of(sync)]):
             request.checked()

@@ -19,6 +19,7 @@ from torch import nn
 from polytempo.checkpoints import digest_of_file, find_checkpoint, newest_since, publish, whole_checkpoints
 from polytempo.errors import JobEnded, PeerError
 from polytempo.launcher.local_job import CheckpointWatch
+from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.server import checkpoint as checkpoints
 from polytempo.session.session import Session
@@ -86,15 +87,17 @@ def test_a_resumed_job_says_where_it_goes_on_and_names_one_that_was_written_late
     script = tmp_path / "train.py"
     script.write_text("")
     made(tmp_path / "saved", 100, at=1000)
-    request = RunRequest(str(script), resume=tmp_path / "saved")
+    request = RunRequest(ScriptProgram(str(script)), resume=tmp_path / "saved")
     first = f"resumed at step 100, from {tmp_path / 'saved' / 'step-00000100'}"
     assert request.checked().note() == first
     later = made(tmp_path / "saved", 20, at=2000)
     (later / "manifest.json").write_text(json.dumps({"step": 20, "files": [], "positions": [{"epoch": 2}, {"epoch": 1}]}))
     os.utime(later / "manifest.json", (2000, 2000))
     assert request.checked().note().startswith(f"{first}; {later} was written later")
-    assert RunRequest(str(script), resume=later).checked().note() == f"resumed at step 20, epoch 2, from {later}"
-    assert RunRequest(str(script)).checked().note() == ""
+    assert (
+        RunRequest(ScriptProgram(str(script)), resume=later).checked().note() == f"resumed at step 20, epoch 2, from {later}"
+    )
+    assert RunRequest(ScriptProgram(str(script))).checked().note() == ""
 
 
 # What the disk says.

@@ -31,6 +31,7 @@ from polytempo.cli.simulate import (
     simulate_all,
 )
 from polytempo.errors import UsageError, counted
+from polytempo.launcher.program import ran
 from polytempo.records.files import read_meta
 from polytempo.report.advice import advice_table, run_command
 from polytempo.report.straggler_costs import DEALT
@@ -72,7 +73,7 @@ def advise(
     settings = settle(described, flags | {"file": file}, like)
     advice = choose(simulate_all(settings, quiet=quiet))
     cluster, spec = settings.cluster, parse_spec(advice.best.sync)
-    command = run_command(advice.best, cluster, meta.get("options", {}).get("script", "train.py"))
+    command = run_command(advice.best, cluster, ran(meta.get("options", {})))
     found = say_assumptions(settings)
     total = samples or max(outcome.samples for outcome in advice.ranked)
     table = advice_table(

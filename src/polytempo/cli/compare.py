@@ -15,6 +15,7 @@ from polytempo.cli.options import (
     Fork,
     HiccupOption,
     LinkOption,
+    Module,
     Option,
     Samples,
     Seconds,
@@ -35,6 +36,7 @@ from polytempo.report.table import trained_comparison, verdict
 def compare(
     script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
     arguments: Arguments = None,
+    module: Module = False,
     sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
     workers: Workers = 4,
     servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
@@ -56,12 +58,12 @@ def compare(
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.program import program_of
     from polytempo.launcher.request import RunRequest
 
     if picture:
         check_picture(picture)
     common: dict[str, Any] = {
-        "arguments": tuple(arguments or ()),
         "workers": workers,
         "servers": servers,
         "limits": limits_of(steps, samples, seconds),
@@ -69,13 +71,14 @@ def compare(
         "seed": seed,
         "fork": fork,
     }
+    program = program_of(script, arguments, module)
     modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
     if repeats < 1:
         raise UsageError(f"expected --repeats of at least 1, got {repeats}")
     places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
     folders = {place: _folder(out, *place, repeats) for place in places}
     checked = {
-        place: RunRequest(script, sync=place[0], record=folder, **common).checked() for place, folder in folders.items()
+        place: RunRequest(program, sync=place[0], record=folder, **common).checked() for place, folder in folders.items()
     }
     runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
     for number, ((mode, turn), job) in enumerate(checked.items(), 1):

@@ -21,6 +21,9 @@ from polytempo.units import parse_factors, parse_hiccup, parse_links
 Option = typer.Option
 
 Script = Annotated[str, typer.Argument(help="A training script; all that follows it belongs to it.", metavar="SCRIPT")]
+Module = Annotated[
+    bool, Option("--module", "-m", help="SCRIPT is a module, package.train, and is run as by python -m.", show_default=False)
+]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
 Workers = Annotated[int, Option("--workers", "-n", help="Number of worker processes on this host.")]
 StepBudget = Annotated[int | None, Option(help="Budget: steps, summed over all workers.")]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polytempo.cli.options import Arguments, Option, progress_bar
+from polytempo.cli.options import Arguments, Module, Option, progress_bar
 from polytempo.errors import PolytempoError, UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile, load_profile
 from polytempo.pipeline.plan_report import bubble, explain
@@ -40,6 +40,7 @@ def plan(
         ),
     ] = None,
     arguments: Arguments = None,
+    module: Module = False,
     devices: Annotated[str, Option(help="Devices and their links, such as 4x4:12GB/s,10Gb/s.")] = "4:5GB/s",
     memory: Annotated[str | None, Option(help="Memory of each device, such as 16GB (no limit).")] = None,
     microbatches: Annotated[
@@ -66,7 +67,7 @@ def plan(
     limit = parse_size(memory, "--memory") if memory is not None else None
     if strategy is not None or workers is not None or batch is not None:
         asked = StrategyQuestion(strategy or "", workers, batch, limit, microbatches)
-        return plan_strategy(asked, script, arguments or (), profile, json_file)
+        return plan_strategy(asked, script, arguments or (), profile, json_file, module)
     if microbatches is not None and microbatches < 1:
         raise UsageError(f"expected --microbatches of at least 1, got {microbatches}")
     if (script is None) == (profile is None):
@@ -76,7 +77,7 @@ def plan(
     if profile is not None:
         measured = load_profile(profile)
     else:
-        measured, own = _measured(script or Path(), arguments or (), repeats)
+        measured, own = _measured(script or Path(), arguments or (), repeats, module)
     microbatches = microbatches or own or 8
     found = search(measured, topology, limit)
     for line in explain(measured, found, microbatches=microbatches):
@@ -110,7 +111,12 @@ class StrategyQuestion:
 
 
 def plan_strategy(
-    asked: StrategyQuestion, script: Path | None, arguments: Sequence[str], profile: Path | None, json_file: Path | None
+    asked: StrategyQuestion,
+    script: Path | None,
+    arguments: Sequence[str],
+    profile: Path | None,
+    json_file: Path | None,
+    module: bool = False,
 ) -> None:
     """Measure a script's model and the links of a short job, and show what a strategy costs."""
     asked.check(script, profile)
@@ -124,7 +130,7 @@ def plan_strategy(
     with progress_bar() as bar:
         assert script is not None
         task = bar.add_task(f"running {script.name} up to its model", total=None)
-        found = look_into(script, arguments)
+        found = look_into(script, arguments, module)
         bar.update(task, description="measuring its layers, and the links of a short job")
         shown = wanted.explain(
             found.model,
@@ -158,13 +164,13 @@ def _as_dict(profile: Profile, found: StagePlan, devices: str, microbatches: int
     return {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(profile)}
 
 
-def _measured(script: Path, arguments: Sequence[str], repeats: int) -> tuple[Profile, int | None]:
+def _measured(script: Path, arguments: Sequence[str], repeats: int, module: bool) -> tuple[Profile, int | None]:
     """The profile, and the number of microbatches of the script's own pipeline, if it has one."""
     with progress_bar() as bar:
         task = bar.add_task(f"running {script.name} up to its model", total=None)
         from polytempo.pipeline.profiler import profile
 
-        found = look_into(script, arguments)
+        found = look_into(script, arguments, module)
         bar.update(task, description="measuring its layers", total=1.0)
         progress = lambda share: bar.update(task, completed=share)  # noqa: E731
         return profile(found.model, found.example, repeats=repeats, progress=progress), found.microbatches
@@ -173,8 +179,14 @@ def _measured(script: Path, arguments: Sequence[str], repeats: int) -> tuple[Pro
 # The model of a script.
 
 
-def look_into(script: Path, arguments: Sequence[str]) -> Found:
-    """Run a script as python would, with its own arguments, until what is to be measured is known."""
+def look_into(script: Path, arguments: Sequence[str], is_module: bool = False) -> Found:
+    """Run a script, or a module as `python -m` would, with its own arguments, until what is to be measured is known."""
+    folder, package = script.resolve().parent, None
+    if is_module:
+        from polytempo.launcher.program import ModuleProgram
+
+        spec = ModuleProgram(str(script)).spec()
+        script, folder, package = Path(spec.origin or script), Path.cwd(), spec.parent
     try:
         text = script.read_text(encoding="utf-8")
     except OSError as error:
@@ -182,8 +194,8 @@ def look_into(script: Path, arguments: Sequence[str]) -> Found:
     except UnicodeDecodeError:
         raise UsageError(f"{script} is not Python: it is no text") from None
     module = ModuleType("polytempo_planned")
-    module.__file__ = str(script)
-    with _as_its_own_process(script, arguments, module):
+    module.__file__, module.__package__ = str(script), package
+    with _as_its_own_process(script, arguments, folder, module):
         try:
             return _run(script, text, module)
         except PolytempoError:
@@ -209,14 +221,14 @@ def _run(script: Path, text: str, module: ModuleType) -> Found:
 
 
 @contextmanager
-def _as_its_own_process(script: Path, arguments: Sequence[str], module: ModuleType) -> Iterator[None]:
-    """Its arguments, the modules beside it, a job of one; afterwards all is as it was."""
+def _as_its_own_process(script: Path, arguments: Sequence[str], folder: Path, module: ModuleType) -> Iterator[None]:
+    """Its arguments, the modules in `folder`, a job of one; afterwards all is as it was."""
     from polytempo.pipeline.first_batch import pipelines_stop_at_their_first_batch
     from polytempo.strategy.script_probe import strategies_stop_at_their_first_batch
 
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    sys.path.insert(0, str(folder))
     sys.modules[module.__name__] = module  # some classes look for the module that they are from
     try:
         with pipelines_stop_at_their_first_batch(), strategies_stop_at_their_first_batch():

@@ -15,6 +15,7 @@ from polytempo.cli.options import (
     HiccupOption,
     Insecure,
     LinkOption,
+    Module,
     Option,
     Quiet,
     Samples,
@@ -56,12 +57,16 @@ STRATEGY = (
 )
 COUNT = "Number of worker processes on this host; by default 2, or what --strategy needs."
 #: Options that are not fields of a `RunRequest` by their own name.
-OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "link", "max_restarts", "verbose", "quiet")
+OWN = (
+    *("script", "arguments", "module", "steps", "samples", "seconds", "slow", "hiccup", "link"),
+    *("max_restarts", "verbose", "quiet"),
+)
 
 
 def run(
     script: Script,
     arguments: Arguments = None,
+    module: Module = False,
     workers: Annotated[int | None, Option("--workers", "-n", help=COUNT)] = None,
     servers: Annotated[int | None, Option(help=SERVERS)] = None,
     server_device: Annotated[str, Option(help=SERVER_DEVICE)] = "auto",
@@ -105,15 +110,17 @@ def run(
         raise UsageError("--max-restarts is planned but not available yet; leave it out")
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.program import program_of
     from polytempo.launcher.request import RunRequest
     from polytempo.launcher.visible_gpus import visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(slow, hiccup, link) | {"arguments": tuple(arguments or ()), "gpus": visible_gpus()}
+    fields |= emulation_of(slow, hiccup, link) | {"gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
     options = JobOptions(strategy, workers, expect, sync, via, min_workers, saves)
-    request = RunRequest(**fields | options.settled(), limits=limits_of(steps, samples, seconds))
+    program = program_of(script, arguments, module)
+    request = RunRequest(program, **fields | options.settled(), limits=limits_of(steps, samples, seconds))
     job = LocalJob(request.checked(), Display(request.sync, quiet, verbose))
     status = job.run()
     if status == 0 and not quiet:
@@ -155,6 +162,7 @@ def _check_command(options: JobOptions, request: RunRequest, spec: Spec) -> None
 def worker(
     script: Script,
     arguments: Arguments = None,
+    module: Module = False,
     join: Annotated[str, Option(help="HOST:PORT of the job: the value of its --listen.")] = "",
     key_file: Annotated[Path | None, Option(help="A copy of the key file that the job names.")] = None,
     workers: Workers = 1,
@@ -175,9 +183,10 @@ def worker(
         )
     from polytempo.launcher.agent import Agent, JoinRequest
     from polytempo.launcher.display import Display
+    from polytempo.launcher.program import program_of
     from polytempo.transport.keys import read_key_file
 
     keys = read_key_file(key_file) if key_file else None
-    request = JoinRequest(join, script, tuple(arguments or ()), workers, keys, host_timeout, fork)
+    request = JoinRequest(join, program_of(script, arguments, module), workers, keys, host_timeout, fork)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())

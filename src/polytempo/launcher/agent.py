@@ -34,6 +34,7 @@ from polytempo.launcher.process_monitor import (
     Readable,
     Signalled,
 )
+from polytempo.launcher.program import Program
 from polytempo.launcher.request import check_host_timeout, split_address
 from polytempo.launcher.supervisor import described
 from polytempo.protocol.messages import Assigned, Gone, Heartbeat, Hello, Refused, Stopped, decode, encode
@@ -56,8 +57,7 @@ class JoinRequest:
     """Workers that join a job elsewhere."""
 
     join: str
-    script: str
-    arguments: tuple[str, ...] = ()
+    program: Program
     workers: int = 1
     keys: WorkerKeys | None = None
     host_timeout: float = HOST_TIMEOUT
@@ -71,8 +71,7 @@ class JoinRequest:
         if self.workers < 1:
             raise UsageError(f"expected at least 1 worker, got {self.workers}; use -n 1 or more")
         check_host_timeout(self.host_timeout)
-        if not os.path.isfile(self.script):
-            raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
+        self.program.check()
 
 
 class Agent:
@@ -178,9 +177,7 @@ class Agent:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
         for rank in assigned.ranks:
             variables = {**facts.torch_variables(rank), **threads}
-            child = start_worker(
-                self.request.script, self.request.arguments, job_file, rank, variables, forks=self.request.fork
-            )
+            child = start_worker(self.request.program, job_file, rank, variables, forks=self.request.fork)
             self._workers[child] = rank
             self._monitor.add(child)
         self.display.say(f"joined {self.request.join} as workers {', '.join(map(str, assigned.ranks))} of {facts.size}")

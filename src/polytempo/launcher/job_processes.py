@@ -11,7 +11,6 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -23,6 +22,7 @@ from polytempo.launcher.forked_process import preload
 from polytempo.launcher.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
 from polytempo.launcher.job_folder import JobFolder
 from polytempo.launcher.process_monitor import ProcessMonitor
+from polytempo.launcher.program import Program
 from polytempo.launcher.request import CheckedRequest, split_address
 from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
 from polytempo.transport.link_relay import server_name
@@ -76,7 +76,7 @@ class JobProcesses:
             variables = {**facts.torch_variables(rank), **self._threads()}
             log = self._log(f"worker-{rank}")
             file = self.folder.job_file
-            child = start_worker(request.script, request.arguments, file, rank, variables, log, request.fork)
+            child = start_worker(request.program, file, rank, variables, log, request.fork)
             self.workers[child] = rank
             self.monitor.add(child)
             display.detail(f"worker {rank} is process {child.process.pid}")
@@ -195,8 +195,7 @@ def keep_memory() -> dict[str, str]:
 
 
 def start_worker(
-    script: str,
-    arguments: Iterable[str],
+    program: Program,
     job_file: Path,
     rank: int,
     variables: dict[str, str],
@@ -206,7 +205,7 @@ def start_worker(
     """Start one worker process, by a fork of this one if `forks`; its output goes to the file `log` as well."""
     environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
     environment |= keep_memory()
-    return ChildProcess(f"worker {rank}", [sys.executable, script, *arguments], environment, log, forks=forks)
+    return ChildProcess(f"worker {rank}", program.command(), environment, log, forks=forks)
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
+from polytempo.launcher.program import Program
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
@@ -21,8 +21,7 @@ from polytempo.sync.spec import parse_spec
 class RunRequest:
     """A job to be started on this host."""
 
-    script: str
-    arguments: tuple[str, ...] = ()
+    program: Program
     workers: int = 2
     servers: int | None = None
     sync: str = "bsp"
@@ -103,7 +102,7 @@ class RunRequest:
         servers = f" and {counted(self.shards, 'server')}" if self.way == "ps" else ""
         by = ", gradients by all-reduce" if self.via == "allreduce" else ""
         spread = f", {self.strategy}" if self.strategy else ""
-        return f"starting {workers}{servers}: {self.script}{by}{spread}"
+        return f"starting {workers}{servers}: {self.program.name}{by}{spread}"
 
     def link_in_words(self) -> str:
         """The line that says that the network is emulated; empty where it is not."""
@@ -150,8 +149,7 @@ class RunRequest:
         self._check_counts()
         self.check_mode()
         check_server_device(self.server_device, self.gpus)
-        if not os.path.isfile(self.script):
-            raise UsageError(f"there is no script {self.script}; expected a Python file after the options")
+        self.program.check()
         for rank in self.own_links:
             if not 0 <= rank < self.size:
                 raise UsageError(f"--link names worker {rank}, but there are workers 0 to {self.size - 1}")
@@ -231,7 +229,7 @@ class CheckedRequest:
         """The options that meta.json records."""
         request = self.request
         return {
-            "script": request.script,
+            **request.program.facts(),
             "servers": request.shards,
             "via": request.way,
             "slow": {str(rank): factor for rank, factor in request.slow.items()},

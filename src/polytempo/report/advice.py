@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -98,7 +98,7 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
     return TextTable(title, heads, tuple(rows))
 
 
-def run_command(outcome: Outcome, cluster: Cluster, script: str = "train.py") -> str:
+def run_command(outcome: Outcome, cluster: Cluster, script: Sequence[str] = ("train.py",)) -> str:
     """The command that starts the recommended job; one that `polytempo run` accepts."""
     spec = parse_spec(outcome.sync)
     parts = ["polytempo", "run", "-n", str(cluster.workers), "--sync", outcome.sync]
@@ -107,4 +107,4 @@ def run_command(outcome: Outcome, cluster: Cluster, script: str = "train.py") ->
         parts += ["--via", "ps" if outcome.via == "ps" else "allreduce"]
     if outcome.via == "ps" and cluster.servers.shards > 1:
         parts += ["--servers", str(cluster.servers.shards)]
-    return shlex.join([*parts, script])
+    return shlex.join([*parts, *script])
