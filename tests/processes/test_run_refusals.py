@@ -21,6 +21,7 @@ from live import PACED, Bench
         (["nowhere.py"], "there is no script nowhere.py"),
         (["-m", "no.such.module"], "there is no module no.such.module below"),
         (["-m", "xml"], "xml is a package without a __main__"),
+        (["--debug", "2", PACED], "--debug names worker 2; expected one of this host, 0 to 1"),
         ([], "SCRIPT"),
         (["--slow", "2:3", PACED], "--slow names worker 2, but there are workers 0 to 1"),
         (["--slow", "1:0.5", PACED], "expected 1 or more"),

@@ -167,6 +167,7 @@ def test_commands_and_options() -> None:
         "--checkpoint",
         "--checkpoint-errors",
         "--checkpoint-every",
+        "--debug",
         "--expect",
         "--fork",
         "--grace",
@@ -249,17 +250,20 @@ def test_modes() -> None:
 
 
 def test_what_is_read_from_the_environment() -> None:
-    """A worker's job, rank, address and key; how many threads; the user's word on malloc; what children inherit; GPUs."""
+    """A worker's job, rank, address and key; its debugger; threads; malloc; what children inherit; GPUs."""
     sources = (ROOT / "src").rglob("*.py")
     readers = {path.name: path.read_text(encoding="utf-8") for path in sources}
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
     forked, replaced = found.pop("forked_process.py"), ("get(name) != value}", "clear()", "update(environment)")
     assert forked == [f"os.environ.{use}" for use in replaced]  # a forked process gets its own
-    assert sorted(found) == ["agent.py", "child_process.py", "job_facts.py", "job_processes.py", "visible_gpus.py"]
+    assert sorted(found) == [
+        *("agent.py", "child_process.py", "debugger.py", "job_facts.py", "job_processes.py", "visible_gpus.py"),
+    ]
+    assert found["debugger.py"] == ["os.environ[JOB_VARIABLE]).parent / SOCKET))"]
     assert found["child_process.py"] == ["os.environ, **environment}"]
     threads = [use for use in found["job_processes.py"] if use != "os.environ) else KEEP_MEMORY"]  # are any of MALLOC_ set?
     assert len(threads) == 1
     assert all("OMP_NUM_THREADS" in use for use in [*found["agent.py"], *threads])
-    ours = r"(JOB|RANK|ADDRESS|KEY|WORKER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
+    ours = r"(JOB|RANK|ADDRESS|KEY|WORKER|DEBUGGER)_VARIABLE|TORCHELASTIC_USE_AGENT_STORE|placement"
     assert all(re.search(ours, use) for use in found["job_facts.py"])
     assert not [name for name, text in readers.items() if "getenv" in text]

@@ -169,3 +169,19 @@ def test_a_server_that_answers_no_question_is_named_and_a_busy_one_is_not(
         r"polytempo: rank 3 has waited \d+ s for an answer; server 1 does not answer, is it stopped\?\n", text[-1]
     )
     assert not any("server 0" in part for part in text)
+
+
+def test_where_a_rank_is_debugged_no_wait_for_others_times_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for waits whose end is no failure; and the wait is told once."""
+    now = [0.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadline, "_endless", False)
+    deadline.wait_without_limit()
+    endless, firm = deadline.Deadline(0, 5.0), deadline.Deadline(0, 5.0, firm=True)
+    for now[0] in (10.0, 100.0, 1000.0):
+        endless.look([1])
+        assert (endless.over, endless.left, firm.over) == (False, None, True)
+    assert capsys.readouterr().err == "polytempo: rank 0 has waited 10 s for rank 1 to join\n"
+    assert deadline.limit_of(5.0) is None

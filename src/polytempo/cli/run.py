@@ -55,6 +55,10 @@ STRATEGY = (
     "How the model is spread, such as data=2,pipe=2 or pipe=2,tensor=2,microbatches=8; also mirrored, multi_worker, "
     "parameter_server, central_storage, auto. Without -n it says how many workers there are."
 )
+DEBUG = (
+    "Give worker RANK the terminal: its breakpoint() stops there, and no time-out gives up a worker. A job of one worker "
+    "needs no option."
+)
 COUNT = "Number of worker processes on this host; by default 2, or what --strategy needs."
 #: Options that are not fields of a `RunRequest` by their own name.
 OWN = (
@@ -100,6 +104,7 @@ def run(
         float, Option(help="Give up another host without a heartbeat for longer than this, in seconds.")
     ] = 5.0,
     insecure: Insecure = False,
+    debug: Annotated[int | None, Option(help=DEBUG)] = None,
     fork: Fork = False,
     verbose: Annotated[bool, Option("--verbose", "-v", help="Also show each process that is started.")] = False,
     quiet: Quiet = False,

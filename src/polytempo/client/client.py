@@ -246,9 +246,9 @@ class Client:
 
     def find(self, key: str, patience: float) -> str | None:
         """The value of a key, once a worker has set it; None if that takes longer than `patience` seconds."""
-        deadline = time.monotonic() + patience
+        deadline = Deadline(self.rank, patience)
         self.ask_key(key)
-        over = lambda: key in self._stored or time.monotonic() > deadline  # noqa: E731
+        over = lambda: key in self._stored or deadline.over  # noqa: E731
         self._wait(over, f"another worker to set the key {key!r}", lambda: self.ask_key(key))
         return self.value_of(key)
 

@@ -113,7 +113,7 @@ class ProgressEngine:
         Raises:
             PeerError: It has not ended in `timeout` seconds.
         """
-        deadline = Deadline(self.rank, timeout)
+        deadline = Deadline(self.rank, timeout, firm=True)  # what its caller asks for: the task has its own
         while not task.done:
             if self._thread is not None or self._closing:
                 task.wait_quietly(deadline.left)

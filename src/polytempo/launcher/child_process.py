@@ -19,12 +19,15 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from polytempo.errors import PeerError
 from polytempo.launcher.forked_process import ForkedProcess, die_with_parent
+from polytempo.launcher.job_facts import JOB_VARIABLE, RANK_VARIABLE
+from polytempo.launcher.orphan_cleanup import kill_processes
 from polytempo.launcher.terminal_output import Screen
 from polytempo.records.files import record_lost
 from polytempo.transport.deadline import Deadline
@@ -38,6 +41,24 @@ def ignore_endings() -> None:
     """Ignore the signals that end a job; a program that this process is turned into ignores them, too."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a child stands to the launcher's own streams and terminal."""
+
+    reads: bool = False  #: has its standard input; else the child's is empty
+    direct: bool = False  #: has its output; else the launcher reads what the child writes
+    in_foreground: bool = False  #: is in its process group, so that the terminal takes both for one
+
+
+#: A child that leads its own group, and of which the launcher has all.
+WATCHED = Standing()
+
+
+def _prepare_for_terminal(parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until its debugger takes it (`debugger.py`)
 
 
 def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
@@ -57,11 +78,13 @@ class ChildProcess:
         log: Path | None = None,
         config: bytes | None = None,
         forks: bool = False,
+        standing: Standing = WATCHED,
     ) -> None:
         """Args: `environment`: added to this process's own; `log`: a file for its output; `config`: the first line of its
         standard input, which then stays open as long as this process is there, and whose end alone ends the child; `forks`:
         fork it from this process, which has loaded torch, instead of starting an interpreter (`forked_process.py`)."""
-        self.label = label
+        self.label, self.standing = label, standing
+        self._marks = [f"{name}={value}" for name, value in environment.items() if name in (JOB_VARIABLE, RANK_VARIABLE)]
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._log: IO[bytes] | None = None
@@ -71,18 +94,21 @@ class ChildProcess:
         self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
         variables = {**os.environ, **environment}
-        prepare = partial(die_with_parent, os.getpid()) if config is None else ignore_endings
+        die = _prepare_for_terminal if standing.in_foreground else die_with_parent
+        prepare = partial(die, os.getpid()) if config is None else ignore_endings
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if forks:
-            self.process = ForkedProcess(command, variables, config is not None, prepare)
+            self.process = ForkedProcess(
+                command, variables, config is not None, prepare, standing.reads, standing.direct, not standing.in_foreground
+            )
         else:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE if config is not None else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE if config is not None else None if standing.reads else subprocess.DEVNULL,
+                stdout=None if standing.direct else subprocess.PIPE,
+                stderr=None if standing.direct else subprocess.PIPE,
                 env=variables,
-                process_group=0,
+                process_group=None if standing.in_foreground else 0,
                 preexec_fn=prepare,  # safe: no threads here
             )
         if config is not None and self.process.stdin is not None:
@@ -90,9 +116,8 @@ class ChildProcess:
                 self.process.stdin.write(config + b"\n")
                 self.process.stdin.flush()
         self.pidfd = os.pidfd_open(self.process.pid)
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.pipes = {self.process.stdout.fileno(): 1, self.process.stderr.fileno(): 2}
+        numbered = ((self.process.stdout, 1), (self.process.stderr, 2))
+        self.pipes = {pipe.fileno(): number for pipe, number in numbered if pipe is not None}
         for descriptor in self.pipes:
             os.set_blocking(descriptor, False)
 
@@ -128,7 +153,7 @@ class ChildProcess:
         Raises:
             PeerError: It has ended, or the line has not come in `timeout` seconds.
         """
-        deadline, output = Deadline(-1, timeout), next(pipe for pipe, stream in self.pipes.items() if stream == 1)
+        deadline, output = Deadline(-1, timeout, firm=True), next(pipe for pipe, stream in self.pipes.items() if stream == 1)
         lines: list[str] | None = []
         while not lines and not deadline.over:
             select.select([output], [], [], deadline.until_next_look)
@@ -174,7 +199,10 @@ class ChildProcess:
         if self._reaped:
             return
         try:
-            os.killpg(self.process.pid, number)
+            if self.standing.in_foreground:  # the group is the launcher's
+                signal.pidfd_send_signal(self.pidfd, number)
+            else:
+                os.killpg(self.process.pid, number)
         except ProcessLookupError:  # the child has joined another group
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -185,6 +213,8 @@ class ChildProcess:
             return
         self.kill(signal.SIGKILL)
         self.process.wait()
+        if self.standing.in_foreground:
+            kill_processes(*self._marks)  # what it has started; of other children the signal to the group was enough
         self._reaped = True
         self.status = self.process.returncode if self.status is None else self.status
         os.close(self.pidfd)

@@ -211,6 +211,11 @@ class Display:
             table.add_row("...", "", "", "", f"and {len(workers) - 24} more")
         return table
 
+    def make_room(self) -> None:
+        """A worker is debugged on this terminal: from now on nothing is drawn here, and no status is told."""
+        self.close()
+        self._quiet = True
+
     def close(self) -> None:
         """Restore the terminal."""
         if self._live is not None:

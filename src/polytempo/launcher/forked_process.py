@@ -68,26 +68,36 @@ class ForkedProcess:
     """A forked Python process with pipes; the part of `subprocess.Popen` that `ChildProcess` uses."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], stdin: bool, prepare: Callable[[], None]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: bool,
+        prepare: Callable[[], None],
+        reads: bool = False,
+        direct: bool = False,
+        leads: bool = True,
     ) -> None:
         """Args: `command` as for `subprocess` (the interpreter, then `-m MODULE`, `-c CODE` or a script, and arguments);
-        `environment`: all of it; `stdin`: open a pipe for standard input, else it is empty; `prepare`: called in the child
-        first, while signals are still blocked."""
+        `environment`: all of it; `stdin`: open a pipe for standard input, else it is this process's own if `reads`, or
+        empty; `prepare`: called in the child first, while signals are still blocked; `direct`: its output is this process's
+        own, too, else there are pipes for it; `leads`: it leads a process group."""
         self.returncode: int | None = None
-        inward = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
-        outward, errors = os.pipe(), os.pipe()
+        inward = os.pipe() if stdin else (os.dup(0) if reads else os.open(os.devnull, os.O_RDONLY), -1)
+        outward, errors = ((-1, os.dup(1)), (-1, os.dup(2))) if direct else (os.pipe(), os.pipe())
 
         def lead_group() -> None:
-            os.setpgid(0, 0)
+            if leads:
+                os.setpgid(0, 0)
             prepare()
 
         self.pid = fork_python(command, environment, os.getcwd(), (inward[0], outward[1], errors[1]), lead_group)
-        with suppress(ProcessLookupError, PermissionError):  # the child does it too; whichever comes first
-            os.setpgid(self.pid, self.pid)
+        if leads:
+            with suppress(ProcessLookupError, PermissionError):  # the child does it too; whichever comes first
+                os.setpgid(self.pid, self.pid)
         for descriptor in (inward[0], outward[1], errors[1]):
             os.close(descriptor)
         self.stdin = io.FileIO(inward[1], "wb") if stdin else None
-        self.stdout, self.stderr = io.FileIO(outward[0]), io.FileIO(errors[0])
+        self.stdout, self.stderr = (None if way[0] < 0 else io.FileIO(way[0]) for way in (outward, errors))
 
     def wait(self) -> int:
         """Wait for the end of the process and reap it.

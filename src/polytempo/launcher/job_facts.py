@@ -19,6 +19,8 @@ RANK_VARIABLE = "POLYTEMPO_RANK"
 #: The rendezvous address of ranks on several hosts, and the file with their keys, or "insecure"; arguments win over them.
 ADDRESS_VARIABLE = "POLYTEMPO_ADDRESS"
 KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
+#: The debugger that the user has chosen, as PYTHONBREAKPOINT names one; in workers that names ours (`debugger.py`).
+BREAKPOINT_VARIABLE, DEBUGGER_VARIABLE = "PYTHONBREAKPOINT", "POLYTEMPO_DEBUGGER"
 #: The process that holds a rank in a job, and which: set by `init`, for the processes that this one starts.
 WORKER_VARIABLE = "POLYTEMPO_WORKER"
 
@@ -53,6 +55,8 @@ class JobFacts:
     resumed: bool = False  #: does it go on from one?
     replica: int = 1  #: workers that share one replica of the model, by that strategy
     host_timeout: float = 5.0  #: seconds in which a link between hosts may come back (--host-timeout)
+    reader: int | None = None  #: the rank that has standard input
+    debugged: bool = False  #: does its user debug it (--debug)? Then no rank gives up another for being late
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
 
     def torch_variables(self, rank: int) -> dict[str, str]:
@@ -140,6 +144,11 @@ def claimed_by(place: str) -> int:
     """The process that holds this rank, if it is this one or an ancestor; else 0."""
     worker, _, claimed = os.environ.get(WORKER_VARIABLE, "").partition(" ")
     return int(worker) if place and claimed == place and worker.isdigit() else 0
+
+
+def chosen_debugger() -> str:
+    """The debugger that the user has chosen for `breakpoint()`, as a dotted name; "0" for none."""
+    return os.environ.get(DEBUGGER_VARIABLE) or os.environ.get(BREAKPOINT_VARIABLE) or "pdb.set_trace"
 
 
 def _started(process: int) -> str:

@@ -16,10 +16,18 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.launcher.child_process import ChildProcess
+from polytempo.launcher.child_process import WATCHED, ChildProcess, Standing
+from polytempo.launcher.debugger import HOOK, SOCKET
 from polytempo.launcher.display import Display
 from polytempo.launcher.forked_process import preload
-from polytempo.launcher.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
+from polytempo.launcher.job_facts import (
+    BREAKPOINT_VARIABLE,
+    DEBUGGER_VARIABLE,
+    JOB_VARIABLE,
+    RANK_VARIABLE,
+    JobFacts,
+    chosen_debugger,
+)
 from polytempo.launcher.job_folder import JobFolder
 from polytempo.launcher.process_monitor import ProcessMonitor
 from polytempo.launcher.program import Program
@@ -32,6 +40,8 @@ from polytempo.version import VERSION
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 #: Seconds in which the emulated network starts: it loads little.
 LINK_TIMEOUT = 30.0
+#: The event of a worker that asks for the terminal.
+DEBUGGER = "debugger"
 
 
 class JobProcesses:
@@ -50,6 +60,12 @@ class JobProcesses:
             preload()
         self.monitor = ProcessMonitor()  # from here on signals are waited for
         self.folder = JobFolder("launcher")
+        self._debugger: socket.socket | None = None
+        if self._request.reader is not None:
+            self._debugger = socket.socket(socket.AF_UNIX)
+            self._debugger.bind(str(self.folder.path / SOCKET))
+            self._debugger.listen()
+            self.monitor.watch(self._debugger, DEBUGGER)
 
     def start(self, display: Display) -> None:
         """Start all servers, then all workers."""
@@ -76,7 +92,7 @@ class JobProcesses:
             variables = {**facts.torch_variables(rank), **self._threads()}
             log = self._log(f"worker-{rank}")
             file = self.folder.job_file
-            child = start_worker(request.program, file, rank, variables, log, request.fork)
+            child = start_worker(request.program, file, rank, variables, log, request.fork, self._standing(rank))
             self.workers[child] = rank
             self.monitor.add(child)
             display.detail(f"worker {rank} is process {child.process.pid}")
@@ -98,6 +114,22 @@ class JobProcesses:
             tokens={rank: credentials.token("worker", rank, facts.incarnation) for rank in ranks},
             proxies=dict(zip(ranks, proxies, strict=True)),
         )
+
+    @property
+    def in_foreground(self) -> bool:
+        """Whether a worker is in this process's group, so that the terminal sends it Ctrl-C, too."""
+        return any(child.standing.in_foreground for child in self.workers)
+
+    def accept_debugger(self) -> socket.socket:
+        """The connection of a worker that asks for the terminal."""
+        assert self._debugger is not None
+        return self._debugger.accept()[0]
+
+    def close(self) -> None:
+        """Remove the folder: all processes have ended."""
+        if self._debugger is not None:
+            self._debugger.close()
+        self.folder.remove()
 
     def worker(self, rank: int | None) -> ChildProcess | None:
         """The process of a worker of this host; None for a worker of another."""
@@ -126,6 +158,8 @@ class JobProcesses:
             host_timeout=request.host_timeout,
             saves=request.checkpoint is not None,
             resumed=self._checked.resume is not None,
+            reader=request.reader,
+            debugged=request.debug is not None,
             port=self._port,
         )
 
@@ -180,6 +214,12 @@ class JobProcesses:
         share = max(1, (os.cpu_count() or 1) // busy)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
 
+    def _standing(self, rank: int) -> Standing:
+        """Of a worker: whether it has the launcher's standard input, and with --debug its output as well."""
+        if rank != self._request.reader:
+            return WATCHED
+        return Standing(reads=True, direct=self._request.debug is not None, in_foreground=os.isatty(0))
+
     def _log(self, name: str) -> Path | None:
         return self._request.record / "logs" / f"{name}.log" if self._request.record else None
 
@@ -201,11 +241,14 @@ def start_worker(
     variables: dict[str, str],
     log: Path | None = None,
     forks: bool = False,
+    standing: Standing = WATCHED,
 ) -> ChildProcess:
     """Start one worker process, by a fork of this one if `forks`; its output goes to the file `log` as well."""
     environment = {JOB_VARIABLE: str(job_file), RANK_VARIABLE: str(rank), "PYTHONUNBUFFERED": "1", **variables}
     environment |= keep_memory()
-    return ChildProcess(f"worker {rank}", program.command(), environment, log, forks=forks)
+    if (debugger := chosen_debugger()) != "0":  # which turns breakpoint() off
+        environment |= {DEBUGGER_VARIABLE: debugger, BREAKPOINT_VARIABLE: HOOK}
+    return ChildProcess(f"worker {rank}", program.command(), environment, log, forks=forks, standing=standing)
 
 
 def free_port() -> int:

@@ -33,7 +33,7 @@ from polytempo.errors import counted
 from polytempo.launcher.child_process import ENDING, ChildProcess
 from polytempo.launcher.coordinator_link import STATUS_EVERY, CoordinatorLink
 from polytempo.launcher.display import Display
-from polytempo.launcher.job_processes import JobProcesses
+from polytempo.launcher.job_processes import DEBUGGER, JobProcesses
 from polytempo.launcher.process_monitor import (
     INTERRUPTED,
     Exited,
@@ -176,6 +176,7 @@ class LocalJob:
         self._asked: set[int] = set()  #: workers that a signal like SIGTERM has ended: soon it may come to this process, too
         self._step = 0  #: of the worker that is farthest
         self._given_up: dict[int, tuple[str, str]] = {}  #: reason and cause of workers given up by --timeout
+        self._debugged = False  #: is a worker in its debugger, which then has Ctrl-C?
         self._undecided: list[tuple[int, int, str, str]] = []  # status request, worker, reason and cause of its end
         self._stopped: StoppedProcesses[ChildProcess] = StoppedProcesses(self.request.timeout)
         self._processes = JobProcesses(checked)
@@ -185,7 +186,7 @@ class LocalJob:
             OutputLine: self._on_line,
             OutputRows: self._on_drawing,
             Exited: self._on_exit,
-            Readable: lambda _: self._receive(),
+            Readable: self._on_readable,
             Signalled: self._on_signal,
             Status: self._on_status,
             Notice: self._on_notice,
@@ -197,12 +198,15 @@ class LocalJob:
         """Run the job; its exit status."""
         with ExitStack() as undo:
             undo.callback(lambda: self._monitor.close(told_to_end=self._end.signals > 0 and self._end.is_early))
-            undo.callback(self._processes.folder.remove)  # before a signal can end this process again
+            undo.callback(self._processes.close)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._coordinator.close)
             undo.callback(self._monitor.dismiss)
             begun = time.monotonic()
             self.display.begin(self.request.in_words())
+            if self.request.debug is not None:
+                self.display.make_room()
+                self.display.say(f"worker {self.request.debug} has the terminal; no time-out gives up a worker (--debug)")
             if self.checked.note():
                 self.display.say(self.checked.note())
             if self.request.link is not None:
@@ -272,13 +276,34 @@ class LocalJob:
             if handler is not None:
                 handler(message)
 
+    def _on_readable(self, event: Readable) -> None:
+        if event.key == DEBUGGER:
+            self._on_debugger()
+        else:
+            self._receive()
+
     # Events of child processes, and signals.
+
+    def _on_debugger(self) -> None:
+        """A worker has come to its first `breakpoint()`, and waits until the terminal is free."""
+        asks = self._processes.accept_debugger()
+        self.display.make_room()
+        if self._processes.in_foreground and not self._debugged:
+            self._debugged = True
+            self.display.say(
+                f"worker {self.request.reader} is in its debugger, and writes here directly from now on; Ctrl-C is the "
+                "debugger's; the job ends by its q, or by Ctrl-\\"
+            )
+        asks.send(b"!")
+        asks.close()
 
     def _on_signal(self, event: Signalled) -> None:
         """The first signal ends the job in order. Who insists (`JobEnd.at_once`) ends it at once."""
         if event.number not in ENDING:
             return
         end = self._end
+        if event.number == signal.SIGINT and self._debugged and not self._supervisor.ending:
+            return  # the terminal has sent it to the debugger as well: if that worker ends by it, the job does
         end.signals += 1
         end.insisted += {signal.SIGINT: 1, signal.SIGQUIT: ENOUGH}.get(signal.Signals(event.number), 0)
         if not self._supervisor.ending:
@@ -336,6 +361,8 @@ class LocalJob:
         if rank is not None:
             if -event.status in ENDING:
                 self._asked.add(rank)
+            if -event.status == signal.SIGINT and self._debugged and rank == self.request.reader:
+                self._end.interrupted = self._supervisor.ending = True
             self._worker_ended(rank, *self._given_up.get(rank, (reason, cause)))
             return
         if event.child is self._processes.link:
@@ -427,7 +454,7 @@ class LocalJob:
 
     def _check_timeout(self, status: Status) -> None:
         """`--timeout`: a worker that others have waited for longer than that is given up."""
-        limit = self.request.timeout
+        limit = self.request.timeout if self.request.debug is None else None
         held_up = self._stopped.held_up(time.monotonic())
         late = waited_too_long(status, limit) if limit is not None and not held_up else None
         if late is None or late in self._given_up:

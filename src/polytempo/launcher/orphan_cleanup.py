@@ -23,8 +23,8 @@ from contextlib import suppress
 GRACE = 3.0
 
 
-def processes_with(mark: str) -> list[int]:
-    """Pidfds of the processes started with this entry in their environment.
+def processes_with(*marks: str) -> list[int]:
+    """Pidfds of the processes started with these entries in their environment.
 
     The pidfd is opened before the entry is read, so that no other process can be signalled.
     """
@@ -38,7 +38,7 @@ def processes_with(mark: str) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                belongs = os.fsencode(mark) in file.read().split(b"\0")
+                belongs = {os.fsencode(mark) for mark in marks} <= set(file.read().split(b"\0"))
         except OSError:  # it has ended, or is another user's
             belongs = False
         if belongs:
@@ -74,6 +74,14 @@ def end_processes(mark: str) -> None:
         for pidfd in pidfds:
             os.close(pidfd)
         seconds = 0.0
+
+
+def kill_processes(*marks: str) -> None:
+    """Kill the processes with these marks at once."""
+    for pidfd in processes_with(*marks):
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
 
 
 def main(who: str, process: str, folder: str, mark: str) -> None:

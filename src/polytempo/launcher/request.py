@@ -48,12 +48,18 @@ class RunRequest:
     replica: int = 1  #: workers that share one replica of the model, by that strategy
     server_device: str = "auto"  #: where servers keep values: "auto", "cpu", "cuda" or "cuda:I"
     gpus: int = 0  #: that are visible on this host
+    debug: int | None = None  #: the worker that has the terminal
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
 
     @property
     def size(self) -> int:
         """Workers here and elsewhere."""
         return self.workers + self.expect
+
+    @property
+    def reader(self) -> int | None:
+        """The worker that has standard input: the one that is debugged, or the only one."""
+        return 0 if self.debug is None and self.size == self.workers == 1 else self.debug
 
     @property
     def least(self) -> int:
@@ -202,6 +208,8 @@ class RunRequest:
             raise UsageError("--insecure is about --listen, which was not given; leave it out")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.size:
             raise UsageError(f"expected --min-workers between 1 and {self.size}, got {self.min_workers}")
+        if self.debug is not None and not 0 <= self.debug < self.workers:
+            raise UsageError(f"--debug names worker {self.debug}; expected one of this host, 0 to {self.workers - 1}")
         check_host_timeout(self.host_timeout)
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"expected --timeout above 0 seconds, got {self.timeout:g}")

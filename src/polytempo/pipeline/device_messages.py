@@ -33,7 +33,7 @@ from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
 from polytempo.device.side_stream import SideStream
 from polytempo.errors import PeerError, UsageError
 from polytempo.pipeline.stage_message import MessageForm, StageMessage, copied_in, copied_out
-from polytempo.transport.deadline import Deadline
+from polytempo.transport.deadline import Deadline, limit_of
 from polytempo.transport.shared_memory import Segment, make_segment, rounded
 
 #: The fences of a pair: WRITTEN, then one for each block.
@@ -244,7 +244,7 @@ class DeviceMessages:
 
     def _give_up(self, source: int) -> None:
         """End the waits for a rank that is gone or late; its GPU may still set the fence, so that this may come again."""
-        of, patience = self._incoming[source], self._group.timeout
+        of, patience = self._incoming[source], limit_of(self._group.timeout)
         if source in self._engine.messages.left:
             of.lost = of.lost or self._engine.messages.loss([source])
         elif patience is not None and time.monotonic() - of.since > patience:

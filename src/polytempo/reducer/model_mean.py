@@ -72,7 +72,7 @@ class ModelMean:
             step = int(self._asked[0])
             waits = not (self.left or self._looking) and self.finished is not None and self.finished < step
             if waits:
-                self._later.append(Waiting(source, step, Deadline(self._links.rank, PATIENCE)))
+                self._later.append(Waiting(source, step, Deadline(self._links.rank, PATIENCE, firm=True)))
         if not waits:
             self._tell(source)
 
@@ -152,7 +152,7 @@ class ModelMean:
         """Workers that left since the last step have handed over to the lowest rank: what they sent is accepted soon."""
         if there and min(there) < self._links.rank:
             return
-        deadline = Deadline(self._links.rank, LAST_WORDS)
+        deadline = Deadline(self._links.rank, LAST_WORDS, firm=True)
         with self._came:
             while not deadline.over and any(not self._links.has_crashed(rank) for rank in gone if rank not in self._givers):
                 self._came.wait(deadline.until_next_look)

@@ -94,7 +94,7 @@ class NeighbourLinks:
                     deadline.report(lambda: f"in {task.name}, for rank {rank}")
                 self._listen()
                 if rank in self._departed and gone is None:
-                    gone = Deadline(self.rank, LAST_WORDS)
+                    gone = Deadline(self.rank, LAST_WORDS, firm=True)
                 if gone is not None and gone.over:
                     return False
         if not task.done and patience == LONGEST:

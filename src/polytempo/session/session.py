@@ -57,7 +57,7 @@ from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
-from polytempo.transport.deadline import TIMEOUT, RankWatch
+from polytempo.transport.deadline import TIMEOUT, RankWatch, wait_without_limit
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.local_peers import LocalPeers
 from polytempo.transport.rendezvous import KeyValueStore
@@ -353,6 +353,8 @@ class Session:
 
 def open_session(job: JobFacts, rank: int, retry: float = 5.0, timeout: float | None = None) -> Session:
     """Connect to all servers of a job."""
+    if job.debugged:
+        wait_without_limit()
     later = None if timeout is None else timeout + AFTER_COLLECTIVES
     session = Session(_open_client(job, rank, job.addresses, retry, later), job, rank)
     session.timeout = timeout
@@ -384,6 +386,8 @@ def watching_job() -> Iterator[RankWatch]:
     elif found is None:
         yield RankWatch()
     else:
+        if found[0].debugged:
+            wait_without_limit()
         client = _open_client(*found, found[0].addresses[:1])
         try:
             yield JobWatch(client, threading.RLock(), 0)

@@ -7,6 +7,7 @@ each further one when the wait has doubled.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,18 +25,33 @@ LOOK_EVERY = 0.5
 LISTED = 8
 
 
+_endless = False
+
+
+def wait_without_limit() -> None:
+    """A rank of the job is debugged: while its user thinks, no wait of this process for other ranks times out."""
+    global _endless
+    _endless = True
+
+
+def limit_of(seconds: float | None) -> float | None:
+    """A time-out of a wait for other ranks, as it holds in this job; None for one that never comes."""
+    return None if _endless else seconds
+
+
 class Deadline:
     """One wait of a rank.
 
     Args:
         rank: The rank that waits.
         seconds: The time-out; None waits for ever.
+        firm: Does it hold even where a rank is debugged? So it is where the end of the wait is no failure.
     """
 
     __slots__ = ("_began", "_report_at", "rank", "seconds")
 
-    def __init__(self, rank: int, seconds: float | None = None) -> None:
-        self.rank, self.seconds = rank, seconds
+    def __init__(self, rank: int, seconds: float | None = None, firm: bool = False) -> None:
+        self.rank, self.seconds = rank, seconds if firm else limit_of(seconds)
         self.restart()
 
     def restart(self) -> None:
@@ -77,7 +93,7 @@ class Deadline:
         """Write `line(what())` to stderr if a report is due."""
         now = time.monotonic()
         if now >= self._report_at:
-            self._report_at = now + max(now - self._began, FIRST_REPORT)
+            self._report_at = math.inf if _endless else now + max(now - self._began, FIRST_REPORT)
             sys.stderr.write(f"polytempo: {self.line(what())}\n")
             sys.stderr.flush()
 

@@ -208,7 +208,7 @@ class StreamChannel(Channel):
 
 def _connected(path: str, timeout: float) -> socket.socket:
     """A connection to a server that may still be starting."""
-    deadline = Deadline(-1, timeout)
+    deadline = Deadline(-1, timeout, firm=True)
 
     def retry(error: OSError) -> bool:
         if deadline.over or not os.path.isdir(os.path.dirname(path)):
