@@ -21,6 +21,7 @@ from polytempo.version import VERSION
 if TYPE_CHECKING:
     from polytempo import simulate as simulate
     from polytempo import tables as tables
+    from polytempo.cli.launch import launch as launch
     from polytempo.collectives.tasks import Task as Task
     from polytempo.errors import JobEnded as JobEnded
     from polytempo.errors import PeerError as PeerError
@@ -83,6 +84,7 @@ register()
 
 #: Module, below `polytempo`: the public names that it defines.
 _MODULES = {
+    "cli.launch": ("launch",),
     "collectives.tasks": ("Task",),
     "errors": ("JobEnded", "PeerError", "PolytempoError", "RankLost", "UsageError"),
     "optim.asup": ("AsuP",),
@@ -153,6 +155,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "launch",
     "local_device",
     "local_rank",
     "local_size",

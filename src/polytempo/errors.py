@@ -72,6 +72,9 @@ class RankLost(PeerError):
         super().__init__(text)
         self.ranks = ranks
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.ranks)
+
 
 class JobEnded(PolytempoError, RuntimeError):
     """The job was ended early; the text is the first cause, which need not lie in this process."""

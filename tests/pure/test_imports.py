@@ -61,7 +61,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "optim",
             "server",
         },
-        {"rich", "torch"},
+        {"rich", "torch", "cloudpickle"},
     ),
     "client": (
         {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launcher"},
@@ -135,6 +135,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
                 "lazy_imports",
                 "simulate",
                 "tables",
+                "cli",
                 "collectives",
                 "optim",
                 "session",

@@ -31,7 +31,7 @@ def test_modules_are_found_as_python_finds_them_and_none_is_imported(project: Pa
         program = ModuleProgram(name, ("--lr", "1"))
         program.check()
         assert program.spec().origin == str(project / file)
-        assert program.command() == [sys.executable, "-m", name, "--lr", "1"]
+        assert program.command(project) == [sys.executable, "-m", name, "--lr", "1"]
     assert not {"shop", "bare", "alone"} & sys.modules.keys()
     ModuleProgram("http.server").check()  # of the standard library, not of this directory
 

@@ -57,6 +57,7 @@ def test_public_names() -> None:
         "irecv",
         "is_initialized",
         "isend",
+        "launch",
         "local_device",
         "local_rank",
         "local_size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from polytempo.sync.spec import COMPARED, Spec, refused_of
 
 if TYPE_CHECKING:
     from polytempo.launcher.local_job import LocalJob
+    from polytempo.launcher.program import Program
     from polytempo.launcher.request import RunRequest
     from polytempo.strategy.job_options import JobOptions
 
@@ -113,24 +115,41 @@ def run(
     given = dict(locals())
     if max_restarts:
         raise UsageError("--max-restarts is planned but not available yet; leave it out")
+    from polytempo.launcher.program import program_of
+
+    raise typer.Exit(run_job(program_of(script, arguments, module), given)[0])
+
+
+def run_job(
+    program: Program, given: dict[str, Any], collect: Callable[[Path], object] | None = None
+) -> tuple[int, LocalJob]:
+    """Run a job from the options of `run`, and show how it went: its exit status, and the job.
+
+    Args:
+        program: What the workers run.
+        given: The values of all options, by the names of `run`'s arguments.
+        collect: The call that started the job, and goes on after it, takes its results from the job's folder.
+    """
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
-    from polytempo.launcher.program import program_of
     from polytempo.launcher.request import RunRequest
     from polytempo.launcher.visible_gpus import visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
+    strategy, quiet = given["strategy"], given["quiet"]
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(slow, hiccup, link) | {"gpus": visible_gpus()}
+    fields |= emulation_of(given["slow"], given["hiccup"], given["link"]) | {"gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
-    options = JobOptions(strategy, workers, expect, sync, via, min_workers, saves)
-    program = program_of(script, arguments, module)
-    request = RunRequest(program, **fields | options.settled(), limits=limits_of(steps, samples, seconds))
-    job = LocalJob(request.checked(), Display(request.sync, quiet, verbose))
+    options = JobOptions(
+        strategy, given["workers"], given["expect"], given["sync"], given["via"], given["min_workers"], saves
+    )
+    limits = limits_of(given["steps"], given["samples"], given["seconds"])
+    request = RunRequest(program, **fields | options.settled(), limits=limits)
+    job = LocalJob(request.checked(), Display(request.sync, quiet, given["verbose"]), collect)
     status = job.run()
     if status == 0 and not quiet:
         _show_summary(job, options)
-    raise typer.Exit(status)
+    return status, job
 
 
 def _show_summary(job: LocalJob, options: JobOptions) -> None:

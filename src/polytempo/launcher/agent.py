@@ -174,6 +174,7 @@ class Agent:
         facts = replace(facts, first_rank=assigned.ranks[0], local_size=count, tokens=tokens)
         job_file = self._folder.job_file
         facts.write(job_file)
+        self.request.program.place(self._folder.path)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
         for rank in assigned.ranks:
             variables = {**facts.torch_variables(rank), **threads}

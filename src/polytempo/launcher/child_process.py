@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from polytempo.errors import PeerError
-from polytempo.launcher.forked_process import ForkedProcess, die_with_parent
+from polytempo.launcher.forked_process import Body, ForkedProcess, die_with_parent
 from polytempo.launcher.job_facts import JOB_VARIABLE, RANK_VARIABLE
 from polytempo.launcher.orphan_cleanup import kill_processes
 from polytempo.launcher.terminal_output import Screen
@@ -79,10 +79,12 @@ class ChildProcess:
         config: bytes | None = None,
         forks: bool = False,
         standing: Standing = WATCHED,
+        body: Body | None = None,
     ) -> None:
         """Args: `environment`: added to this process's own; `log`: a file for its output; `config`: the first line of its
         standard input, which then stays open as long as this process is there, and whose end alone ends the child; `forks`:
-        fork it from this process, which has loaded torch, instead of starting an interpreter (`forked_process.py`)."""
+        fork it from this process, which has loaded torch, instead of starting an interpreter (`forked_process.py`); `body`:
+        what it does then, if that is not what the command says."""
         self.label, self.standing = label, standing
         self._marks = [f"{name}={value}" for name, value in environment.items() if name in (JOB_VARIABLE, RANK_VARIABLE)]
         self.status: int | None = None
@@ -97,10 +99,9 @@ class ChildProcess:
         die = _prepare_for_terminal if standing.in_foreground else die_with_parent
         prepare = partial(die, os.getpid()) if config is None else ignore_endings
         self.process: subprocess.Popen[bytes] | ForkedProcess
-        if forks:
-            self.process = ForkedProcess(
-                command, variables, config is not None, prepare, standing.reads, standing.direct, not standing.in_foreground
-            )
+        if forks or body is not None:
+            own = (standing.reads, standing.direct, not standing.in_foreground)
+            self.process = ForkedProcess(command, variables, config is not None, prepare, *own, body)
         else:
             self.process = subprocess.Popen(
                 command,
@@ -109,7 +110,7 @@ class ChildProcess:
                 stderr=None if standing.direct else subprocess.PIPE,
                 env=variables,
                 process_group=None if standing.in_foreground else 0,
-                preexec_fn=prepare,  # safe: no threads here
+                preexec_fn=prepare,  # safe where there are threads, as in a notebook: it takes no lock
             )
         if config is not None and self.process.stdin is not None:
             with suppress(BrokenPipeError):  # the child has ended already, as its pidfd will tell

@@ -33,12 +33,14 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_LIBC = ctypes.CDLL(None)  # opened here: between fork and exec a child of a process with threads takes no lock
 #: What servers and training scripts load.
 PRELOADED = (
     "torch",
@@ -47,6 +49,14 @@ PRELOADED = (
     "polytempo.train.optimizer",
     "polytempo.train.communication",
 )
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a forked process does instead of what its command line says."""
+
+    call: Callable[[], object]
+    kept: frozenset[int] = frozenset()  #: descriptors of the parent's, which stay open
 
 
 def preload(modules: Sequence[str] = PRELOADED) -> None:
@@ -59,7 +69,7 @@ def preload(modules: Sequence[str] = PRELOADED) -> None:
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent, process `parent`, ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)
 
@@ -76,11 +86,12 @@ class ForkedProcess:
         reads: bool = False,
         direct: bool = False,
         leads: bool = True,
+        body: Body | None = None,
     ) -> None:
         """Args: `command` as for `subprocess` (the interpreter, then `-m MODULE`, `-c CODE` or a script, and arguments);
         `environment`: all of it; `stdin`: open a pipe for standard input, else it is this process's own if `reads`, or
         empty; `prepare`: called in the child first, while signals are still blocked; `direct`: its output is this process's
-        own, too, else there are pipes for it; `leads`: it leads a process group."""
+        own, too, else there are pipes for it; `leads`: it leads a process group; `body`: what it does instead."""
         self.returncode: int | None = None
         inward = os.pipe() if stdin else (os.dup(0) if reads else os.open(os.devnull, os.O_RDONLY), -1)
         outward, errors = ((-1, os.dup(1)), (-1, os.dup(2))) if direct else (os.pipe(), os.pipe())
@@ -90,7 +101,7 @@ class ForkedProcess:
                 os.setpgid(0, 0)
             prepare()
 
-        self.pid = fork_python(command, environment, os.getcwd(), (inward[0], outward[1], errors[1]), lead_group)
+        self.pid = fork_python(command, environment, os.getcwd(), (inward[0], outward[1], errors[1]), lead_group, body)
         if leads:
             with suppress(ProcessLookupError, PermissionError):  # the child does it too; whichever comes first
                 os.setpgid(self.pid, self.pid)
@@ -115,8 +126,9 @@ def fork_python(
     directory: str,
     descriptors: tuple[int, int, int],
     prepare: Callable[[], None] = lambda: None,
+    body: Body | None = None,
 ) -> int:
-    """Fork a child that runs a Python command as if it had been started anew; the child's process id.
+    """Fork a child that runs a Python command as if it had been started anew, or a `body`; the child's process id.
 
     Args: `command`: the interpreter, then `-m MODULE`, `-c CODE` or a script, and arguments; `descriptors`: its standard
     input, output and error; `prepare`: called in the child first, while signals are still blocked.
@@ -134,14 +146,14 @@ def fork_python(
     try:
         prepare()
         _reset_signals(mask)
-        _reset_descriptors(descriptors)
+        _reset_descriptors(descriptors, body.kept if body is not None else frozenset())
         os.chdir(directory)
         _reset_environment(command, environment)
         _reset_libraries(environment)
     except BaseException as error:  # noqa: BLE001 the frames above are the parent's: they must not run in the child
         os.write(2, f"polytempo: a forked process could not start: {error!r}\n".encode())
         os._exit(1)
-    _run(command)
+    _run(command, body)
 
 
 def _reset_signals(mask: set[int]) -> None:
@@ -154,12 +166,16 @@ def _reset_signals(mask: set[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _reset_descriptors(descriptors: tuple[int, int, int]) -> None:
-    """Standard streams lead to `descriptors`; all other descriptors are closed."""
+def _reset_descriptors(descriptors: tuple[int, int, int], kept: frozenset[int]) -> None:
+    """Standard streams lead to `descriptors`; all others that are not `kept` are closed."""
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in descriptors]
     for number, descriptor in enumerate(above):
         os.dup2(descriptor, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    first = 3
+    for number in sorted(descriptor for descriptor in kept if descriptor >= first):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
 
 def _reset_environment(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -210,11 +226,13 @@ def _reset_libraries(environment: Mapping[str, str]) -> None:
     gc.freeze()  # nothing of the parent's is collected: a descriptor's number may be another file's by now
 
 
-def _run(command: Sequence[str]) -> NoReturn:
-    """Be `__main__`; then end without returning to the frames of the parent."""
+def _run(command: Sequence[str], body: Body | None) -> NoReturn:
+    """Be `__main__`, or what the body says; then end without returning to the frames of the parent."""
     status = 1
     try:
-        status = _exit_status(lambda: _run_main(command))
+        if body is not None:
+            _forget_ends()
+        status = exit_status((lambda: _run_main(command)) if body is None else body.call)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -228,8 +246,16 @@ def _run(command: Sequence[str]) -> NoReturn:
     os._exit(status)
 
 
-def _exit_status(main: Callable[[], None]) -> int:
-    """Run a program; the exit status that Python would end with."""
+def _forget_ends() -> None:
+    """What the parent does at its end is not the child's to do, nor has the child ended by the parent's last error."""
+    atexit._clear()
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+
+
+def exit_status(main: Callable[[], object]) -> int:
+    """Run a program; the exit status that Python would end with. Its traceback begins outside of this package."""
     try:
         main()
     except SystemExit as ended:
@@ -238,9 +264,7 @@ def _exit_status(main: Callable[[], None]) -> int:
         sys.stderr.write(f"{ended.code}\n")
         return 1
     except BaseException as error:  # noqa: BLE001
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
+        trace = below_this_package(error.__traceback__)
         error = error.with_traceback(trace)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as the interpreter notes it
         sys.excepthook(type(error), error, trace)
@@ -250,6 +274,13 @@ def _exit_status(main: Callable[[], None]) -> int:
             os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
+
+
+def below_this_package(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that have called the program."""
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
+        trace = trace.tb_next
+    return trace
 
 
 def _run_main(command: Sequence[str]) -> None:

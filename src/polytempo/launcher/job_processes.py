@@ -88,6 +88,7 @@ class JobProcesses:
             assert self.link is not None
             display.detail(f"the emulated network is process {self.link.process.pid}")
         facts.write(self.folder.job_file)
+        request.program.place(self.folder.path)
         for rank in range(request.workers):
             variables = {**facts.torch_variables(rank), **self._threads()}
             log = self._log(f"worker-{rank}")
@@ -248,7 +249,11 @@ def start_worker(
     environment |= keep_memory()
     if (debugger := chosen_debugger()) != "0":  # which turns breakpoint() off
         environment |= {DEBUGGER_VARIABLE: debugger, BREAKPOINT_VARIABLE: HOOK}
-    return ChildProcess(f"worker {rank}", program.command(), environment, log, forks=forks, standing=standing)
+    folder = job_file.parent
+    body = program.body(folder, rank)
+    return ChildProcess(
+        f"worker {rank}", program.command(folder), environment, log, forks=forks, standing=standing, body=body
+    )
 
 
 def free_port() -> int:

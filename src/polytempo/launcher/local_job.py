@@ -116,6 +116,7 @@ class JobEnd:
     cause: EndJob | None = None
     interrupted: bool = False
     signals: int = 0  #: how many have come
+    ended_by: signal.Signals | None = None  #: the first of them
     insisted: int = 0  #: how many of them were SIGINT; SIGQUIT counts as `ENOUGH` of them
     finished: bool = False  #: the coordinator has sent the summary: all is written
     dismissed: bool = False  #: the servers have been waited for, and end now; one that is still starting is too late
@@ -160,7 +161,10 @@ class JobEnd:
 class LocalJob:
     """One job, from start to end."""
 
-    def __init__(self, checked: CheckedRequest, display: Display) -> None:
+    def __init__(self, checked: CheckedRequest, display: Display, collect: Callable[[Path], object] | None = None) -> None:
+        """Args: `collect`: takes what workers have left in the job's folder, before that is removed, for a caller that goes
+        on when the job has ended, also by a signal."""
+        self._collect = collect
         self.checked, self.request, self.plan = checked, checked.request, checked.plan
         self.display = display
         self.summary: dict[str, Any] = {}
@@ -197,7 +201,7 @@ class LocalJob:
     def run(self) -> int:
         """Run the job; its exit status."""
         with ExitStack() as undo:
-            undo.callback(lambda: self._monitor.close(told_to_end=self._end.signals > 0 and self._end.is_early))
+            undo.callback(lambda: self._monitor.close(told_to_end=self._told_to_end and self._collect is None))
             undo.callback(self._processes.close)  # before a signal can end this process again
             undo.callback(self.display.close)
             undo.callback(self._coordinator.close)
@@ -216,12 +220,32 @@ class LocalJob:
                 self._turn()
             status = self._finish()
             self.seconds = time.monotonic() - begun
+            if self._collect is not None:
+                self._collect(self._processes.folder.path)
             return status
 
     @property
     def finished(self) -> int:
         """The number of workers that finished."""
         return len(self._supervisor.finished)
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether this worker has."""
+        return rank in self._supervisor.finished
+
+    @property
+    def ended_by(self) -> signal.Signals | None:
+        """The signal that has ended the job; None where none has."""
+        return self._end.ended_by if self._told_to_end else None
+
+    @property
+    def cause(self) -> EndJob | None:
+        """Why the job has failed; None where it has not, or was interrupted."""
+        return None if self._end.interrupted else self._end.cause
+
+    @property
+    def _told_to_end(self) -> bool:
+        return self._end.signals > 0 and self._end.is_early
 
     # The loop.
 
@@ -305,6 +329,7 @@ class LocalJob:
         if event.number == signal.SIGINT and self._debugged and not self._supervisor.ending:
             return  # the terminal has sent it to the debugger as well: if that worker ends by it, the job does
         end.signals += 1
+        end.ended_by = end.ended_by or signal.Signals(event.number)
         end.insisted += {signal.SIGINT: 1, signal.SIGQUIT: ENOUGH}.get(signal.Signals(event.number), 0)
         if not self._supervisor.ending:
             end.interrupted = self._supervisor.ending = True  # processes that end from now on end because of it
@@ -530,6 +555,7 @@ class LocalJob:
         cause = end.cause or end.unfinished(self.request.checkpoint_errors == "stop", self._checkpoints.hint())
         if cause is None:
             return 0
+        end.cause = cause
         child = self._processes.worker(cause.worker)
         if child is not None and child.tail and self.display.latest != (str(cause.worker), True):  # else it is in sight
             self.display.say("\n  ".join([f"the error of worker {cause.worker}:", *last_error(child.tail)]))

@@ -179,7 +179,8 @@ class ProcessMonitor:
         self._selector.close()
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if told_to_end and number in ENDING else handler)
+            before = signal.SIG_DFL if handler is None else handler  # None: set by what is not Python
+            signal.signal(number, signal.SIG_IGN if told_to_end and number in ENDING else before)
         os.close(self._read_signal)
         os.close(self._write_signal)
 

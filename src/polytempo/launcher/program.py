@@ -1,4 +1,4 @@
-"""What a worker runs: a script or a module (`-m`), as the command names it.
+"""What a worker runs: a script or a module (`-m`), as the command names it, or a function (`function_program.py`).
 
 It starts a process in either way: its command line is that of a new interpreter, and a forked process (`forked_process.py`)
 does what that interpreter would do.
@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 from polytempo.errors import UsageError
+from polytempo.launcher.forked_process import Body
 
 
 class Program(ABC):
@@ -36,9 +38,16 @@ class Program(ABC):
     def facts(self) -> dict[str, Any]:
         """What meta.json says of it."""
 
+    def place(self, folder: Path) -> None:
+        """Put into the job's private folder what workers need."""
+
     @abstractmethod
-    def command(self) -> list[str]:
+    def command(self, folder: Path) -> list[str]:
         """The command line of a worker."""
+
+    def body(self, folder: Path, rank: int) -> Body | None:
+        """What a worker does that has to be forked from this process; None for one that follows the command line."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class ScriptProgram(Program):
     def facts(self) -> dict[str, Any]:
         return {"script": self.path}
 
-    def command(self) -> list[str]:
+    def command(self, folder: Path) -> list[str]:
         return [sys.executable, self.path, *self.arguments]
 
 
@@ -95,7 +104,7 @@ class ModuleProgram(Program):
     def facts(self) -> dict[str, Any]:
         return {"script": self.module, "runs": "module"}
 
-    def command(self) -> list[str]:
+    def command(self, folder: Path) -> list[str]:
         return [sys.executable, "-m", self.module, *self.arguments]
 
 

@@ -21,7 +21,11 @@ class StandardStream:
         if self.lost:
             return True
         try:
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # of a stream that is not ours to set up
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except OSError as error:
             self.lost = error.strerror or str(error)

@@ -397,6 +397,7 @@ def watching_job() -> Iterator[RankWatch]:
 
 _session: Session | None = None
 _of_thread: ContextVar[Session | None] = ContextVar("session", default=None)
+_given: tuple[Any, ...] = ()  # the arguments of `init`
 _lives = 0  # jobs that this process has left
 
 
@@ -413,7 +414,9 @@ def init(
 ) -> None:
     """Join the job of the launcher (`polytempo run`, torchrun, mpirun, srun); without a launcher, be a job of one.
 
-    Call it once, before anything else of this library. It never touches torch's default process group.
+    Call it before anything else of this library. It never touches torch's default process group. A second call with the same
+    arguments does nothing. With others it begins a new job of one where there is no launcher (a notebook's cell that is
+    changed and run again), and is refused in a job.
 
     Args:
         job: The launcher's job file, for processes that were started by hand; by default the environment names it.
@@ -431,7 +434,8 @@ def init(
             messages, the first meeting of the ranks and `step()`; `new_group` may set another for its calls.
 
     Raises:
-        UsageError: `init` was called twice, or the mode, the address or a time-out does not fit the launcher.
+        UsageError: `init` was called in a job with other arguments before, or the mode, the address or a time-out does not
+            fit the launcher.
         PeerError: A server or a rank could not be reached in time.
 
     Example:
@@ -442,9 +446,14 @@ def init(
         print(pt.rank(), "of", pt.size())
         ```
     """
-    global _session
+    global _session, _given
+    given = (job, rank, sync, address, key_file, min_workers, host_timeout, timeout)
     if _session is not None and not _session.parent:
-        raise UsageError("init() was called twice; call shutdown() in between")
+        if given == _given:
+            return
+        if _session.together:
+            raise UsageError("init() was called before with other arguments; call shutdown() in between")
+        shutdown()
     place = place_of_environment() if job is None else ""
     parent = started_by(place) if job is None else ""
     if _session is not None or parent:
@@ -462,11 +471,13 @@ def init(
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank, timeout=limit)
         _session.life = _lives
+    _given = given
     _session.watch_lone_training()
     claim(place)
     atexit.register(_leave)
     watch_exit()
-    sys.excepthook = _Ending(sys.excepthook)
+    if not isinstance(sys.excepthook, _Ending):
+        sys.excepthook = _Ending(sys.excepthook)
 
 
 def seconds_of(timeout: float | timedelta) -> float | None:
