@@ -55,3 +55,12 @@ def test_who_compiles_finds_torch_as_it_was(before: str) -> None:
     code = COMPILE.format(before=before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.new_interpreters
+def test_a_script_that_ends_before_the_servers_listen_has_succeeded(bench: Bench) -> None:
+    (bench.folder / "short.py").write_text("print('hello')")
+    done = bench.run("run", "-n", "2", "--record", "record", "short.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] hello", "[1] hello"]
+    assert [worker["state"] for worker in bench.meta()["workers"]] == ["finished", "finished"]

@@ -361,6 +361,9 @@ class LocalJob:
         self._ready[server] = addresses
         if self._end.dismissed or (server == 0 and not self._coordinator.open(addresses[0])):
             return
+        if server == 0:  # which could not be told of them before
+            for worker in sorted(self._supervisor.finished):
+                self._coordinator.send(Gone(worker=worker, incarnation=0, reason="finished", cause="finished"))
         if len(self._ready) < self.plan.shards or not self.request.listen:
             return
         ports = [self._ready[index][1].rpartition(":")[2] for index in range(self.plan.shards)]
@@ -506,6 +509,7 @@ class LocalJob:
         at_once = lambda: end.at_once  # noqa: E731
         self._handle(self._monitor.end(processes.workers, 1.0 if cause else SERVERS_END, at_once))
         if not cause:
+            self._await_servers()
             self._empty_link()
         saves = self._announce_save(saves)  # a signal may have come meanwhile
         status = INTERRUPTED if end.interrupted else int(bool(cause))
@@ -525,6 +529,14 @@ class LocalJob:
             limit = f"at most {self.request.grace:g} s; {INSIST}, without it"
             self.display.say(f"{self._end.in_words}: saving a checkpoint to {self._checkpoints.directory} ({limit})")
         return True
+
+    def _await_servers(self) -> None:
+        """Workers that load little may have finished before the servers listen: these are to write the record all the same."""
+        servers, deadline = self._processes.servers, time.monotonic() + SERVERS_END
+        while len(self._ready) < len(servers) and not self._end.at_once and time.monotonic() < deadline:
+            if any(child.status is not None for child in servers):
+                return
+            self._handle(self._monitor.turn(0.1))
 
     def _empty_link(self) -> None:
         """What workers sent last may still be under way on an emulated network: the servers get it before they finish."""
