@@ -531,7 +531,7 @@ class LocalJob:
         return True
 
     def _await_servers(self) -> None:
-        """Workers that load little may have finished before the servers listen: these are to write the record all the same."""
+        """Workers that load little may finish before the servers listen, which are to write the record all the same."""
         servers, deadline = self._processes.servers, time.monotonic() + SERVERS_END
         while len(self._ready) < len(servers) and not self._end.at_once and time.monotonic() < deadline:
             if any(child.status is not None for child in servers):
