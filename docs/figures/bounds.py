@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from polytempo.records.lines import RecordLine
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
-from polytempo.simulate.durations import Constant, Lognormal
+from polytempo.simulate.durations import Constant, Duration, Lognormal
 from polytempo.simulate.run import simulate_job
 
 HERE = Path(__file__).parent
@@ -21,6 +22,8 @@ PAGE = HERE.parent / "what-a-bound-buys.md"
 BOUNDS = (0, 1, 3, 7, 15, 31)
 DELAYS = (0, 1, 2, 4, 8, 16)
 SPEEDS = (1.0, 2.3)
+#: Standard deviations of step times, as shares of their means; runs of each.
+SPREADS, SEEDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2), 11
 
 #: Where a bound does not help, and where it does.
 EVEN = Cluster(workers=8)
@@ -53,8 +56,12 @@ def pace_table() -> TextTable:
     return TextTable("pace", heads, rows)
 
 
-def two_workers() -> Cluster:
-    return Cluster(workers=len(SPEEDS), step_times={rank: Constant(speed) for rank, speed in enumerate(SPEEDS)})
+def two_workers(spread: float = 0.0) -> Cluster:
+    """Steps of constant length, or with a standard deviation of this share of their mean."""
+    times: dict[int, Duration] = {
+        rank: Lognormal(speed, spread) if spread else Constant(speed) for rank, speed in enumerate(SPEEDS)
+    }
+    return Cluster(workers=len(SPEEDS), step_times=times)
 
 
 def leads(mode: str, seconds: float) -> list[tuple[float, int]]:
@@ -78,6 +85,23 @@ def dssp_table() -> TextTable:
     return TextTable("dssp", ("mode", "steps of the fast worker", "of the slow one", "largest lead", "waiting"), tuple(rows))
 
 
+def spread_table() -> TextTable:
+    """DSSP as printed where steps vary: one forecast of 0, and the fast worker waits until its lead is used up."""
+    rows = []
+    for spread in SPREADS:
+        cluster = two_workers(spread)
+        runs = [simulate_job(cluster, "dssp-paper:3..15", seconds=2000, seed=seed) for seed in range(SEEDS if spread else 1)]
+        steps = sorted(run.workers[0].steps for run in runs)
+        waiting = median(100 * run.waiting for run in runs)
+        cells = (f"{median(steps):.0f}", f"{steps[0]} to {steps[-1]}", f"{median(run.max_lead for run in runs):.0f}")
+        rows.append((f"{100 * spread:g} %", *cells, f"{waiting:.1f} %"))
+    return TextTable(
+        "spread",
+        ("step times vary by", "steps of the fast worker", "least and most", "largest lead", "waiting"),
+        tuple(rows),
+    )
+
+
 def idle_shares() -> list[float]:
     return [1 - simulate_job(UNEQUAL_LINKS, f"delay:{delay}", seconds=2000).efficiency for delay in DELAYS]
 
@@ -87,7 +111,7 @@ def delay_table() -> TextTable:
     return TextTable("delay", heads, (("idle", *(f"{100 * share:.1f} %" for share in idle_shares())),))
 
 
-TABLES = (pace_table, dssp_table, delay_table)
+TABLES = (pace_table, dssp_table, spread_table, delay_table)
 
 
 def page_with_tables(page: str) -> str:
