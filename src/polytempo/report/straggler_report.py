@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ UNSURE = {
 
 CAVEAT = (
     "Throughput is not convergence: modes with stale gradients need more samples to the same loss. "
-    "polytempo simulate --train compares time to an accuracy."
+    "polytempo simulate --train digits compares time to an accuracy."
 )
 
 
@@ -89,7 +90,7 @@ def closing_line(report: StragglerReport, record: str = "") -> str:
     cost = max(told, key=lambda one: one.share)  # the first of those that are alike
     words = f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost, report)}"
     more = counted(len(told) - 1, "more finding") if len(told) > 1 else "more" if record else ""
-    return f"{words} ({more}{f': polytempo explain {record}' if record else ''})" if more else words
+    return f"{words} ({more}{f': polytempo explain {shlex.quote(record)}' if record else ''})" if more else words
 
 
 def _worth(share: float, seconds: float) -> bool:

@@ -41,7 +41,8 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
 
     Args:
         sync: The mode.
-        figures: The job's and its workers', as the first server sums them up; without steps for scripts that push none (DDP, Horovod, KV).
+        figures: The job's and its workers', as the first server sums them up; without steps for scripts that push none (DDP,
+            Horovod, KV).
         finished: Workers that finished.
         size: Workers that were started.
         seconds: From the start of the command, for jobs that push no steps.
