@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from polytempo.records.lines import RecordLine
+from polytempo.report.picture import CurveStyle, curve_styles
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
-from polytempo.simulate.durations import Constant, Lognormal
+from polytempo.simulate.durations import Constant, Duration, Lognormal
 from polytempo.simulate.run import simulate_job
 
 HERE = Path(__file__).parent
@@ -21,6 +23,10 @@ PAGE = HERE.parent / "what-a-bound-buys.md"
 BOUNDS = (0, 1, 3, 7, 15, 31)
 DELAYS = (0, 1, 2, 4, 8, 16)
 SPEEDS = (1.0, 2.3)
+#: Standard deviations of step times, as shares of their means; runs of each.
+SPREADS, SEEDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2), 11
+#: Of the picture: the spread that is shown, and for how long.
+VARYING, SHOWN = 0.05, 1000
 
 #: Where a bound does not help, and where it does.
 EVEN = Cluster(workers=8)
@@ -53,14 +59,18 @@ def pace_table() -> TextTable:
     return TextTable("pace", heads, rows)
 
 
-def two_workers() -> Cluster:
-    return Cluster(workers=len(SPEEDS), step_times={rank: Constant(speed) for rank, speed in enumerate(SPEEDS)})
+def two_workers(spread: float = 0.0) -> Cluster:
+    """Steps of constant length, or with a standard deviation of this share of their mean."""
+    times: dict[int, Duration] = {
+        rank: Lognormal(speed, spread) if spread else Constant(speed) for rank, speed in enumerate(SPEEDS)
+    }
+    return Cluster(workers=len(SPEEDS), step_times=times)
 
 
-def leads(mode: str, seconds: float) -> list[tuple[float, int]]:
+def leads(mode: str, seconds: float, spread: float = 0.0) -> list[tuple[float, int]]:
     """The lead of the fast worker each time it may start a step."""
     lines: list[RecordLine] = []
-    simulate_job(two_workers(), mode, seconds=seconds, record=lines.append)
+    simulate_job(two_workers(spread), mode, seconds=seconds, record=lines.append)
     return [
         (line["t"], line["step"] - line["slowest"]) for line in lines if line["kind"] == "release" and line["worker"] == 0
     ]
@@ -78,6 +88,23 @@ def dssp_table() -> TextTable:
     return TextTable("dssp", ("mode", "steps of the fast worker", "of the slow one", "largest lead", "waiting"), tuple(rows))
 
 
+def spread_table() -> TextTable:
+    """DSSP as printed where steps vary: one forecast of 0, and the fast worker waits until its lead is used up."""
+    rows = []
+    for spread in SPREADS:
+        cluster = two_workers(spread)
+        runs = [simulate_job(cluster, "dssp-paper:3..15", seconds=2000, seed=seed) for seed in range(SEEDS if spread else 1)]
+        steps = sorted(run.workers[0].steps for run in runs)
+        waiting = median(100 * run.waiting for run in runs)
+        cells = (f"{median(steps):.0f}", f"{steps[0]} to {steps[-1]}", f"{median(run.max_lead for run in runs):.0f}")
+        rows.append((f"{100 * spread:g} %", *cells, f"{waiting:.1f} %"))
+    return TextTable(
+        "spread",
+        ("step times vary by", "steps of the fast worker", "least and most", "largest lead", "waiting"),
+        tuple(rows),
+    )
+
+
 def idle_shares() -> list[float]:
     return [1 - simulate_job(UNEQUAL_LINKS, f"delay:{delay}", seconds=2000).efficiency for delay in DELAYS]
 
@@ -87,7 +114,7 @@ def delay_table() -> TextTable:
     return TextTable("delay", heads, (("idle", *(f"{100 * share:.1f} %" for share in idle_shares())),))
 
 
-TABLES = (pace_table, dssp_table, delay_table)
+TABLES = (pace_table, dssp_table, spread_table, delay_table)
 
 
 def page_with_tables(page: str) -> str:
@@ -104,23 +131,21 @@ def page_with_tables(page: str) -> str:
 def draw() -> None:
     from matplotlib.figure import Figure
 
-    from polytempo.report.picture import COLOURS
-
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    _draw_pace(left, COLOURS)
-    _draw_leads(middle, COLOURS)
-    _draw_idle(right, COLOURS)
+    _draw_pace(left, curve_styles(2))
+    _draw_leads(middle, curve_styles(4))
+    _draw_idle(right)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(HERE / "what-a-bound-buys.png", dpi=110, metadata={"Software": None})
 
 
-def _draw_pace(axes: Any, colours: tuple[str, ...]) -> None:
-    for (name, rates), colour in zip(pace().items(), colours, strict=False):
-        axes.plot(range(len(BOUNDS)), rates[1:-1], "o-", color=colour, label=name)
-        axes.axhline(rates[-1], color=colour, linestyle="--", linewidth=0.8)
-        axes.annotate("asp", (len(BOUNDS) - 1, rates[-1]), color=colour, ha="right", va="bottom")
+def _draw_pace(axes: Any, styles: list[CurveStyle]) -> None:
+    for (name, rates), style in zip(pace().items(), styles, strict=True):
+        axes.plot(range(len(BOUNDS)), rates[1:-1], marker="o", label=name, **style._asdict())
+        axes.axhline(rates[-1], color=style.color, linestyle="--", linewidth=0.8)
+        axes.annotate("asp", (len(BOUNDS) - 1, rates[-1]), color=style.color, ha="right", va="bottom")
     axes.set_xticks(range(len(BOUNDS)), [str(bound) for bound in BOUNDS])
     axes.set_xlabel("bound s of ssp:s")
     axes.set_ylabel("steps a second and worker")
@@ -129,20 +154,25 @@ def _draw_pace(axes: Any, colours: tuple[str, ...]) -> None:
     axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_leads(axes: Any, colours: tuple[str, ...]) -> None:
-    for mode, colour in zip(("dssp-paper:3..15", "dssp:3..15", "ssp:3"), colours, strict=False):
-        times, values = zip(*leads(mode, 200), strict=True)
-        axes.step(times, values, where="post", color=colour, label=mode)
-    axes.axhline(15, color="#999999", linestyle="--", linewidth=0.8)
-    axes.annotate("15", (200, 15), ha="right", va="bottom")
+def _draw_leads(axes: Any, styles: list[CurveStyle]) -> None:
+    curves = (("dssp-paper:3..15", 0.0), ("dssp-paper:3..15", VARYING), ("dssp:3..15", 0.0), ("ssp:3", 0.0))
+    for (mode, spread), style in zip(curves, styles, strict=True):
+        times, values = zip(*leads(mode, SHOWN, spread), strict=True)
+        label = f"{mode}, steps vary by {100 * spread:g} %" if spread else mode
+        axes.step(times, values, where="post", label=label, linewidth=1.2, **style._asdict())
+    axes.set_yscale("log")
+    axes.set_ylim(1, 20_000)
+    axes.set_yticks([1, 3, 15, 100, 1000], ["1", "3", "15", "100", "1000"])
+    axes.minorticks_off()
     axes.set_xlabel("simulated seconds")
     axes.set_ylabel("lead of the fast worker, steps")
     axes.set_title(f"DSSP as printed has no bound\n(steps of {SPEEDS[0]:g} and {SPEEDS[1]:g} s)")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_idle(axes: Any, colours: tuple[str, ...]) -> None:
-    axes.plot(range(len(DELAYS)), [100 * share for share in idle_shares()], "o-", color=colours[0])
+def _draw_idle(axes: Any) -> None:
+    (style,) = curve_styles(1)
+    axes.plot(range(len(DELAYS)), [100 * share for share in idle_shares()], marker="o", **style._asdict())
     axes.set_xticks(range(len(DELAYS)), [str(delay) for delay in DELAYS])
     axes.set_xlabel("T of delay:T")
     axes.set_ylabel("idle share of the workers' time, %")

@@ -68,7 +68,8 @@ def test_a_budget_ends_the_job_for_everybody(bench: Bench) -> None:
     done = bench.run("run", "-n", "2", "--steps", "30", "--record", "record", PACED, ".", "steps=1000")
     assert done.returncode == 0, done.stderr
     assert [worker["steps"] for worker in bench.meta()["workers"]] == [15, 15]
-    assert "30 steps in" in done.stderr
+    assert "30 steps of 2 workers in " in done.stderr
+    assert ", 15 each; " in done.stderr
 
 
 def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:

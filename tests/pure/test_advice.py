@@ -6,44 +6,33 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-import typer
-from straggling import draw_job
+from commands import Typed
+from straggling import Drawn, draw_job
 from test_step_cost import bsp_record
 
-from polytempo.cli.main import app, run
-from polytempo.cli.run import _check_command
-from polytempo.launcher.program import ScriptProgram
-from polytempo.launcher.request import RunRequest
+from polytempo.cli.main import run
+from polytempo.errors import UsageError
+from polytempo.launcher.request import CheckedRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
 from polytempo.report import straggler_costs
-from polytempo.report.straggler_report import closing_line, full_report, straggler_report
+from polytempo.report.straggler_report import closing_line, straggler_report
 from polytempo.simulate.advice import Caution, advise, caution_of, default_modes, situation_of
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
-from polytempo.strategy.job_options import JobOptions
-from polytempo.sync.spec import COMPARED, MODES, parse_spec, refused_of
+from polytempo.sync.spec import COMPARED, MODES, parse_spec
 
-RUN = typer.main.get_command(app).commands["run"]
 GIGABIT = Link(bandwidth=1.25e8)
 
 
-def accepted(command: str, folder: Path) -> RunRequest:
-    """What `polytempo run` makes of a command before it starts a process; it raises what `run` refuses."""
-    program, verb, *words = shlex.split(command)
-    assert (program, verb) == ("polytempo", "run")
-    given = RUN.make_context(verb, words).params
-    (folder / given["script"]).touch()
-    options: dict[str, Any] = JobOptions(given["strategy"], given["workers"], 0, given["sync"], given["via"]).settled()
-    request = RunRequest(ScriptProgram(str(folder / given["script"])), servers=given["servers"], **options)
-    return request.checked().request
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
+    return Typed(tmp_path, monkeypatch)
 
 
 def outcomes_of(*rates: tuple[str, float]) -> list[Outcome]:
@@ -68,15 +57,17 @@ def outcomes_of(*rates: tuple[str, float]) -> list[Outcome]:
     ],
 )
 def test_a_cluster_in_one_command_out_that_run_accepts(
-    flags: str, use: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, use: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: Typed
 ) -> None:
     assert run(["advise", *flags.split(), "--json", str(tmp_path / "told.json")]) == 0
     *words, command = capsys.readouterr().out.splitlines()
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["use"], told["command"]) == (use, command)
     assert any(line.startswith(f"use {use}") and "because" in line for line in words)
-    request = accepted(command, tmp_path)
+    request = typed.start(command).request
     assert (request.sync, request.size) == (use, int(flags.split()[1]))
+    if "Between hosts: add --listen HOST:PORT --expect N." in words:
+        typed.start(command.replace("train.py", "--listen 127.0.0.1:0 --expect 1 train.py"))
     for name, option in (("step time", "--step-time"), ("batch", "--batch"), ("model", "--model"), ("links", "--bandwidth")):
         line = next(line for line in words if line.strip().startswith(f"{name} "))
         assert ("given" in line) == (option in flags)
@@ -137,8 +128,9 @@ def test_small_gains_and_what_may_cost_accuracy_are_not_worth_it(rates: list[tup
 
 
 def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_job_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: Typed
 ) -> None:
+    (tmp_path / "mine.py").touch()
     for name, sizes, refused in (
         ("one", [32], []),
         ("two", [32, 8], []),
@@ -160,24 +152,68 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
     assert "fixed time  7" in told["two"]  # of 77 ms and more, from the record
     assert told["one"].splitlines()[-1] == "polytempo run -n 4 --sync bsp+balance mine.py"
     assert not any(line.startswith(("bsp+balance", "anytime")) for line in told["refused"].splitlines())
-    assert accepted(told["refused"].splitlines()[-1], tmp_path).sync == "bsp"
+    assert typed.start(told["refused"].splitlines()[-1]).request.sync == "bsp"
     assert run(["advise", str(tmp_path / "arrays")]) == 2
     assert "would take none of the modes" in capsys.readouterr().err
 
 
-def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that refuse some modes: what is named, in one line, passes the checks that `run` makes."""
+#: What a command may have beside its mode; N is the number of workers.
+OPTIONS = (
+    "-n N",
+    "-n N --via ps",
+    "-n N --via allreduce",
+    "-n N --servers 2",
+    "-n N --checkpoint saved --checkpoint-every 50",
+    "-n N --min-workers 1 --slow 0:2",
+    "-n 1 --listen 127.0.0.1:0 --expect M",
+    "--strategy data=N",
+    "--strategy pipe=N,microbatches=N",
+    "--strategy tensor=N",
+    "--strategy data=N,sync=OWN",
+)
+
+
+def in_mode(options: str, sync: str) -> str:
+    return f"polytempo run {options} --sync {sync} train.py"
+
+
+def options_of_job(job: Drawn, seed: int, typed: Typed) -> tuple[str, CheckedRequest]:
+    """Options with which such a job may be started, and what is started then."""
+    for options in [*OPTIONS[seed % len(OPTIONS) :], *OPTIONS]:
+        filled = options.replace("OWN", job.sync).replace("N", str(job.size)).replace("M", str(job.size - 1))
+        try:
+            return filled, typed.start(in_mode(filled, job.sync))
+        except UsageError:
+            continue  # this mode does not go with these options
+    raise AssertionError(f"no command starts {job.sync}")
+
+
+def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: Typed
+) -> None:
+    """Jobs whose scripts refuse some modes, and whose commands refuse others: what is named, at the end of the run and from
+    its record, is started by the same command with that mode."""
     monkeypatch.setattr(straggler_costs, "STEPS", 60)  # cheaper, and as good for this
-    named = set()
+    named: set[str] = set()
+    by_options: dict[str, set[str]] = {}
     for seed in range(40):
         job = draw_job(seed)
+        options, checked = options_of_job(job, seed, typed)
         figures, unfit = figures_of(job.lines), Random(seed).sample(COMPARED, seed % 5)
-        report = straggler_report(figures, job.sync, unfit)
-        line = closing_line(report)
+        report = straggler_report(figures, job.sync, {*unfit, *checked.request.refused_modes()})
+        line = closing_line(report, str(tmp_path / "my record"))
         assert "\n" not in line
-        for mode in re.findall(r"--sync (\S+)", line + full_report(report, {})):
+        with RecordWriter(tmp_path / "my record") as writer:
+            for row in job.lines:
+                writer.write(row)
+            facts = {"size": job.size, "spec": job.sync, "job": {"refused": unfit}, "options": checked.options()}
+            writer.close(json.loads(json.dumps(facts)))
+        explain = re.search(r"polytempo explain .*(?=\)$)", line)
+        assert run(shlex.split(explain[0])[1:] if explain else ["explain", str(tmp_path / "my record")]) == 0
+        for mode in set(re.findall(r"--sync (\S+)", line + capsys.readouterr().out)):
             assert mode not in unfit
-            accepted(f"polytempo run -n {job.size} --sync {mode} train.py", tmp_path)
+            assert typed.start(in_mode(options, mode)).request.sync == mode
+            by_options.setdefault(re.sub(r"[\d ]+", "", options), set()).add(mode)
         if line:
             share, seconds = re.search(r"costs about (\d+) % of the time \(([0-9.]+) s\)", line).groups()
             assert int(share) >= 5
@@ -186,20 +222,31 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(tmp_path: Pat
             assert int(gain[2]) >= 5
             named.add(gain[1])
         if not seed % 10:
-            assert line == closing_line(straggler_report(figures, job.sync, unfit))  # the same record, the same advice
+            assert line == closing_line(report, str(tmp_path / "my record"))  # the same record, the same advice
             assert "--sync" not in closing_line(straggler_report(figures, job.sync, COMPARED))
     assert {"bsp+balance", "anytime:auto"} <= named
+    assert len(by_options) >= 6
+    assert set.union(*by_options.values()) >= {"bsp+balance", "anytime:auto", "local:8", "ssp:3", "asp"}
 
 
-def test_the_end_of_a_run_asks_the_command_itself() -> None:
-    """What `--strategy` or `--via` of the running command would refuse with another `--sync` is not advised."""
-    split, plain = JobOptions("data=2,pipe=2"), JobOptions(workers=4)
-    request = RunRequest(ScriptProgram("train.py"), workers=4)
-    assert set(refused_of(COMPARED, partial(_check_command, split, request))) == {
-        "bsp+balance",
-        "anytime:auto",
-        "bsp+backup:1",
-    }
-    assert refused_of(COMPARED, partial(_check_command, plain, request)) == ()
-    by_all_reduce = partial(_check_command, plain, replace(request, via="allreduce"))
-    assert refused_of(COMPARED, by_all_reduce) == ("bsp+backup:1", "ssp:3", "dssp:3..15", "asp")
+def test_a_command_knows_what_it_would_refuse(typed: Typed) -> None:
+    """What `--strategy`, `--via`, `--servers` or `--checkpoint` of the same command would refuse with another `--sync`."""
+
+    def refused(options: str) -> tuple[str, ...]:
+        checked = typed.start(f"polytempo run {options} train.py")
+        assert checked.options()["refused"] == list(checked.request.refused_modes())
+        for mode in COMPARED:
+            if mode in checked.request.refused_modes():
+                with pytest.raises(UsageError):
+                    typed.start(in_mode(options, mode))
+            else:
+                typed.start(in_mode(options, mode))
+        return checked.request.refused_modes()
+
+    assert refused("--strategy data=2,pipe=2") == ("bsp+balance", "anytime:auto", "bsp+backup:1")
+    assert set(refused("--strategy tensor=2")) == {*COMPARED} - {"bsp", "local:8", "diloco:100"}
+    assert refused("-n 4") == refused("-n 4 --checkpoint saved") == refused("-n 4 --servers 2") == ()
+    assert refused("-n 4 --via allreduce") == ("bsp+backup:1", "ssp:3", "dssp:3..15", "asp")
+    assert refused("-n 1") == ("bsp+backup:1",)
+    declared = typed.start("polytempo run --strategy data=2,sync=ssp:3 train.py").request
+    assert set(declared.refused_modes()) == {*COMPARED} - {"ssp:3"}  # a --sync beside it would be refused

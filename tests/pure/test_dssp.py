@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from driving import Job
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Constant
+from polytempo.simulate.durations import Constant, Duration, Lognormal
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release
@@ -324,17 +325,21 @@ class Run:
     outcome: Outcome
     gap: int = 0  # the largest between two workers' pushes
     beyond: dict[int, list[float]] = field(default_factory=dict)  # when each was released more than 3 ahead
+    leads: list[tuple[float, int]] = field(default_factory=list)  # of worker 0, when it was released
 
     @property
     def pushes(self) -> list[int]:
         return [worker.steps for worker in self.outcome.workers]
 
 
-def simulate(sync: str, *step_times: float) -> Run:
+def simulate(sync: str, *step_times: float, spread: float = 0.0, seed: int = 0) -> Run:
     lines: list[RecordLine] = []
-    times = {rank: Constant(seconds) for rank, seconds in enumerate(step_times)}
+    times: dict[int, Duration] = {
+        rank: Lognormal(seconds, spread) if spread else Constant(seconds) for rank, seconds in enumerate(step_times)
+    }
     cluster = Cluster(workers=len(step_times), step_times=times)
-    run = Run(simulate_job(cluster, sync, seconds=SECONDS, record=lines.append), beyond={rank: [] for rank in times})
+    outcome = simulate_job(cluster, sync, seconds=SECONDS, record=lines.append, seed=seed)
+    run = Run(outcome, beyond={rank: [] for rank in times})
     pushed = dict.fromkeys(times, 0)
     for line in lines:
         if line["kind"] == "push":
@@ -342,6 +347,9 @@ def simulate(sync: str, *step_times: float) -> Run:
             run.gap = max(run.gap, max(pushed.values()) - min(pushed.values()))
         elif line["kind"] == "release" and line["step"] - line["slowest"] > 3:
             run.beyond[line["worker"]].append(line["t"])
+    run.leads = [
+        (line["t"], line["step"] - line["slowest"]) for line in lines if line["kind"] == "release" and line["worker"] == 0
+    ]
     return run
 
 
@@ -350,6 +358,21 @@ def test_two_workers_as_printed_are_asp() -> None:
     assert printed.pushes == free.pushes == [2000, 869]
     assert printed.gap == free.gap == 1131
     assert printed.outcome.waiting == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_steps_vary_the_printed_one_waits_until_a_lead_of_hundreds_is_used_up(seed: int) -> None:
+    """By 5 %: one forecast of 0, and the fast worker stands still until it is 3 ahead. Neither asp nor a bound of 15."""
+    run = simulate("dssp-paper:3..15", 1.0, 2.3, spread=0.05, seed=seed)
+    free = simulate("asp", 1.0, 2.3, spread=0.05, seed=seed)
+    assert free.pushes[0] == pytest.approx(2000, abs=10)
+    assert run.pushes[0] < 0.8 * free.pushes[0]
+    assert run.pushes[1] == free.pushes[1]
+    assert run.outcome.max_lead > 100
+    pauses = [(before, after) for (begin, before), (end, after) in pairwise(run.leads) if end - begin > 20]
+    assert pauses
+    assert max(before for before, _ in pauses) > 50
+    assert {after for _, after in pauses} == {3}
 
 
 def test_two_workers_strict_keep_the_bound_and_the_slower_ones_pace() -> None:

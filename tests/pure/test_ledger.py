@@ -37,6 +37,17 @@ def test_a_push_adds_to_every_figure_of_its_own() -> None:
     assert account.positions == {"": Position(0, 16)}, "one that says nothing of its data has not gone back"
 
 
+def test_the_display_counts_the_steps_of_a_block_one_by_one() -> None:
+    """As the last line of the job does: beside `1200 steps of 2 workers, 600 each` no worker is at step 75."""
+    account = running()
+    for block in (1, 2, 3):
+        account.pushed(push(count=8))
+        account.released(block, float(block))
+    assert account.status(4.0).step == account.steps == 24
+    account.discard(push(count=8))
+    assert account.status(4.0).step == 17  # two blocks of 8, and the one that came to nothing
+
+
 def test_a_push_that_is_taken_back_was_never_counted() -> None:
     account = running()
     account.pushed(push(samples=16.0, computed=2.0, exchanged=0.5, nonfinite=True))

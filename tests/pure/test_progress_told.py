@@ -50,6 +50,13 @@ def test_the_plain_line_is_about_what_trains() -> None:
     assert status_line("bsp", pushing) == f"{progress_line(told)}, 25 % of the budget", "its steps are the pushes"
 
 
+def test_a_line_about_several_workers_says_whose_step_it_is() -> None:
+    """The last line says how many steps all of them made together."""
+    for steps, text in (((5,), "step 5"), ((5, 5), "each worker at step 5"), ((7, 5, 6), "workers at steps 5 to 7")):
+        status = Status(seconds=7.0, used=0.0, workers=tuple(worker(step, 7.0) for step in steps))
+        assert status_line("bsp", status) == f"bsp: 7 s, {text}, waiting 0 %"
+
+
 def test_of_replicas_of_a_pipeline_one_stage_is_shown() -> None:
     told = TrainingProgress(FOUR, 3, 6.0, 0.5, distributed=True)
     others = WorkerStatus(1, 0, 0.0, "absent", 0.0, 0.0, 0.0, ())

@@ -142,7 +142,7 @@ def settled(**given: object) -> dict[str, object]:
 
 
 def test_without_a_strategy_a_command_is_as_before() -> None:
-    plain = {"workers": 2, "sync": "bsp", "via": "auto", "min_workers": None, "strategy": "", "replica": 1}
+    plain = {"workers": 2, "sync": "bsp", "via": "auto", "min_workers": None, "strategy": "", "replica": 1, "refused": ()}
     assert settled() == plain
     given = {"workers": 4, "sync": "ssp:3", "via": "ps", "min_workers": 2}
     assert settled(**given) == plain | given

@@ -23,21 +23,28 @@ FIGURES: dict[str, Any] = {
     "discarded": 0,
     "nonfinite": 0,
     "spread": 1.7,
+    "workers": [{"worker": 0, "steps": 300}, {"worker": 1, "steps": 300}],
 }
+STEPS = "600 steps of 2 workers in 5.4 s, 300 each"
 SHARES = "of the workers' time computing 70 %, waiting 3 %, sending 10 %, other 17 %"
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}"),
-        ({"samples": 600.0}, f"bsp: 600 steps in 5.4 s; 110.3 steps/s; {SHARES}"),
+        ({}, f"bsp: {STEPS}; 66070 samples/s; {SHARES}"),
+        ({"samples": 600.0}, f"bsp: {STEPS}; 110.3 steps/s together; {SHARES}"),
         (
             {"staleness_mean": 0.5, "staleness_max": 1, "discarded": 1, "nonfinite": 2},
-            f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}; gradients 0.5 updates stale on average, at most 1 update; "
+            f"bsp: {STEPS}; 66070 samples/s; {SHARES}; gradients 0.5 updates stale on average, at most 1 update; "
             "1 step discarded; 2 gradients not finite",
         ),
-        ({"steps": 1, "samples": 1.0}, f"bsp: 1 step in 5.4 s; 0.1838 steps/s; {SHARES}"),
+        (
+            {"workers": [{"steps": 290}, {"steps": 310}, {"steps": 0}]},
+            f"bsp: 600 steps of 2 workers in 5.4 s, 290 to 310 each; 66070 samples/s; {SHARES}",
+        ),
+        ({"workers": [{"steps": 600}]}, f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}"),
+        ({"steps": 1, "samples": 1.0, "workers": [{"steps": 1}]}, f"bsp: 1 step in 5.4 s; 0.1838 steps/s; {SHARES}"),
         ({"steps": 0}, "2 workers finished after 7.3 s"),
     ],
 )

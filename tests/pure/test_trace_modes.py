@@ -107,7 +107,7 @@ def test_no_mode_of_the_data_axis_helps_against_a_heavy_stage() -> None:
     assert found.heaviest_factor == pytest.approx(1.8, rel=0.02)
     assert all(found.actual < 1.05 * seconds for seconds in seconds_of(found).values())
     assert verdict(found)[-1].startswith("advice: no mode of the data axis helps: the fastest, ")
-    assert verdict(found)[-1].endswith("cut the model into more even stages (polytempo plan)")
+    assert verdict(found)[-1].endswith("cut the model into more even stages (polytempo plan SCRIPT)")
 
 
 def test_a_slow_worker_of_two_is_the_slow_one() -> None:

@@ -142,7 +142,7 @@ BAD_OPTIMIZERS: dict[str, tuple[Callable[[Session], object], str]] = {
         lambda s: wrapped(Sparse(), s, clip_norm=1.0),
         "clip_norm sees dense gradients only.*leave it out",
     ),
-    "allreduce": (lambda s: wrapped(Model(), s, via="allreduce"), "a ServerEmbedding lives on servers; start the job with"),
+    "allreduce": (lambda s: wrapped(Model(), s, via="allreduce"), "and via='allreduce' goes without them; leave via= out"),
     "Adam": (
         lambda s: make(torch.optim.Adam, Sparse(), s),
         "words has sparse gradients, which Adam does not take; use SGD, Adagrad, SparseAdam",

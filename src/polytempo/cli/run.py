@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,13 +29,10 @@ from polytempo.cli.options import (
 )
 from polytempo.errors import UsageError
 from polytempo.report.summary import summary_line
-from polytempo.sync.spec import COMPARED, Spec, refused_of
 
 if TYPE_CHECKING:
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import Program
-    from polytempo.launcher.request import RunRequest
-    from polytempo.strategy.job_options import JobOptions
 
 SYNC = "The synchronisation mode, by default bsp; all are listed below."
 VIA = (
@@ -148,39 +143,33 @@ def run_job(
     job = LocalJob(request.checked(), Display(request.sync, quiet, given["verbose"]), collect)
     status = job.run()
     if status == 0 and not quiet:
-        _show_summary(job, options)
+        _show_summary(job)
     return status, job
 
 
-def _show_summary(job: LocalJob, options: JobOptions) -> None:
+def _show_summary(job: LocalJob) -> None:
     from polytempo.launcher.display import progress_line
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
         job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
-        _show_straggler(job, options)
+        _show_straggler(job)
     if job.progress is not None:
         job.display.say(progress_line(job.progress))
     if job.record_lost:
         job.display.say(f"warning: {job.record_lost}")
 
 
-def _show_straggler(job: LocalJob, options: JobOptions) -> None:
+def _show_straggler(job: LocalJob) -> None:
     """Say which worker was slow, why, and what would help, where one was."""
     from polytempo.records.lines import MAIN
     from polytempo.records.step_figures import figures_from
     from polytempo.report.straggler_report import closing_line, straggler_report
 
     sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
-    refused = {*job.summary.get("refused", ()), *refused_of(COMPARED, partial(_check_command, options, job.request))}
+    refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
     record = str(job.request.record) if job.request.record else ""
     if line := closing_line(straggler_report(figures_from(job.paces), sync, refused), record):
         job.display.say(line)
-
-
-def _check_command(options: JobOptions, request: RunRequest, spec: Spec) -> None:
-    """Refuse a mode as this command would with that `--sync`."""
-    replace(options, sync=spec.text).settled()
-    replace(request, sync=spec.text).check_mode()
 
 
 def worker(

@@ -23,7 +23,7 @@ import yaml
 
 from polytempo.cli.options import Option, progress_bar
 from polytempo.errors import ClusterError, UsageError, counted
-from polytempo.records.files import RecordWriter, read_events, read_meta
+from polytempo.records.files import RecordWriter, read_events, read_meta, refused_modes
 from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
@@ -338,7 +338,7 @@ def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None =
     budget: dict[str, Any] = {name: given[name] for name in LIMITS if name in given}
     train = dict(experiment.train) | {name: given[name] for name in ("task", "lr", "target") if name in given}
     sync = given.get("sync") or experiment.sync
-    refused = read_meta(like).get("job", {}).get("refused", ()) if like and not sync else ()
+    refused = refused_modes(read_meta(like)) if like and not sync else ()
     modes = sync or [mode for mode in default_modes(cluster, given.get("seed", 0)) if mode not in refused]
     if not modes:
         raise UsageError(

@@ -270,7 +270,8 @@ def status_line(title: str, status: Status) -> str:
         return _pipeline_line(status.progress, status.used)
     present = sum(worker.present_s for worker in status.workers) or 1.0
     waiting = sum(worker.waited_s for worker in status.workers) / present
-    first, last = (chosen(worker.step for worker in counting(status)) for chosen in (min, max))
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    each = [worker.step for worker in counting(status)]
+    first, last = min(each), max(each)
+    steps = f"workers at steps {first} to {last}" if first != last else f"{'each worker at ' * (len(each) > 1)}step {first}"
     used = f", {100 * min(status.used, 1):.0f} % of the budget" if status.used else ""
     return f"{title}: {status.seconds:.0f} s{used}, {steps}, waiting {100 * waiting:.0f} %"

@@ -12,6 +12,7 @@ One loop without threads handles the output and ends of child processes, the mes
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -89,7 +90,7 @@ class CheckpointWatch:
     def hint(self) -> str:
         """How to go on from the newest, for the end of a line; empty when there is none."""
         newest = self.newest()
-        return f"; go on with --resume {newest}" if newest is not None else ""
+        return f"; go on with --resume {shlex.quote(str(newest))}" if newest is not None else ""
 
     def lost_with(self, step: int) -> str:
         """What is lost when a job that has reached this step ends at once."""

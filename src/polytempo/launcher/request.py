@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from polytempo.launcher.program import Program
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import COMPARED, parse_spec, refused_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class RunRequest:
     gpus: int = 0  #: that are visible on this host
     debug: int | None = None  #: the worker that has the terminal
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
+    refused: tuple[str, ...] = ()  #: modes that do not go with the strategy, of those that advice compares
 
     @property
     def size(self) -> int:
@@ -147,6 +148,11 @@ class RunRequest:
             )
         if self.via == "allreduce" and self._needs_servers():
             raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
+
+    def refused_modes(self) -> tuple[str, ...]:
+        """The modes with which this command would be refused, of those that advice compares."""
+        by_mode = refused_of(COMPARED, lambda spec: replace(self, sync=spec.text).check_mode())
+        return tuple(mode for mode in COMPARED if mode in by_mode or mode in self.refused)
 
     def checked(self) -> CheckedRequest:
         """Check the request and find the checkpoint to resume from.
@@ -247,6 +253,7 @@ class CheckedRequest:
             "min_workers": request.least,
             **({"server_device": request.server_device} if request.server_device != "auto" else {}),
             **({"strategy": request.strategy} if request.strategy else {}),
+            "refused": list(request.refused_modes()),
             "resumed_from": self.resume.name if self.resume else None,
         }
 

@@ -421,7 +421,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
     """A worker in the launcher's display."""
 
     worker: int
-    step: int
+    step: int  #: that it makes, of its own; those of a block or of shares one by one
     samples: float
     state: str  #: "absent", "computing", "waiting", "finished", "failed" or "lost"
     waited_s: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +49,11 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}")
     return dict(meta)
+
+
+def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modes that the recorded job could not use: its optimizer would refuse them, or its command."""
+    return (*meta.get("job", {}).get("refused", ()), *meta.get("options", {}).get("refused", ()))
 
 
 # Writes a record: a directory with events.jsonl and meta.json.

@@ -13,6 +13,9 @@ others is in none of these figures, so the workers that wait are never the slow 
 
 Why a tenth: the study that this report answers to (OSDI 2025) calls a job slowed down from a tenth on. Why chance counts: a
 window has few steps, and every worker has many windows.
+
+Beside findings there are doubts, a kind of their own: workers that take 1.5 times as long as the others on average, as the
+report's table shows, without passing the checks above; with the check that was not passed. A doubt has no cost.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from statistics import fmean, median, median_low
 from typing import Any
 
@@ -44,6 +48,8 @@ OWN_STALLS = 4.0
 #: Steps are uneven when they differ from the median by this share on average, and work explains that much of it; where work
 #: is not known they must differ by more, for most workers.
 UNEVEN, EXPLAINED, UNEVEN_UNKNOWN = 0.10, 0.5, 0.2
+#: A worker that no finding names is doubtful from this many times the mean of the worker in the middle on.
+DOUBTFUL = 1.5
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,42 @@ class Straggler:
         return asdict(self)
 
 
+class Unsure(StrEnum):
+    """Why a worker that is slower on average is no finding."""
+
+    SINGLE_STEPS = "single steps"  #: a typical step of it takes no longer than one of the others
+    CHANCE = "chance"  #: windows differ as much by themselves, for their number
+    CHANGING = "changing"  #: it is slow in some windows and not in others
+    PASSING = "passing"  #: for a small part of the run
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A worker that is slower on average, and perhaps by chance.
+
+    Args:
+        worker: Whose.
+        part: Most of the difference: "computing", "input", "network" or "stalls".
+        factor: Its mean over that of the worker in the middle of the others.
+        compared: Of what: "own time", or "computing and stalls".
+        seconds: Its mean.
+        usual: That of the worker in the middle of the others.
+        why: The check that it did not pass.
+    """
+
+    worker: int
+    part: str
+    factor: float
+    compared: str
+    seconds: float
+    usual: float
+    why: Unsure
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
 def stragglers_in(paces: JobPaces) -> list[Straggler]:
     """All findings, those that cost most of a step first."""
     found = [one for pace in paces.workers if (one := _lasting(pace, paces)) is not None]
@@ -93,12 +135,12 @@ def stragglers_in(paces: JobPaces) -> list[Straggler]:
 def _lasting(pace: WorkerPace, paces: JobPaces) -> Straggler | None:
     if len(paces.workers) < 2:
         return None
-    candidates = [one for part in PARTS if (one := _slow_in(pace, paces, part)) is not None]
+    candidates = [one for part in PARTS if isinstance(one := _slow_in(pace, paces, part), Straggler)]
     return max(candidates, key=lambda one: one.excess, default=None)
 
 
-def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
-    """Is a worker slower than the others in one part of its time?"""
+def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | Unsure:
+    """A worker that is slower than the others in one part of its time, or why that is not sure."""
     count = paces.windows
     table = {one.worker: one.windows(part, count) for one in paces.workers}
     behind = {worker: _behind(worker, table) for worker in table}
@@ -108,14 +150,20 @@ def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | None:
     least = max(SLOW * paces.typical, LEAST_SECONDS)
     begin, end = _stretch([None if e is None else e - least / 2 for e in mine])
     inside = [e for e in mine[begin:end] if e is not None]
+    if not inside:
+        return Unsure.SINGLE_STEPS
     if len(inside) < min(LEAST_WINDOWS, count):
-        return None
+        return Unsure.PASSING
     level = median(inside)
     sure = DEVIATIONS if 2 * len(inside) >= count else DEVIATIONS_IN_PASSING
-    if level < max(least, sure * noise / len(inside) ** 0.5):
-        return None
-    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside) or level * len(inside) / count < ON_AVERAGE * paces.typical:
-        return None
+    if level < least:
+        return Unsure.SINGLE_STEPS
+    if level < sure * noise / len(inside) ** 0.5:
+        return Unsure.CHANCE
+    if sum(e > level / 2 for e in inside) < MOSTLY * len(inside):
+        return Unsure.CHANGING
+    if level * len(inside) / count < ON_AVERAGE * paces.typical:
+        return Unsure.PASSING
     compared = "computing" if part == "computing" else "total"
     usual = median_low(fmean(getattr(step, compared) for step in _unstalled(one)) for one in paces.workers)
     own = fmean(getattr(step, part) for step in _unstalled(pace))
@@ -255,3 +303,35 @@ def _unevenness(pace: WorkerPace, windows: int, seconds: Any) -> float:
         found[step.window].append(seconds(step))
     differ = [abs(value / middle - 1) for values in found if values and (middle := median(values)) > 0 for value in values]
     return fmean(differ) if differ else 0.0
+
+
+# What means show, and nothing above is sure of.
+
+
+def doubts_in(paces: JobPaces, told: Sequence[Straggler]) -> list[Doubt]:
+    """Workers that are slower on average by half and more, and that no finding names; the largest factor first."""
+    accused = {one.worker for one in told}
+    found = [_doubt(pace, paces) for pace in paces.workers if pace.worker not in accused and len(paces.workers) > 1]
+    return sorted((one for one in found if one is not None), key=lambda one: -one.factor)
+
+
+def _doubt(pace: WorkerPace, paces: JobPaces) -> Doubt | None:
+    """All of the workers' own time is compared, then computing alone, which others' slow exchanges may hide. Stalls count on
+    both sides: those of a worker that has too many of them are in its other parts."""
+    mine, others = pace.split(), [one.split() for one in paces.workers if one is not pace]
+    beyond = {part: seconds - median_low(other[part] for other in others) for part, seconds in mine.items()}
+    least = max(SLOW * paces.typical, LEAST_SECONDS)
+    for compared, parts in (("own time", (*PARTS, "stalls")), ("computing and stalls", ("computing", "stalls"))):
+        seconds, *theirs = (sum(split[part] for part in parts) for split in (mine, *others))
+        usual = median_low(theirs)
+        if usual > 0 and seconds >= DOUBTFUL * usual and seconds - usual >= least:
+            part = max(parts, key=lambda part: beyond[part])
+            return Doubt(pace.worker, part, seconds / usual, compared, seconds, usual, _unsure(pace, paces, part))
+    return None
+
+
+def _unsure(pace: WorkerPace, paces: JobPaces, part: str) -> Unsure:
+    """The check that kept this from being a finding; stalls, of which there are too few or as many elsewhere, are single
+    steps."""
+    judged = _slow_in(pace, paces, part) if part in PARTS else Unsure.SINGLE_STEPS
+    return judged if isinstance(judged, Unsure) else Unsure.SINGLE_STEPS

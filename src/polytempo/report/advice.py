@@ -19,7 +19,7 @@ from polytempo.units import written_bytes, written_seconds
 #: What is said under every advice.
 CAVEAT = (
     "Time for samples is not accuracy: only what is exact learns as bsp does. polytempo compare SCRIPT measures time to an "
-    "accuracy live, polytempo simulate --train in virtual time."
+    "accuracy live, polytempo simulate --train digits in virtual time."
 )
 
 

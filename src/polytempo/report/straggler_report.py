@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from polytempo.errors import counted
 from polytempo.records.paces import LEAST_STEPS, JobPaces, paces_of
 from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures
-from polytempo.records.stragglers import Straggler, stragglers_in
+from polytempo.records.stragglers import Doubt, Straggler, Unsure, doubts_in, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
 from polytempo.report.summary import percentages, plain_number
 from polytempo.report.table import TextTable
@@ -27,12 +28,20 @@ ADVICE = {
     "input": "give the loader more workers (num_workers=), or the data a faster place",
     "network": "send less (compression=), or use a faster link",
     "stalls": "look for what runs now and then: evaluation, checkpoints, garbage collection, other jobs on the host",
-    "uneven": "no host is slow; make batches of like cost, such as by sorting long sequences together",
+    "uneven": "make batches of like cost, such as by sorting long sequences together",
+}
+
+#: Why a worker that the table shows to be slower is no finding.
+UNSURE = {
+    Unsure.SINGLE_STEPS: "single long steps make most of the difference",
+    Unsure.CHANCE: "steps vary so much here that this may be chance; a longer run would tell",
+    Unsure.CHANGING: "it is slow now and then, not steadily",
+    Unsure.PASSING: "that is so in a short part of the run only",
 }
 
 CAVEAT = (
     "Throughput is not convergence: modes with stale gradients need more samples to the same loss. "
-    "polytempo simulate --train compares time to an accuracy."
+    "polytempo simulate --train digits compares time to an accuracy."
 )
 
 
@@ -43,13 +52,15 @@ class StragglerReport:
     sync: str
     paces: JobPaces | None
     costs: tuple[CostOfStraggler, ...]
+    doubts: tuple[Doubt, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         workers = [{"worker": pace.worker, **pace.split()} for pace in self.paces.workers] if self.paces else []
         judged = {"seconds": self.paces.seconds, "typical_step_s": self.paces.typical} if self.paces else None
         found = [cost.as_dict() for cost in self.costs]
-        return {"sync": self.sync, "judged": judged, "workers": workers, "stragglers": found}
+        doubts = [doubt.as_dict() for doubt in self.doubts]
+        return {"sync": self.sync, "judged": judged, "workers": workers, "stragglers": found, "doubts": doubts}
 
 
 def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collection[str] = ()) -> StragglerReport:
@@ -58,7 +69,9 @@ def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collect
     paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
     if paces is None:
         return StragglerReport(spec.text, None, ())
-    return StragglerReport(spec.text, paces, tuple(costs_of(stragglers_in(paces), paces, spec.text, refused)))
+    costs = costs_of(stragglers_in(paces), paces, spec.text, refused)
+    doubts = doubts_in(paces, [cost.straggler for cost in costs])
+    return StragglerReport(spec.text, paces, tuple(costs), tuple(doubts))
 
 
 # The end of a run.
@@ -77,7 +90,7 @@ def closing_line(report: StragglerReport, record: str = "") -> str:
     cost = max(told, key=lambda one: one.share)  # the first of those that are alike
     words = f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost, report)}"
     more = counted(len(told) - 1, "more finding") if len(told) > 1 else "more" if record else ""
-    return f"{words} ({more}{f': polytempo explain {record}' if record else ''})" if more else words
+    return f"{words} ({more}{f': polytempo explain {shlex.quote(record)}' if record else ''})" if more else words
 
 
 def _worth(share: float, seconds: float) -> bool:
@@ -179,10 +192,12 @@ def full_report(report: StragglerReport, job: Mapping[str, Any], width: int = 10
         return f"{report.sync}: too few steps to judge; expected {least} of a worker at least, of a longer run"
     notes = [textwrap.fill(note, width) for note in _notes(paces)]
     parts = [_headline(report, paces, job), _table(paces).text(width), *notes]
+    doubts = [textwrap.fill(f"In doubt: {_doubted(doubt)}.", width, subsequent_indent="   ") for doubt in report.doubts]
     if not report.costs:
-        return "\n\n".join([*parts, "Nothing is wrong: no worker is slow beyond a tenth of a step and beyond chance."])
+        parts += doubts or ["Nothing is wrong: no worker is slow beyond a tenth of a step and beyond chance."]
+        return "\n\n".join(parts)
     parts += [_finding(number, cost, report.sync, width) for number, cost in enumerate(report.costs, 1)]
-    return "\n\n".join([*parts, textwrap.fill(CAVEAT, width)])
+    return "\n\n".join([*parts, *doubts, textwrap.fill(CAVEAT, width)])
 
 
 def _headline(report: StragglerReport, paces: JobPaces, job: Mapping[str, Any]) -> str:
@@ -240,3 +255,11 @@ def _finding(number: int, cost: CostOfStraggler, sync: str, width: int) -> str:
     if best is not None:
         lines.append(f"   The best fit without stale gradients: {_named(best)}.")
     return "\n".join(lines)
+
+
+def _doubted(doubt: Doubt) -> str:
+    figures = f"{_milliseconds(doubt.seconds)} against {_milliseconds(doubt.usual)} ms of {doubt.compared}"
+    return (
+        f"worker {doubt.worker} takes {_times(doubt.factor)} as long as the others on average ({figures}, most of the "
+        f"difference {doubt.part}), but {UNSURE[doubt.why]}"
+    )

@@ -41,7 +41,8 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
 
     Args:
         sync: The mode.
-        figures: The job's, as the first server sums them up; without steps for scripts that push none (DDP, Horovod, KV).
+        figures: The job's and its workers', as the first server sums them up; without steps for scripts that push none (DDP,
+            Horovod, KV).
         finished: Workers that finished.
         size: Workers that were started.
         seconds: From the start of the command, for jobs that push no steps.
@@ -50,7 +51,7 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
     if not figures.get("steps"):
         return f"{who} finished after {seconds:.1f} s"
     parts = [
-        f"{counted(figures['steps'], 'step')} in {figures['seconds']:.1f} s",
+        _steps(figures),
         _rate(figures),
         f"of the workers' time {_shares(figures)}",
     ]
@@ -64,11 +65,22 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
     return f"{sync}: {'; '.join(parts)}"
 
 
+def _steps(figures: Mapping[str, Any]) -> str:
+    """Those of all workers, and of each: a worker is never at the step that is their sum."""
+    each = [worker["steps"] for worker in figures["workers"] if worker["steps"]]
+    made, seconds = counted(figures["steps"], "step"), f"in {figures['seconds']:.1f} s"
+    if len(each) < 2:
+        return f"{made} {seconds}"
+    low, high = min(each), max(each)
+    return f"{made} of {len(each)} workers {seconds}, {low if low == high else f'{low} to {high}'} each"
+
+
 def _rate(figures: Mapping[str, Any]) -> str:
-    """Samples a second where the script says how many they are, else steps."""
+    """Samples a second where the script says how many they are, else steps; of all workers."""
     if figures["samples"] != figures["steps"]:
         return f"{plain_number(figures['samples_per_second'])} samples/s"
-    return f"{plain_number(figures['steps'] / figures['seconds'] if figures['seconds'] else 0.0)} steps/s"
+    together = " together" if sum(1 for worker in figures["workers"] if worker["steps"]) > 1 else ""
+    return f"{plain_number(figures['steps'] / figures['seconds'] if figures['seconds'] else 0.0)} steps/s{together}"
 
 
 def _shares(figures: Mapping[str, Any]) -> str:

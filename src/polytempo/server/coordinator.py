@@ -482,7 +482,7 @@ class Coordinator:
         return [*effects, EndLoop()]
 
     def _meta(self, finish: Finish, summary: dict[str, Any]) -> dict[str, Any]:
-        """The content of meta.json; the figures of single workers move there from the summary."""
+        """The content of meta.json, in which the figures of single workers stand beside those of the job."""
         meta = {
             **self._facts,
             "start": self._started,
@@ -491,8 +491,8 @@ class Coordinator:
             "cause": finish.cause,
             "throughput": summary["samples_per_second"],
             "efficiency": summary["efficiency"],
-            "workers": summary.pop("workers"),
-            "job": summary,
+            "workers": summary["workers"],
+            "job": {name: value for name, value in summary.items() if name != "workers"},
         }
         if (
             any(clock.optimizer_spec.apply not in ("peers", "mean") for clock in self._sequencer.clocks.values())

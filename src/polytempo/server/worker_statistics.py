@@ -118,7 +118,7 @@ class WorkerStatistics:
         waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
         return WorkerStatus(
             self.worker,
-            self.step,
+            self.step + self.steps - self.pushes,  # a push may be of several steps: a block, a share
             self.samples,
             self.state,
             waited,

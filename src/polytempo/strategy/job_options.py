@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from polytempo.errors import UsageError, counted
 from polytempo.strategy.soundness import check_pair
 from polytempo.strategy.strategy import Strategy
+from polytempo.sync.spec import COMPARED, refused_of
 
 #: Workers where neither -n nor a strategy says how many.
 DEFAULT_WORKERS = 2
@@ -25,24 +26,33 @@ class JobOptions:
     saves: str = ""  #: --checkpoint or --resume, where one is given
 
     def settled(self) -> dict[str, object]:
-        """The fields `workers`, `sync`, `via`, `min_workers`, `strategy` and `replica` of the request that follow.
+        """The fields of the request that follow: `workers`, `sync`, `via`, `min_workers`, `strategy`, `replica`, `refused`.
 
         Raises: UsageError, one line with the nearest choice, for what cannot work."""
         if self.strategy is None:
             workers = DEFAULT_WORKERS if self.workers is None else self.workers
             plain = {"workers": workers, "sync": self.sync or "bsp", "via": self.via or "auto"}
-            return plain | {"min_workers": self.min_workers, "strategy": "", "replica": 1}
-        strategy = Strategy.parse(self.strategy)
-        sync = _one("sync", strategy.sync, self.sync) or "bsp"
-        via = _one("via", strategy.via, self.via) or "auto"
-        workers = self._workers(strategy)
+            return plain | {"min_workers": self.min_workers, "strategy": "", "replica": 1, "refused": ()}
+        declared = Strategy.parse(self.strategy)
+        sync = _one("sync", declared.sync, self.sync) or "bsp"
+        via = _one("via", declared.via, self.via) or "auto"
+        workers = self._workers(declared)
+        strategy = self._resolved(declared, workers, sync)
         if not strategy.automatic:
-            strategy = strategy.resolved(workers + self.expect, sync)
-            check_pair(sync, strategy.pipe, strategy.tensor, strategy.schedule)
             self._check_split(strategy, workers + self.expect)
         least = workers + self.expect if strategy.is_split else self.min_workers
-        spread = {"strategy": str(strategy), "replica": strategy.each}
+        refused = refused_of(COMPARED, lambda spec: self._resolved(declared, workers, spec.text))
+        spread = {"strategy": str(strategy), "replica": strategy.each, "refused": refused}
         return {"workers": workers, "sync": sync, "via": via, "min_workers": least, **spread}
+
+    def _resolved(self, declared: Strategy, workers: int, sync: str) -> Strategy:
+        """The strategy on these workers with that mode, refused where they do not go together; `auto` as it is."""
+        _one("sync", declared.sync, sync)
+        if declared.automatic:
+            return declared
+        strategy = declared.resolved(workers + self.expect, sync)
+        check_pair(sync, strategy.pipe, strategy.tensor, strategy.schedule)
+        return strategy
 
     def _workers(self, strategy: Strategy) -> int:
         """The workers of this host: -n, or the product less those of other hosts."""

@@ -28,45 +28,67 @@ class Refusal(NamedTuple):
     """Why a pair is not sound, and what to use in its place."""
 
     reason: str
-    instead: str
+    instead: str  #: modes that do go with this number of stages and shards
+
+
+class _Unsound(NamedTuple):
+    """Why a mode does not go with a model that is split, and the modes that come nearest to it."""
+
+    reason: str
+    nearest: tuple[str, ...]
 
 
 _LEFT_OUT = "stages could leave out different replicas"
 #: Modes that do not go with several stages.
 _REFUSED = {
-    "bsp+backup": Refusal(f"{_LEFT_OUT} from a round", "bsp, or ssp:1, which does not wait for the slowest either"),
-    "bsp+balance": Refusal("each stage would measure a speed of its own, and cut the joint batch differently", "bsp"),
-    "anytime": Refusal("stages would end a round after different micro-batches", "bsp"),
-    "adacomm": Refusal("each stage would choose a period of its own from what it measures", "local:8"),
-    "asup": Refusal("each stage would choose momentum and rate by the staleness that it sees itself", "asp"),
-    "downpour": Refusal(
-        "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps", "local:8"
+    "bsp+backup": _Unsound(f"{_LEFT_OUT} from a round", ("bsp", "ssp:1")),
+    "bsp+balance": _Unsound("each stage would measure a speed of its own, and cut the joint batch differently", ("bsp",)),
+    "anytime": _Unsound("stages would end a round after different micro-batches", ("bsp",)),
+    "adacomm": _Unsound("each stage would choose a period of its own from what it measures", ("local:8",)),
+    "asup": _Unsound("each stage would choose momentum and rate by the staleness that it sees itself", ("asp",)),
+    "downpour": _Unsound(
+        "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps",
+        ("local:8",),
     ),
-    "gossip": Refusal("stages would mix with the models of neighbours at different times", "local:8"),
-    "adpsgd": Refusal("stages would choose partners apart, and mix parts of different models", "local:8"),
+    "gossip": _Unsound("stages would mix with the models of neighbours at different times", ("local:8",)),
+    "adpsgd": _Unsound("stages would choose partners apart, and mix parts of different models", ("local:8",)),
 }
+#: What goes with every split.
+_ALWAYS = ("bsp", "local:8", "diloco:50")
 
 
 def refusal(spec: Spec, pipe: int, tensor: int) -> Refusal | None:
     """Why this mode cannot be used between replicas of a model with this number of stages and shards; None where it can."""
+    found = _unsound(spec, pipe, tensor)
+    if found is None:
+        return None
+    fitting = [mode for mode in found.nearest if _unsound(parse_spec(mode), pipe, tensor) is None] or _ALWAYS
+    *others, last = fitting
+    instead = f"{', '.join(others)} or {last}" if others else last
+    if tensor > 1 and _unsound(spec, tensor, 1) is None:
+        instead += ", or pipe= in the place of tensor="
+    return Refusal(found.reason, instead)
+
+
+def _unsound(spec: Spec, pipe: int, tensor: int) -> _Unsound | None:
     mode, options = spec.mode.name, spec.options
     if pipe == 1 and tensor == 1:
         return None
     if mode in _REFUSED:
         return _REFUSED[mode]
+    plain = (spec.text.split(",")[0] if spec.arguments else mode,)
     if "quorum" in options:
-        return Refusal(f"{_LEFT_OUT} from a merge (quorum=)", f"{mode}:{spec.arguments[0]} without quorum=")
+        return _Unsound(f"{_LEFT_OUT} from a merge (quorum=)", plain)
     if "wait" in options:
-        return Refusal(f"{_LEFT_OUT} from a barrier (wait=)", f"{mode}:{spec.arguments[0]} without wait=")
+        return _Unsound(f"{_LEFT_OUT} from a barrier (wait=)", plain)
     if spec.corrections.any:
-        return Refusal("each stage would correct its part of a step by the staleness that it sees itself", f"plain {mode}")
+        return _Unsound("each stage would correct its part of a step by the staleness that it sees itself", plain)
     if tensor > 1 and mode not in BARRIERS:
-        return Refusal(
-            "without a barrier two ranks of a tensor group could read different versions of a weight that both hold",
-            "bsp, local:8 or diloco:50, or pipe= in the place of tensor=",
+        return _Unsound(
+            "without a barrier two ranks of a tensor group could read different versions of a weight that both hold", _ALWAYS
         )
     if mode not in (*SINGLE_PUSHES, *BARRIERS):
-        return Refusal("it is not known to be sound for a model that is split", "bsp or ssp:1")
+        return _Unsound("it is not known to be sound for a model that is split", ("bsp", "ssp:1"))
     return None
 
 

@@ -1,10 +1,12 @@
 """`dssp-paper:l..u`: dynamic bounded staleness as its listings are printed (Zhao et al., ICDCS 2019, Algorithms 1 and 2).
 
 Kept to reproduce the paper's figures, not to train with: its staleness has no bound. When a worker's credit is used up it is
-usually still the fastest and asks again, and nothing compares its lead with u; with two workers it behaves like `asp`, and
-with more of them all but the fastest are held at l. `dssp` is the mode to use, and its file lists the differences.
+usually still the fastest and asks again, and nothing compares its lead with u. With two workers and steps of constant length
+it behaves like `asp`. Where steps vary, a forecast comes out at 0 now and then: the fastest waits until its whole lead, of
+hundreds of steps, is back at l. With more workers all but the fastest are held at l. `dssp` is the mode to use, and its file
+lists the differences.
 
-    on a push of p:
+  on a push of p:
       credit left?                      use one, go on
       at most l ahead of the slowest?   go on
       the fastest?                      ask the forecast for r; r > 0: keep r as credit and go on (so r + 1 steps)

@@ -155,9 +155,8 @@ def _advice(found: TraceAnalysis) -> str:
     if found.actual < WORTH * fastest.step_seconds:
         text = f"no mode of the data axis helps: the fastest, {fastest.mode}, takes {fastest.step_seconds:.2f} s a step"
         if found.causes[:1] == ("stage",):
-            return (
-                f"{text}; the slow stage is the same in every replica: cut the model into more even stages (polytempo plan)"
-            )
+            even = "cut the model into more even stages (polytempo plan SCRIPT)"
+            return f"{text}; the slow stage is the same in every replica: {even}"
         return text
     if gain < WORTH:
         return f"only modes with stale gradients help: {fastest.mode}, {fastest.step_seconds:.2f} s for a joint batch"
@@ -166,4 +165,4 @@ def _advice(found: TraceAnalysis) -> str:
         text += "; give the sampler its cost= (pt.DistributedBatchSampler)"
     if IN_ORDER in best.mode:
         text += "; the order within a replica is the script's: the cheapest first, then from the most expensive down"
-    return f"{text}; and more even stages (polytempo plan)" if "stage" in found.causes else text
+    return f"{text}; and more even stages (polytempo plan SCRIPT)" if "stage" in found.causes else text

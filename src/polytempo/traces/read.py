@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from polytempo.errors import UsageError
@@ -13,7 +14,8 @@ from polytempo.traces.step_times import step_times_from
 def read_trace(path: Path) -> JobTrace:
     """The recorded job."""
     if path.is_dir():
-        raise UsageError(f"{path} is a folder, expected a file; the record of a run is read by --like {path}")
+        like = f"--like {shlex.quote(str(path))}"
+        raise UsageError(f"{path} is a folder, expected a file; the record of a run is read by {like}")
     if not path.exists():
         raise UsageError(f"cannot read {path}: there is no such file")
     if path.suffix == ".npz":

@@ -195,7 +195,9 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
     possible, servers = spec.among_workers and not server_tables, session.client is not None
     if spec.anytime is not None and not servers:
         raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
-    if server_tables and (wanted == "allreduce" or not servers):
+    if server_tables and wanted == "allreduce":
+        raise UsageError("a ServerEmbedding lives on servers, and via='allreduce' goes without them; leave via= out")
+    if server_tables and not servers:
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
     if wanted == "allreduce" and not possible:
         raise UsageError(f"via='allreduce' needs sync='bsp', or averages of models, this is {spec.text}; use via='ps'")

@@ -38,7 +38,9 @@ class Credentials:
     def check(self, role: str, rank: int, incarnation: int, token: str) -> None:
         """Refuse a process whose token is of another role, rank or incarnation."""
         if not hmac.compare_digest(self.token(role, rank, incarnation).encode(), token.encode()):
-            raise PeerError(f"a process cannot prove that it is {role} {rank}; start it with polytempo worker --join")
+            raise PeerError(
+                f"a process cannot prove that it is {role} {rank}; start it with polytempo worker --join HOST:PORT"
+            )
 
 
 # Keys of a job that listens to other hosts: made for each job, passed on in a file that only its owner can read.
