@@ -36,6 +36,7 @@ def train(steps, rate):
     return Result(model.weight.sum().item(), os.pread(handle, 4, 0) if handle else b"")
 
 handle = 0
+os.environ["OMP_NUM_THREADS"] = "2"  # of workers; a forked one would wait for this process's threads for ever
 torch.set_num_threads(2)
 (torch.ones(1 << 22) * 2).sum()  # OpenMP has threads from now on
 before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
