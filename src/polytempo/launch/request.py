@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,19 @@ class RunRequest:
             )
         if self.via == "allreduce" and self._needs_servers():
             raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
+
+    def how_to_save(self) -> str:
+        """What to do for a model that is at the workers, so that it outlives the job."""
+        if self.replica > 1:
+            return "let the script save it: fit(checkpoint=DIR), or DistributedModel.save(DIR)"
+        by_script = "let the script save it: torch.save() on one rank, after optimizer.consolidate()"
+        if self.checkpoint is not None:  # the script has chosen that servers hold nothing
+            return by_script
+        try:
+            replace(self, checkpoint=Path("DIR")).check_mode()
+        except UsageError:
+            return by_script
+        return "with --checkpoint DIR servers hold it, and save it"
 
     def checked(self) -> CheckedRequest:
         """Check the request and find the checkpoint to resume from.

@@ -118,7 +118,9 @@ class JobFigures:
         """For the display."""
         budget = self._budget
         workers = tuple(self._seen(stats.status(now)) for stats in self._statistics)
-        return Status(seconds=budget.seconds(now), used=budget.used(now), workers=workers, trains=bool(self._clocks))
+        holds = any(clock.on_servers for clock in self._clocks.values())
+        seconds, used = budget.seconds(now), budget.used(now)
+        return Status(seconds=seconds, used=used, workers=workers, trains=bool(self._clocks), holds=holds)
 
     def _seen(self, status: WorkerStatus) -> WorkerStatus:
         """In a mesh not every rank reports steps: one that is in no clock has made steps when others have."""

@@ -94,6 +94,11 @@ class OptimizerClock:
         """Are there values of which steps are made, and not steps alone?"""
         return bool(self.optimizer_spec.tensors or self.optimizer_spec.tables)
 
+    @property
+    def on_servers(self) -> bool:
+        """Do servers hold these values, and not the workers alone?"""
+        return self.has_values and self.optimizer_spec.apply not in ("peers", "mean")
+
     def includes(self, worker: int) -> bool:
         """Does this worker take its steps?"""
         return not self.optimizer_spec.members or worker in self.optimizer_spec.members
