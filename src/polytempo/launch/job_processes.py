@@ -167,7 +167,7 @@ class JobProcesses:
         return {
             "spec": self._request.sync,
             "size": self._request.size,
-            "first_step": self._plan.first_step,
+            "first_step": self._plan.first_push,
             "options": self._checked.options(),
             "versions": versions,
             "seed": self._request.seed,

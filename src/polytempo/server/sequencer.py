@@ -115,6 +115,7 @@ class PolicyRunner:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign, clock.spec.measured)
+        clock.made.count(push.id.worker, sign * push.count)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
@@ -138,6 +139,7 @@ class PolicyRunner:
         if clock.is_main and clock.spec.measured:
             positions = [position for head in clock.heads(action) for position in head.positions]
             self._done.apply(positions, leased=clock.spec.anytime is not None)
+        clock.made.close(clock.heads(action))
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -181,6 +183,7 @@ class PolicyRunner:
 
     def _admit(self, clock: OptimizerClock, action: Admit, now: float) -> list[Effect]:
         clock.slots[action.worker].enter(action.step)
+        clock.made.enter(action.worker)
         return []
 
 
@@ -206,7 +209,7 @@ class WorkerMembership:
         clock = self._clocks.get(name)
         if clock is None:
             try:
-                clock = open_clock(name, worker, optimizer_spec, self._plan.size, self._plan.first_step)
+                clock = open_clock(name, worker, optimizer_spec, self._plan)
                 if reason := self._misplaced(clock, worker):
                     raise UsageError(reason)
             except UsageError as error:
@@ -287,6 +290,7 @@ class WorkerMembership:
                 effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
             clock.slots.pop(worker, None)
+            clock.made.leave(worker)
             if clock.optimizer_spec.apply == "peers" and not lost:
                 effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
             if worker in clock.early:
@@ -311,7 +315,7 @@ class Sequencer:
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
-        self._saved_at = plan.first_step
+        self._saved_at, self._looked_at = plan.first_step, plan.first_push
         self._ending = False  # the job is told to end early
 
     # Members.
@@ -407,12 +411,16 @@ class Sequencer:
         return [ToShards(clock.answer(push.id.worker, push.id.step))]
 
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
-        every, slowest = self.plan.checkpoint_every, clock.policy.reached
-        if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
+        """A checkpoint, where one is due: each N steps of the slowest worker, at the end of its block or round."""
+        every, pushes = self.plan.checkpoint_every, clock.policy.reached
+        if not every or not clock.is_main or not clock.has_values or pushes == self._looked_at:
+            return []
+        self._looked_at, slowest = pushes, clock.made.slowest
+        if slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
         told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
-        effect = replace(self.checkpoints.at(slowest), told=tuple(sorted(told)))
+        effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)))
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
             other.saving(effect.name, [entry for entry in entries if isinstance(entry, Reply)])

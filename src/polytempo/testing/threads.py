@@ -101,7 +101,7 @@ class ThreadJob:
         self.notices: list[str] = []
         pools = [Pool(SharedMemoryRegistry() if self.wire == "ipc" else None) for _ in range(servers)]
         self.endpoints = [self._endpoint(index, pool) for index, pool in enumerate(pools)]
-        facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
+        facts = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
         coordinator = Coordinator(
