@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.protocol.training_troubles import not_finite
 from polytempo.reducer.device_moves import largest
 from polytempo.reducer.flat_buffer import FlatBuffer
 
@@ -73,8 +75,9 @@ class DelayedCheck:
 class FiniteWatch:
     """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
 
-    def __init__(self, names: Sequence[str], rank: int, nonfinite: str) -> None:
-        self._names, self._rank, self._nonfinite = names, rank, nonfinite
+    def __init__(self, names: Sequence[str], rank: int, nonfinite: str, says: bool = False) -> None:
+        """`says`: there is no coordinator, which would say it of the first push of the job: this worker does of its own."""
+        self._names, self._rank, self._nonfinite, self._says = names, rank, nonfinite, says
         self.seen = 0
         self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
 
@@ -92,6 +95,8 @@ class FiniteWatch:
             if id(buffer) not in self._delayed:
                 self._delayed[id(buffer)] = DelayedCheck(buffer)
             self._delayed[id(buffer)].start()
+            if found:
+                self._say_first(step - 1, "model" if names else "gradient")
             return found
         if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
@@ -103,4 +108,11 @@ class FiniteWatch:
                 f"worker {self._rank}, step {step}: {name} has a {'value' if names else 'gradient'} that is not finite; "
                 "lower the learning rate, clip, or count such gradients with nonfinite='count'"
             )
+        self._say_first(step, "model" if names else "gradient")
         return True
+
+    def _say_first(self, step: int, what: str) -> None:
+        if self._says:
+            self._says = False
+            sys.stderr.write(f"polytempo: {not_finite(self._rank, step, what)}\n")
+            sys.stderr.flush()

@@ -23,6 +23,7 @@ from polytempo.server.effects import (
     EndLoop,
     LoopEffect,
     StopWorkers,
+    Tell,
     ToAgent,
     ToLauncher,
     ToServers,
@@ -110,6 +111,8 @@ class CoordinatedJob:
                 self.record.write(effect.line)
             elif isinstance(effect, WakeAt):
                 heapq.heappush(self._wakes, effect.at)
+            elif isinstance(effect, Tell):
+                passed += self.tell(effect.text)
             else:
                 self.checkpoints.begin(effect)
         return passed

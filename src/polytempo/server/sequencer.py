@@ -30,7 +30,7 @@ from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.done_places import DonePlaces
-from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
+from polytempo.server.effects import Effect, Tell, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
@@ -288,7 +288,10 @@ class WorkerMembership:
             lost = clock.optimizer_spec.members and reason != "finished"
             if lost:  # before answers to rounds that close without it
                 effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
+            if reason == "finished" and worker in clock.policy.members:
+                clock.troubles.finished(worker, clock.policy.progress.pushed[worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
+            effects += left_behind(clock, self._plan)
             clock.slots.pop(worker, None)
             clock.made.leave(worker)
             if clock.optimizer_spec.apply == "peers" and not lost:
@@ -386,12 +389,20 @@ class Sequencer:
                 self.paces.add(worker, push.id.step, now, push.samples, push.count, *own)
             effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
-            return effects + self._checkpoint(clock, now, effects)
+            return effects + self._checkpoint(clock, now, effects) + self._troubles(clock, push)
         except OrderError as error:
             slot.exchange = before
             clock.drop(worker, push.id.step)
             self._runner.tally(clock, push, -1)
             return [ToShards(Drop(id=push.id)), refusal(worker, str(error))]
+
+    def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
+        """What goes wrong with the training, as this push shows. A guard that ends the job at it would decide here."""
+        what = "model" if clock.spec.mode.averaging is not None or push.kind in ("value", "delta") else "gradient"
+        steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
+        step = push.id.step if push.count == 1 else steps
+        said = clock.troubles.pushed(push.id.worker, push.id.step, push.count, what if push.nonfinite else "", step)
+        return [*([Tell(said)] if said else []), *left_behind(clock, self.plan)]
 
     def _drop(self, identity: PushId) -> list[Effect]:
         """Drop a push of an unknown worker, or a duplicate, unless it repeats one that is still to be applied."""
@@ -481,6 +492,15 @@ class Sequencer:
                 clock.wakes = later
                 effects += self._runner.feed(clock, Ticked(), now)
         return effects
+
+
+def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
+    """Tell the user, once, of workers that have no more data while others go on; in modes that deal batches out by speed,
+    and where no worker waits for another, that is as it should be."""
+    if not clock.spec.in_rounds or clock.spec.measured or not clock.is_first:
+        return []
+    said = clock.troubles.left_behind(plan.first_step, clock.slots)
+    return [Tell(said)] if said else []
 
 
 def push_figures(push: Push, waited: float) -> dict[str, float]:

@@ -168,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._reducer: Reducer | None = None
         self._reducers: list[Reducer] = []  # of all its parts
         fragments = self._take_part(averaged, among_workers) if together else []
-        finite = FiniteWatch(self._names, session.rank, nonfinite)
+        finite = FiniteWatch(self._names, session.rank, nonfinite, says=session.client is None)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
