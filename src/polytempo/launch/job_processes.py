@@ -24,6 +24,7 @@ from polytempo.launch.job_facts import JOB_VARIABLE, RANK_VARIABLE, JobFacts
 from polytempo.launch.job_folder import JobFolder
 from polytempo.launch.process_monitor import ProcessMonitor
 from polytempo.launch.request import CheckedRequest, split_address
+from polytempo.server.resume_rules import companions_in
 from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
 from polytempo.transport.link_relay import server_name
 from polytempo.version import VERSION
@@ -126,6 +127,7 @@ class JobProcesses:
             host_timeout=request.host_timeout,
             saves=request.checkpoint is not None,
             resumed=self._checked.resume is not None,
+            companions=companions_in(self._plan.resumed),
             port=self._port,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import parse_spec
@@ -178,6 +179,8 @@ class RunRequest:
         if self.listen is not None:
             check_free(self.listen)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
+        if path is not None:
+            check_modes(path.name, manifest.get("sync", self.sync), self.sync)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)

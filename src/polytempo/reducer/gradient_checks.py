@@ -75,9 +75,12 @@ class DelayedCheck:
 class FiniteWatch:
     """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
 
-    def __init__(self, names: Sequence[str], rank: int, nonfinite: str, says: bool = False) -> None:
-        """`says`: there is no coordinator, which would say it of the first push of the job: this worker does of its own."""
-        self._names, self._rank, self._nonfinite, self._says = names, rank, nonfinite, says
+    def __init__(
+        self, names: Sequence[str], rank: int, nonfinite: str, unwatched: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """`unwatched`: the parameters, where there is no coordinator, which would name the first worker of the job."""
+        self._names, self._rank, self._nonfinite = names, rank, nonfinite
+        self._unwatched = unwatched
         self.seen = 0
         self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
 
@@ -112,7 +115,8 @@ class FiniteWatch:
         return True
 
     def _say_first(self, step: int, what: str) -> None:
-        if self._says:
-            self._says = False
+        """Say it once, unless a gradient is so because the parameters are: then it began with another worker, or before."""
+        params, self._unwatched = self._unwatched, None
+        if params is not None and (what == "model" or all(bool(param.isfinite().all()) for param in params)):
             sys.stderr.write(f"polytempo: {not_finite(self._rank, step, what)}\n")
             sys.stderr.flush()

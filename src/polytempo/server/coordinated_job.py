@@ -22,6 +22,7 @@ from polytempo.server.effects import (
     Effect,
     EndLoop,
     LoopEffect,
+    StopJob,
     StopWorkers,
     Tell,
     ToAgent,
@@ -113,6 +114,8 @@ class CoordinatedJob:
                 heapq.heappush(self._wakes, effect.at)
             elif isinstance(effect, Tell):
                 passed += self.tell(effect.text)
+            elif isinstance(effect, StopJob):
+                passed += self.stop(effect.cause)
             else:
                 self.checkpoints.begin(effect)
         return passed

@@ -66,7 +66,14 @@ class Tell:
     text: str
 
 
-Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell
+@dataclass(frozen=True)
+class StopJob:
+    """The job ends early, for this cause."""
+
+    cause: str
+
+
+Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell | StopJob
 
 
 # Of the coordinator and of the shard's inbox, for the I/O loop.

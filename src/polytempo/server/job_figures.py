@@ -164,4 +164,5 @@ def _policy(clock: OptimizerClock) -> dict[str, Any]:
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:
     tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in optimizer_spec.tensors]
     tables = [list(structs.astuple(info)) for info in optimizer_spec.tables]
-    return {"apply": optimizer_spec.apply, "optimizer": optimizer_spec.optimizer, "tensors": tensors, "tables": tables}
+    facts = {name: getattr(optimizer_spec, name) for name in ("apply", "optimizer", "sync", "inner", "companions")}
+    return {**facts, "tensors": tensors, "tables": tables}

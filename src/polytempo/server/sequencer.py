@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from polytempo.checkpoints import step_name
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
@@ -30,10 +31,11 @@ from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.done_places import DonePlaces
-from polytempo.server.effects import Effect, Tell, ToShards, ToWorker, WakeAt, Write
+from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
+from polytempo.server.resume_rules import Resumption, holding_in, holding_of, resumption
 from polytempo.server.sample_leases import SampleLeases
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -214,7 +216,11 @@ class WorkerMembership:
                     raise UsageError(reason)
             except UsageError as error:
                 return [*effects, refusal(worker, str(error))]
-            effects += self._add(clock, now)
+            try:
+                kept = self._resumption(clock)
+            except UsageError as error:
+                return [*effects, StopJob(str(error))]
+            effects += [*([Tell(f"warning: {kept.dropped}")] if kept.dropped else []), *self._add(clock, now)]
         reason = disagreement(clock, worker, optimizer_spec)
         if reason:
             return [*effects, refusal(worker, f"{reason}; all workers must make the same optimizer")]
@@ -230,6 +236,14 @@ class WorkerMembership:
             return effects + self._runner.feed(clock, Joined(worker), now)
         clock.early.append(worker)
         return effects + self._request_seed(clock, worker)
+
+    def _resumption(self, clock: OptimizerClock) -> Resumption:
+        """What of the checkpoint that the job goes on from becomes of this optimizer; `UsageError` where nothing can."""
+        manifest = self._plan.resumed
+        if clock.name not in manifest.get("tracks", {}):
+            return Resumption()
+        saved, wanted = holding_in(manifest, clock.name), holding_of(clock.optimizer_spec)
+        return resumption(step_name(self._plan.first_step), saved, wanted)
 
     def _misplaced(self, clock: OptimizerClock, worker: int) -> str:
         """Why this worker cannot be in this clock: it belongs to no group, or to two side by side."""

@@ -31,6 +31,7 @@ from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.session.session import Session, as_current
@@ -93,6 +94,7 @@ class ThreadJob:
             budgeted=self.plan.limits.any,
             saves=checkpoints is not None,
             resumed=path is not None,
+            companions=companions_in(manifest),
             via=via,
             meeting=str(self._directory),
         )

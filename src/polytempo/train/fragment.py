@@ -309,11 +309,12 @@ class FragmentBuilder:
         rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
         outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
         steps = any(rule != PLAIN for rule in rules) or self._averaging.decoupled
-        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
+        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers, len(more))
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
         reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
-        companions.write()  # all start from those of one worker, as with the values, or from a checkpoint's
+        if not self._session.job.resumed or set(companions.names) <= set(self._session.job.companions):
+            companions.write()  # all start from those of one worker, as with the values, or from the checkpoint's
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
