@@ -88,6 +88,24 @@ def test_a_killed_server_ends_the_job_with_the_checkpoints_name(which: int, benc
     assert list((bench.folder / "saved").glob("*.partial")) == []
 
 
+@pytest.mark.parametrize(
+    ("sync", "saving"),
+    [
+        ("bsp", "with --checkpoint DIR servers hold it, and save it"),
+        ("gossip:ring", "let the script save it: torch.save() on one rank, after optimizer.consolidate()"),
+    ],
+)
+def test_a_killed_server_that_holds_no_model_takes_none_with_it(sync: str, saving: str, bench: Bench) -> None:
+    process = bench.start("run", "-n", "2", "--sync", sync, PACED, ".", "steps=100000", "pace=0.005")
+    wait_until(lambda: all((bench.folder / f"clock-{rank}").exists() for rank in (0, 1)))
+    servers_of(process.pid)[0].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    was = "server 0 was killed by SIGKILL: it coordinated the job, which has ended"
+    words = "the model was at the workers, and what the script has not saved is lost"
+    assert err.splitlines()[-1] == f"polytempo: {was}; {words}; {saving}"
+
+
 def test_a_server_killed_after_the_workers_have_finished_is_no_success(bench: Bench) -> None:
     """The last worker stops server 1, so that the last checkpoint cannot become whole; then it is killed."""
     flags = ["--servers", "2", "--sync", "asp", "--checkpoint", "saved", "--checkpoint-every", "2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from live import Bench, wait_until
+from live import PACED, Bench, wait_until
 
 SCRIPT = """
 import sys, time, torch
@@ -51,3 +51,28 @@ def test_an_interrupted_job_goes_on_as_if_nothing_had_happened(bench: Bench) -> 
     ends = [line for text in (uninterrupted, resumed.stdout) for line in text.splitlines() if "ends at" in line]
     assert len(ends) == 2, (trouble, said, resumed.stderr)
     assert ends[0] == ends[1]
+
+
+def test_under_another_mode_a_job_goes_on_or_ends_in_one_line(bench: Bench) -> None:
+    """Where the manifest says enough, before any process is started."""
+    bench.run("run", "-n", "1", "--checkpoint", "saved", PACED, ".", "steps=3", "pace=0")
+    on = bench.run("run", "-n", "1", "--resume", "saved", "--sync", "local:8", PACED, ".", "steps=3", "pace=0")
+    assert (on.returncode, on.stdout.strip()) == (0, "[0] worker 0 took 3 steps"), on.stderr
+    assert "polytempo: resumed at step 3, from saved/step-00000003" in on.stderr.splitlines()
+    for arguments, status, words in [
+        (
+            ["--sync", "diloco:8,fragments=2", PACED, "."],
+            2,
+            "holds the model in one part, and diloco:8,fragments=2",
+        ),
+        (
+            ["--sync", "local:8", PACED, ".", "model=0:5"],
+            1,
+            "step-00000003 is of another model: parameter 0 is",
+        ),
+    ]:
+        done = bench.run("run", "-n", "1", "--resume", "saved", *arguments)
+        assert done.returncode == status, done.stderr
+        assert words in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert ("starting" in done.stderr) == (status == 1)

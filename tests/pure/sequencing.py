@@ -16,6 +16,7 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
 from polytempo.records.lines import RecordLine
 from polytempo.server.effects import Checkpoint, Effect, ToShards, ToWorker, WakeAt, Write
+from polytempo.server.job_figures import _plain
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.sequencer import Sequencer
 
@@ -58,6 +59,8 @@ class Bench:
         resumed: dict[str, Any] | None = None,
     ) -> None:
         self.sync, self.size, self.shards = sync, size, shards
+        for track in (resumed or {}).get("tracks", {}).values():
+            track.setdefault("proposal", _plain(optimizer_spec(sync)))
         self.sequencer = Sequencer(JobPlan(size, shards, sync, limits or Limits(), checkpoint_every, resumed or {}))
         self.now = 0.0
         self.lives = dict.fromkeys(range(size), 0)

@@ -14,6 +14,7 @@ from polytempo.protocol.values import Position
 from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import Limits
 from polytempo.sync.epoch_parts import WHOLE, epoch_to_go_on_with
+from polytempo.sync.spec import parse_spec
 
 LIMITS = {
     "steps": Limits(steps=7),
@@ -120,6 +121,65 @@ def test_a_checkpoint_is_ordered_each_k_steps_of_the_slowest(sync: str) -> None:
     assert [line["step"] for line in bench.lines_of("checkpoint")] == [3, 6, 9]
 
 
+@pytest.mark.parametrize(
+    ("sync", "counts", "steps"),
+    [
+        ("local:4", (4, 4), [12, 20, 32]),
+        ("adacomm:4", (4, 4), [12, 20, 32]),
+        ("diloco:4", (4, 4), [12, 20, 32]),
+        ("diloco:4,quorum=2,grace=0", (4, 4), [12, 20, 32]),
+        ("local:4", (4, 3), [12, 21, 30]),
+        ("downpour:push=4,fetch=2", (4, 4), [12, 20, 32]),
+        ("bsp+balance,micro=4", (5, 3), [12, 21, 30]),
+        ("anytime:2", (6, 4), [12, 20, 32]),
+        ("bsp+backup:1", (1, 1), [10, 20, 30]),
+        ("every:4", (1, 1), [10, 20, 30]),
+        ("delay:2", (1, 1), [10, 20, 30]),
+        ("gossip:ring", (1, 1), [10, 20, 30]),
+        ("adpsgd:ring", (1, 1), [10, 20, 30]),
+    ],
+)
+def test_steps_are_those_of_the_optimizer_in_every_mode(sync: str, counts: tuple[int, int], steps: list[int]) -> None:
+    """A push may hold several: a checkpoint is made at the end of the block or round in which its step is."""
+    bench = Bench(sync, size=2, checkpoint_every=10).start()
+    for number in range(-(-steps[-1] // min(counts))):
+        for worker, count in enumerate(counts):
+            bench.push(worker, number, count=count, samples=1.0)
+    assert [checkpoint.manifest["step"] for checkpoint in bench.checkpoints] == steps
+    assert [line["step"] for line in bench.lines_of("checkpoint")] == steps
+    each = min(counts)
+    assert [checkpoint.manifest["exchange"] * each for checkpoint in bench.checkpoints] == steps
+    if parse_spec(sync).gossip is not None:
+        return  # models at the workers are in no checkpoint
+    resumed: dict[str, Any] = {"sync": sync, "tracks": {"0": {}}, "step": steps[0], "exchange": steps[0] // each}
+    again = Bench(sync, size=2, checkpoint_every=10, resumed=resumed).start()
+    for number in range(-(-10 // min(counts))):
+        for worker, count in enumerate(counts):
+            again.push(worker, resumed["exchange"] + number, count=count, samples=1.0)
+    assert again.checkpoints[0].manifest["step"] == steps[1]
+    assert again.checkpoints[0].manifest["exchange"] == steps[1] // each
+
+
+def test_in_another_mode_the_numbers_of_pushes_go_on_from_the_step() -> None:
+    resumed = {"sync": "local:4", "tracks": {"0": {}}, "step": 12, "exchange": 3}
+    bench = Bench("bsp", size=2, checkpoint_every=10, resumed=resumed).start()
+    assert [bench.head(worker).id.step for worker in (0, 1)] == [12, 12]
+
+
+def test_a_worker_that_joins_has_made_the_steps_of_the_slowest() -> None:
+    bench = Bench("downpour:push=4,fetch=2", size=2, checkpoint_every=10).start()
+    for number in range(2):
+        bench.push(0, number, count=4), bench.push(1, number, count=4)
+    bench.leave(1)
+    bench.push(0, 2, count=4)
+    assert [checkpoint.manifest["step"] for checkpoint in bench.checkpoints] == [12]
+    bench.come_back(1)
+    bench.push(0, 3, count=4), bench.push(0, 4, count=4)
+    assert len(bench.checkpoints) == 1, "the other has made none since"
+    bench.push(1, 3, count=4), bench.push(1, 4, count=4)
+    assert [checkpoint.manifest["step"] for checkpoint in bench.checkpoints] == [12, 20]
+
+
 def test_the_fast_one_alone_makes_no_checkpoint() -> None:
     bench = Bench("asp", size=2, checkpoint_every=2).start()
     for _ in range(9):
@@ -179,7 +239,7 @@ def test_of_a_worker_that_is_epochs_behind_no_share_is_left_out() -> None:
     bench = Bench("asp", size=2).start()
     bench.push(0, positions=(Position(2, 16),))
     bench.push(1, positions=(Position(0, 48),))
-    parts = bench.sequencer.checkpoints.manifest(1)["positions"]
+    parts = bench.sequencer.checkpoints.manifest(1, 1)["positions"]
     taken = {0: [WHOLE, 48], 1: [WHOLE, 0], 2: [16, 0]}
     assert parts == [{"sampler": "", "epoch": epoch, "size": 2, "taken": counts} for epoch, counts in taken.items()]
     assert epoch_to_go_on_with(parts) == 0
@@ -194,26 +254,28 @@ def test_the_shares_of_a_lost_worker_are_not_made_up_for_but_those_of_an_interru
             bench.sequencer.ends_early()
             bench.push(0, positions=(Position(2, 32),))  # it came too late
         bench.leave(1, "lost")
-        found = [(part["epoch"], part["taken"]) for part in bench.sequencer.checkpoints.manifest(1)["positions"]]
+        found = [(part["epoch"], part["taken"]) for part in bench.sequencer.checkpoints.manifest(1, 1)["positions"]]
         assert found == ([(1, [WHOLE, 48]), (2, [16, 0])] if interrupted else [(2, [16, 0])])
 
 
 def test_positions_of_the_jobs_before_stay_while_their_epoch_lasts() -> None:
     before = [{"epoch": 0, "size": 4, "taken": [9, 9, 9, 9]}, {"epoch": 1, "size": 3, "taken": [5, 5, 5]}]
     bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
-    assert bench.sequencer.checkpoints.manifest(0)["positions"] == before
+    assert bench.sequencer.checkpoints.manifest(0, 0)["positions"] == before
     bench.push(0, positions=(Position(1, 2),))
-    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [
+    assert bench.sequencer.checkpoints.manifest(0, 0)["positions"] == [
         before[1],
         {"sampler": "", "epoch": 1, "size": 2, "taken": [2, 0]},
     ]
     bench.push(0, positions=(Position(2, 2),))
-    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [{"sampler": "", "epoch": 2, "size": 2, "taken": [2, 0]}]
+    assert bench.sequencer.checkpoints.manifest(0, 0)["positions"] == [
+        {"sampler": "", "epoch": 2, "size": 2, "taken": [2, 0]}
+    ]
 
 
 def test_side_tracks_are_not_saved() -> None:
     bench = Bench("bsp", size=1).start().start("0/mean", apply="mean", optimizer="")
-    assert list(bench.sequencer.checkpoints.manifest(0)["tracks"]) == ["0"]
+    assert list(bench.sequencer.checkpoints.manifest(0, 0)["tracks"]) == ["0"]
 
 
 def test_the_last_checkpoint_is_named_after_the_furthest_step() -> None:
@@ -274,7 +336,7 @@ def test_each_sampler_has_positions_of_its_own() -> None:
     bench = Bench("asp", size=2, resumed={"positions": before, "tracks": {"0": {}}}).start()
     bench.push(0, positions=(Position(1, 2, "a"), Position(2, 4, "b")))
     bench.push(1, positions=(Position(2, 6, "b"),))
-    assert bench.sequencer.checkpoints.manifest(0)["positions"] == [
+    assert bench.sequencer.checkpoints.manifest(0, 0)["positions"] == [
         before[2],
         before[0],
         {"sampler": "a", "epoch": 1, "size": 2, "taken": [2, 0]},

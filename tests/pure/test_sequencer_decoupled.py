@@ -141,9 +141,10 @@ def test_a_checkpoint_counts_what_is_merged_and_a_job_goes_on_from_there() -> No
     block(bench, 0, positions=place(32))
     block(bench, 1, positions=place(32))
     block(bench, 0, positions=place(64))  # waits for a merge
-    block(bench, 2, positions=place(32))  # merged with it: all workers have made a step
+    block(bench, 2, positions=place(32))  # merged with it: all workers have made a block
     (saved,) = bench.checkpoints
-    assert (saved.manifest["step"], saved.manifest["steps"], saved.manifest["samples"]) == (1, 16, 32.0)
+    assert (saved.manifest["step"], saved.manifest["exchange"]) == (4, 1)
+    assert (saved.manifest["steps"], saved.manifest["samples"]) == (16, 32.0)
     block(bench, 1, positions=place(64))
     manifest = bench.sequencer.checkpoints.now()
     assert manifest is not None

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from polytempo.launcher.job_facts import JobFacts
+from polytempo.launcher.program import ScriptProgram
+from polytempo.launcher.request import RunRequest
 from polytempo.launcher.supervisor import (
     AllDone,
     EndJob,
     FailureReport,
+    LostServer,
     StoppedProcesses,
     Supervisor,
     last_error,
     waited_too_long,
 )
 from polytempo.protocol.messages import Status, WorkerStatus
+
+TRAIN = ScriptProgram("train.py")
 
 
 def waiting(worker: int, held: float, *others: int) -> WorkerStatus:
@@ -142,17 +148,54 @@ def test_and_ends_once_it_shows_that_it_trains() -> None:
     assert late.exited(2, *FAILED, accepted=False) == [EndJob("worker 2 failed with exit status 1 before its first push", 2)]
 
 
+SAVING = "with --checkpoint DIR servers hold it, and save it"
+
+
 @pytest.mark.parametrize(
-    ("checkpoint", "words"),
-    [("saved/step-00000005", "resume with --resume saved/step-00000005"), ("", "there is no checkpoint to resume from")],
+    ("server", "lost", "words"),
+    [
+        (1, LostServer(True, "saved/step-5"), "its part of the model is lost; resume with --resume saved/step-5"),
+        (0, LostServer(True, "", SAVING), "its part of the model is lost; there is no checkpoint to resume from"),
+        (
+            0,
+            LostServer(False, "", SAVING),
+            "it coordinated the job, which has ended; the model was at the workers, and what the script has not saved is "
+            f"lost; {SAVING}",
+        ),
+        (1, LostServer(False, "", SAVING), "it was needed by the job, which has ended; the model was at the workers"),
+    ],
 )
-def test_a_server_that_ends_takes_the_job_with_it_once(checkpoint: str, words: str) -> None:
+def test_a_server_that_ends_takes_the_job_with_it_once(server: int, lost: LostServer, words: str) -> None:
     supervisor = Supervisor(2, least=1)
-    (order,) = supervisor.server_exited(1, "was killed by SIGKILL", checkpoint)
+    (order,) = supervisor.server_exited(server, "was killed by SIGKILL", lost)
     assert isinstance(order, EndJob)
-    assert order.cause.startswith(f"server 1 was killed by SIGKILL: its part of the model is lost; {words}")
-    assert supervisor.server_exited(0, "finished", checkpoint) == []
+    assert order.cause.startswith(f"server {server} was killed by SIGKILL: {words}")
+    assert supervisor.server_exited(0, "finished", lost) == []
     assert supervisor.exited(0, *FAILED, accepted=False) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "how"),
+    [
+        (RunRequest(TRAIN), SAVING),
+        (RunRequest(TRAIN, sync="local:8"), SAVING),
+        (RunRequest(TRAIN, via="allreduce"), "let the script save it: torch.save() on one rank"),
+        (
+            RunRequest(TRAIN, sync="gossip:ring", workers=3),
+            "let the script save it: torch.save() on one rank",
+        ),
+        (
+            RunRequest(TRAIN, checkpoint=Path("saved")),
+            "let the script save it: torch.save() on one rank",
+        ),
+        (RunRequest(TRAIN, strategy="pipe=2", replica=2), "let the script save it: fit(checkpoint=DIR)"),
+    ],
+    ids=str,
+)
+def test_how_to_save_names_no_option_that_the_job_would_refuse(request_: RunRequest, how: str) -> None:
+    assert request_.how_to_save().startswith(how)
+    if how is SAVING:
+        replace(request_, checkpoint=Path("saved")).check_mode()
 
 
 def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

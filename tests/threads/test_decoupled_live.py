@@ -554,6 +554,35 @@ def test_module_buffers_travel_with_the_values_where_they_are_averaged() -> None
     assert_close([floats(model)[4]], [shown[4] + moved[0]], EXACT)  # was pushed at the end
 
 
+def test_before_the_first_merge_a_consolidation_leaves_a_worker_its_own_buffers() -> None:
+    """The servers hold what rank 0 had at the start; nothing of what happens between is lost or doubled."""
+
+    class Seen(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.register_buffer("seen", torch.full((3,), start))
+
+    models = [Seen(5.0), Seen(50.0)]  # all start from rank 0's
+
+    def work(session: Session) -> list[float]:
+        model = models[session.rank]
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buffers="mean")
+        found = [float(model.seen[0])]
+        for step in range(4):
+            set_gradients([model.weight], [torch.ones(2)])
+            model.seen += (1.0, 10.0)[session.rank]
+            optimizer.step()
+            if session.rank == 0 and step in (1, 2):
+                optimizer.consolidate()
+                found.append(float(model.seen[0]))
+        return found
+
+    with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0") as job:
+        assert job.run(work) == [[5.0, 7.0, 8.0], [5.0]]
+    assert [float(model.seen[0]) for model in models] == [27.0, 27.0]  # 5 and the mean of 4 and 40
+
+
 def test_a_budget_counts_local_steps_and_stops_all() -> None:
     def work(session: Session) -> int:
         params, optimizer = made()

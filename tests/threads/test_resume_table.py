@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import polytempo as pt
+from polytempo.checkpoints import find_checkpoint
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
@@ -162,6 +163,9 @@ def test_a_loop_goes_on_after_a_resume(sync: str, helper: str, tmp_path: Path) -
         return
     limits = Limits(samples=STOP * JOINT)
     _, first, counted = run(sync, helper, limits=limits, checkpoint=tmp_path / "saved")
+    step = int(find_checkpoint(tmp_path / "saved")[1]["step"])
+    if is_deterministic(sync) and not parse_spec(sync).micro:  # else shares are by speed
+        assert STOP <= step < STOP + 3, "steps, and not blocks of them"
     got, second, rest = run(sync, helper, resume=tmp_path / "saved")
     if mode_of(sync) != "bsp+backup":  # there what comes late is discarded
         assert counted + rest == EPOCHS * SAMPLES, "what was trained on, in both jobs"

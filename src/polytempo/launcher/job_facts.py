@@ -53,6 +53,7 @@ class JobFacts:
     budgeted: bool = False  #: has the job a budget?
     saves: bool = False  #: does it write checkpoints?
     resumed: bool = False  #: does it go on from one?
+    companions: tuple[str, ...] = ()  #: what that one holds beside parameters (`server/resume_rules.py`)
     replica: int = 1  #: workers that share one replica of the model, by that strategy
     host_timeout: float = 5.0  #: seconds in which a link between hosts may come back (--host-timeout)
     reader: int | None = None  #: the rank that has standard input
@@ -92,6 +93,7 @@ def job_from(data: dict[str, Any]) -> JobFacts:
     probability, seconds = data.pop("hiccup", (0.0, 0.0))
     tokens, proxies = ({int(rank): str(text) for rank, text in data.pop(name, {}).items()} for name in ("tokens", "proxies"))
     link = data.pop("link", None)
+    companions = tuple(data.pop("companions", ()))
     return JobFacts(
         **data,
         addresses=addresses,
@@ -101,6 +103,7 @@ def job_from(data: dict[str, Any]) -> JobFacts:
         tokens=tokens,
         proxies=proxies,
         link=tuple(link) if link else None,
+        companions=companions,
     )
 
 

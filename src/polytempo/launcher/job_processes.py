@@ -32,6 +32,7 @@ from polytempo.launcher.job_folder import JobFolder
 from polytempo.launcher.process_monitor import ProcessMonitor
 from polytempo.launcher.program import Program
 from polytempo.launcher.request import CheckedRequest, split_address
+from polytempo.server.resume_rules import companions_in
 from polytempo.transport.keys import Credentials, JobKeys, make_keys, make_secret
 from polytempo.transport.link_relay import server_name
 from polytempo.version import VERSION
@@ -161,6 +162,7 @@ class JobProcesses:
             resumed=self._checked.resume is not None,
             reader=request.reader,
             debugged=request.debug is not None,
+            companions=companions_in(self._plan.resumed),
             port=self._port,
         )
 
@@ -202,7 +204,7 @@ class JobProcesses:
         return {
             "spec": self._request.sync,
             "size": self._request.size,
-            "first_step": self._plan.first_step,
+            "first_step": self._plan.first_push,
             "options": self._checked.options(),
             "versions": versions,
             "seed": self._request.seed,

@@ -50,6 +50,7 @@ from polytempo.launcher.supervisor import (
     AllDone,
     EndJob,
     FailureReport,
+    LostServer,
     StoppedProcesses,
     Supervisor,
     SupervisorAction,
@@ -180,6 +181,7 @@ class LocalJob:
         self._ready: dict[int, list[str]] = {}  #: addresses of the servers that listen, by shard
         self._asked: set[int] = set()  #: workers that a signal like SIGTERM has ended: soon it may come to this process, too
         self._step = 0  #: of the worker that is farthest
+        self._holds = self.request.way == "ps"  #: do servers hold the model?
         self._given_up: dict[int, tuple[str, str]] = {}  #: reason and cause of workers given up by --timeout
         self._debugged = False  #: is a worker in its debugger, which then has Ctrl-C?
         self._undecided: list[tuple[int, int, str, str]] = []  # status request, worker, reason and cause of its end
@@ -284,8 +286,11 @@ class LocalJob:
         elif child is self._processes.link:
             self._link_lost(cause)
         else:
-            newest = str(self._checkpoints.newest() or "")
-            self._apply(self._supervisor.server_exited(self._processes.servers[child], cause, newest))
+            self._apply(self._supervisor.server_exited(self._processes.servers[child], cause, self._lost_server()))
+
+    def _lost_server(self) -> LostServer:
+        """What is lost with a server: the coordinator said last whether servers hold the model; before, the options do."""
+        return LostServer(self._holds, str(self._checkpoints.newest() or ""), self.request.how_to_save())
 
     def _link_lost(self, cause: str) -> None:
         self._supervisor.ending = True
@@ -403,8 +408,7 @@ class LocalJob:
             server = self._processes.servers[event.child]
             if self._supervisor.ending and event.status and server in self._ready:  # before that it holds nothing
                 self._end.note_lost(f"server {server} {cause}")
-            newest = str(self._checkpoints.newest() or "")
-            self._apply(self._supervisor.server_exited(server, cause, newest), event.child)
+            self._apply(self._supervisor.server_exited(server, cause, self._lost_server()), event.child)
 
     def _on_gone(self, message: Gone) -> None:
         """A worker on another host has ended."""
@@ -452,6 +456,8 @@ class LocalJob:
         for _, worker, reason, cause in due:
             self._apply(self._supervisor.exited(worker, reason, cause, status.workers[worker].accepted))
         self._note_progress(status.progress)
+        if status.trains or status.progress is not None:  # a script may have asked for servers, or make no use of them
+            self._holds = status.holds
         self._step = max([self._step, *(worker.step for worker in status.workers)])
         self.display.show(status)
         self._check_timeout(status)

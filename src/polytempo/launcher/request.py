@@ -12,6 +12,7 @@ from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.launcher.program import Program
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import COMPARED, parse_spec, refused_of
@@ -154,6 +155,19 @@ class RunRequest:
         by_mode = refused_of(COMPARED, lambda spec: replace(self, sync=spec.text).check_mode())
         return tuple(mode for mode in COMPARED if mode in by_mode or mode in self.refused)
 
+    def how_to_save(self) -> str:
+        """What to do for a model that is at the workers, so that it outlives the job."""
+        if self.replica > 1:
+            return "let the script save it: fit(checkpoint=DIR), or DistributedModel.save(DIR)"
+        by_script = "let the script save it: torch.save() on one rank, after optimizer.consolidate()"
+        if self.checkpoint is not None:  # the script has chosen that servers hold nothing
+            return by_script
+        try:
+            replace(self, checkpoint=Path("DIR")).check_mode()
+        except UsageError:
+            return by_script
+        return "with --checkpoint DIR servers hold it, and save it"
+
     def checked(self) -> CheckedRequest:
         """Check the request and find the checkpoint to resume from.
 
@@ -175,6 +189,8 @@ class RunRequest:
         if self.listen is not None:
             check_free(self.listen)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
+        if path is not None:
+            check_modes(path.name, manifest.get("sync", self.sync), self.sync)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)

@@ -37,6 +37,24 @@ class AllDone:
 SupervisorAction = FailureReport | EndJob | AllDone
 
 
+@dataclass(frozen=True)
+class LostServer:
+    """What is lost with a server: a part of the model, or where that is at the workers, the coordination of the job."""
+
+    holds: bool  #: did servers hold the model?
+    checkpoint: str = ""  #: the newest of the job
+    saving: str = ""  #: how a model that is at the workers can be saved
+
+    def in_words(self, server: int) -> str:
+        """The rest of the line that says how the server ended."""
+        if self.holds:
+            none = "there is no checkpoint to resume from (--checkpoint DIR)"
+            return f"its part of the model is lost; {f'resume with --resume {self.checkpoint}' if self.checkpoint else none}"
+        was = "it coordinated the job" if server == 0 else "it was needed by the job"
+        where = "the model was at the workers, and what the script has not saved is lost"
+        return f"{was}, which has ended; {where}; {self.saving}"
+
+
 @dataclass
 class Supervisor:
     """Counts the workers that finished and those that failed."""
@@ -96,17 +114,12 @@ class Supervisor:
         self.ending = True
         return [AllDone()]
 
-    def server_exited(self, server: int, cause: str, checkpoint: str) -> list[SupervisorAction]:
+    def server_exited(self, server: int, cause: str, lost: LostServer) -> list[SupervisorAction]:
         """A server's process has ended before the job did."""
         if self.ending:
             return []
         self.ending = True
-        resume = (
-            f"resume with --resume {checkpoint}"
-            if checkpoint
-            else "there is no checkpoint to resume from (--checkpoint DIR)"
-        )
-        return [EndJob(f"server {server} {cause}: its part of the model is lost; {resume}")]
+        return [EndJob(f"server {server} {cause}: {lost.in_words(server)}")]
 
 
 #: Seconds for which a process is stopped before it is named (a snapshot stops it for less), and before it is named again;

@@ -440,6 +440,7 @@ class Status(WireMessage):
     checkpoint: str = ""
     progress: TrainingProgress | None = None  #: of what trains without pushes
     trains: bool = False  #: has any worker made an optimizer?
+    holds: bool = False  #: do servers hold values of one?
 
 
 class Notice(WireMessage):

@@ -47,6 +47,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     pull_filter: str = ""
     members: tuple[int, ...] = ()  #: the workers that take its steps together, ascending; empty: all of the job
     refused: tuple[str, ...] = ()  #: of the modes that advice compares, those that this optimizer could not be given
+    inner: str = ""  #: the class of the script's optimizer
+    companions: int = 0  #: of the tensors, the last that are no parameters but are averaged with them
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
 
 

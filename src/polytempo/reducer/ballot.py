@@ -67,6 +67,7 @@ class BallotOutcome:
     unlike: tuple[int, int] | None  #: the first two ranks whose hyper-parameters differ
     touched: bool = False  #: a script has written to parameters: compare the replicas
     alike: tuple[int, int] | None = None  #: two ranks with the same gradient
+    ended: tuple[int, ...] = ()  #: ranks that have run out of data, where others have not
 
 
 def size_of(buckets: int, params: int) -> int:
@@ -105,6 +106,7 @@ def outcome(ballots: Sequence[Ballot]) -> BallotOutcome:
         unlike=unlike,
         touched=any(ballot.touched for ballot in ballots),
         alike=_alike([(index, ballots[index].gradient) for index in active]),
+        ended=tuple(index for index, ballot in enumerate(ballots) if ballot.ran_out) if active else (),
     )
 
 

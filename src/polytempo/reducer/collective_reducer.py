@@ -37,6 +37,7 @@ from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
+from polytempo.protocol.training_troubles import ended_early
 from polytempo.protocol.values import OptimizerSpec, RoundPlan
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
@@ -386,6 +387,8 @@ class CollectiveReducer(Reducer):
     ) -> None:
         super().__init__(session, name, spec, lay_out(spec.tensors, 1))
         self._warned = False  # of equal gradients
+        self._ended: set[int] = set()  # ranks that have run out of data, as was said
+        self._steps = self._count = 0  # of all rounds so far, and of the one under way
         device = device_for(session, params)
         self.copier = Copier(params, self.layout, device or Pool())
         result = FlatBuffer(self.layout, Pool(), pinned=False) if device is None else self.copier.landing
@@ -442,7 +445,7 @@ class CollectiveReducer(Reducer):
 
     def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         began = time.perf_counter()
-        skip, self._averages = buffer is None, average
+        skip, self._averages, self._count = buffer is None, average, about.get("count", 1)
         if self._clock is not None:
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
@@ -473,6 +476,7 @@ class CollectiveReducer(Reducer):
         if self._averages:
             self._round(self._ballot, self._hyper)
         self.step += 1
+        self._steps += self._count
         if self._clock is not None and (self._blocks or self._measured):
             # The period of the next block, or the shares of the next round. All ranks that have voted have pushed before,
             # so no rank is waited for that waits for this one.
@@ -515,10 +519,20 @@ class CollectiveReducer(Reducer):
 
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
+        if found.ended and self._clock is None and not self._measured:  # else the sequencer warns
+            self._warn_ended({self.voters.voted[index] for index in found.ended})
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
         if self._rule is not None and not found.over:
             self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
+
+    def _warn_ended(self, ended: set[int]) -> None:
+        """Say once for each rank that it has run out of data; the lowest of those that go on does."""
+        behind, left = sorted(ended - self._ended), sorted(set(self.voters.voted) - ended)
+        self._ended |= ended
+        if behind and self.session.rank == left[0]:
+            sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
+            sys.stderr.flush()
 
     def _warn_alike(self, one: int, other: int) -> None:
         self._warned = True

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.protocol.training_troubles import not_finite
 from polytempo.reducer.device_moves import largest
 from polytempo.reducer.flat_buffer import FlatBuffer
 
@@ -73,8 +75,12 @@ class DelayedCheck:
 class FiniteWatch:
     """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
 
-    def __init__(self, names: Sequence[str], rank: int, nonfinite: str) -> None:
+    def __init__(
+        self, names: Sequence[str], rank: int, nonfinite: str, unwatched: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """`unwatched`: the parameters, where there is no coordinator, which would name the first worker of the job."""
         self._names, self._rank, self._nonfinite = names, rank, nonfinite
+        self._unwatched = unwatched
         self.seen = 0
         self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
 
@@ -92,6 +98,8 @@ class FiniteWatch:
             if id(buffer) not in self._delayed:
                 self._delayed[id(buffer)] = DelayedCheck(buffer)
             self._delayed[id(buffer)].start()
+            if found:
+                self._say_first(step - 1, "model" if names else "gradient")
             return found
         if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
@@ -103,4 +111,12 @@ class FiniteWatch:
                 f"worker {self._rank}, step {step}: {name} has a {'value' if names else 'gradient'} that is not finite; "
                 "lower the learning rate, clip, or count such gradients with nonfinite='count'"
             )
+        self._say_first(step, "model" if names else "gradient")
         return True
+
+    def _say_first(self, step: int, what: str) -> None:
+        """Say it once, unless a gradient is so because the parameters are: then it began with another worker, or before."""
+        params, self._unwatched = self._unwatched, None
+        if params is not None and (what == "model" or all(bool(param.isfinite().all()) for param in params)):
+            sys.stderr.write(f"polytempo: {not_finite(self._rank, step, what)}\n")
+            sys.stderr.flush()

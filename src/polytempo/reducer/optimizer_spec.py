@@ -153,6 +153,7 @@ class SpecBuilder:
             pull_filter=self._compression.pull.text if filtered and on_server else "",
             members=self.members,
             refused=self.refused,
+            inner=type(self._inner).__name__,
         )
 
     def of_values(
@@ -162,6 +163,7 @@ class SpecBuilder:
         outer: tuple[dict[str, Any], ...],
         steps: bool,
         on_servers: bool,
+        companions: int = 0,
     ) -> OptimizerSpec:
         """The spec of values that are averaged.
 
@@ -170,16 +172,16 @@ class SpecBuilder:
             hyper: The hyper-parameters of the local steps.
             outer: Those of the outer step.
             steps: Is an outer step made?
+            companions: How many of the values, the last, are no parameters.
             on_servers: Do servers hold the values? They make the outer step then; it also serves where what travels is
                 compressed, since differences to the servers' values can be.
         """
-        sync, lossy, group = self._spec.text, not self._compression.is_lossless, self.members
+        sync, lossy, name = self._spec.text, not self._compression.is_lossless, type(self._inner).__name__
+        more: dict[str, Any] = {"members": self.members, "refused": self.refused, "inner": name, "companions": companions}
         if not on_servers:
-            name = type(self._inner).__name__
-            clip = self._clip_norm
-            return OptimizerSpec(sync, "peers", name, tensors, hyper, clip, members=group, refused=self.refused)
+            return OptimizerSpec(sync, "peers", name, tensors, hyper, self._clip_norm, **more)
         if not steps and not lossy:
-            return OptimizerSpec(sync, "delta", "", tensors, hyper, members=group, refused=self.refused)
+            return OptimizerSpec(sync, "delta", "", tensors, hyper, **more)
         return OptimizerSpec(
             sync=sync,
             apply="server",
@@ -188,8 +190,7 @@ class SpecBuilder:
             groups=outer,
             push_filter=self._compression.push.text if lossy else "",
             pull_filter=self._compression.pull.text if lossy else "",
-            members=group,
-            refused=self.refused,
+            **more,
         )
 
 

@@ -453,6 +453,10 @@ class ServerReducer(Reducer):
     def read_state(self) -> list[SegmentState]:
         return self._values.read_segments("state")
 
+    def saved_state(self) -> list[SegmentState]:
+        """State of the script's optimizer that servers kept in the job of the checkpoint, and workers go on with."""
+        return self._values.read_segments("saved state")
+
     def load_state(self, state: Sequence[SegmentState]) -> None:
         self._values.load_state(state)
 

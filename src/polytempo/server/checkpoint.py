@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 from polytempo.checkpoints import MANIFEST, PARTIAL, digest_of_file, error_text, publish, remove_checkpoint, write_synced
-from polytempo.errors import PeerError, UsageError
-from polytempo.protocol.layout import first_difference, lay_out, table_difference
+from polytempo.errors import PeerError
+from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import NotSaved, Saved, ScriptState
-from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.protocol.values import OptimizerSpec, TensorInfo
 from polytempo.server.effects import Checkpoint
 from polytempo.server.optimizer_state import SegmentState, as_bytes
+from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.script_state import ScriptStates, WorkerObjects, write_states
 from polytempo.server.shard import Shard
 from polytempo.transport.channel import Bytes
@@ -184,20 +185,48 @@ class JobCheckpoints:
         return checkpoint.name not in self._pending and not same
 
 
-def read_shards(directory: Path, optimizer_id: str, spec: OptimizerSpec) -> list[SavedShard]:
-    """All that a checkpoint holds of one optimizer; refused when it is of another model."""
-    manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    saved = manifest["tracks"][optimizer_id]["proposal"]
-    tensors = [TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]]
-    tables = [TableInfo(*described) for described in saved.get("tables", [])]
-    difference = first_difference(spec.tensors, tensors) or table_difference(spec.tables, tables)
-    if difference:
-        raise UsageError(f"the checkpoint {directory.name} is of another model: {difference} (there: the checkpoint)")
-    if saved["optimizer"] != spec.optimizer:
-        there = saved["optimizer"] or "none"
-        raise UsageError(f"the checkpoint {directory.name} was made with {there}, the script uses {spec.optimizer}")
-    shards = [file for file in manifest["files"] if "tensors" in file]
-    return [_read_shard(directory / file["file"], optimizer_id, file["tensors"][optimizer_id]) for file in shards]
+class SavedOptimizer:
+    """All that a checkpoint holds of one optimizer. That a job may go on from it was asked before (`resume_rules.py`)."""
+
+    def __init__(self, directory: Path, optimizer_id: str, spec: OptimizerSpec) -> None:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        self.held, self._spec = holding_in(manifest, optimizer_id), spec
+        self.resumption = resumption(directory.name, self.held, holding_of(spec))
+        files = [file for file in manifest["files"] if "tensors" in file]
+        self.shards = [_read_shard(directory / f["file"], optimizer_id, f["tensors"][optimizer_id]) for f in files]
+
+    def values(self, optimizer_shard: Shard) -> list[Bytes]:
+        """The values of a shard's stretches, from however they were cut when saved. Of companions that the checkpoint does
+        not have they are zero: the first average makes them, whatever they were."""
+        flats = _flats(self.held.tensors)
+        for shard in self.shards:
+            for dtype, start, tensor in shard.values:
+                flats[dtype][start : start + tensor.numel()] = tensor
+        if self.held.tensors != self._spec.tensors:
+            flats = self._rearranged(flats)
+        return [as_bytes(tensor) for tensor in optimizer_shard.from_model(flats)]
+
+    def _rearranged(self, flats: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same parameters, with the companions that the job has."""
+        parameters = len(self.held.parameters)
+        companions = {place.info.name: place for place in lay_out(self.held.tensors, 1).places if place.index >= parameters}
+        places = {place.index: place for place in lay_out(self.held.tensors, 1).places}
+        result = _flats(self._spec.tensors)
+        for place in lay_out(self._spec.tensors, 1).places:
+            source = places[place.index] if place.index < parameters else companions.get(place.info.name)
+            if source is not None and source.info.shape == place.info.shape and source.info.dtype == place.info.dtype:
+                result[place.info.dtype][place.start : place.stop] = flats[source.info.dtype][source.start : source.stop]
+        return result
+
+    def state(self) -> list[SegmentState]:
+        """The state that servers kept, of the parameters."""
+        sizes = lay_out(self.held.parameters, 1).sizes
+        segments = [segment for shard in self.shards for segment in shard.segments]
+        return [segment for segment in segments if segment.start < sizes.get(segment.dtype, 0)]
+
+
+def _flats(tensors: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+    return {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in lay_out(tensors, 1).sizes.items()}
 
 
 def _read_shard(path: Path, optimizer_id: str, contents: Mapping[str, Any]) -> SavedShard:
@@ -209,18 +238,6 @@ def _read_shard(path: Path, optimizer_id: str, contents: Mapping[str, Any]) -> S
         segments.append(SegmentState(segment["dtype"], segment["start"], segment["stop"], {**segment["plain"], **held}))
     rows = {name: tensors[f"{optimizer_id}.table.{name}"] for name in contents.get("rows", ())}
     return SavedShard(values, segments, rows, contents.get("clocks", []))
-
-
-def load_values(shards: Sequence[SavedShard], optimizer_shard: Shard) -> list[Bytes]:
-    """The values of a store's stretches, from however they were cut when saved."""
-    flats = {
-        dtype: torch.empty(size, dtype=getattr(torch, dtype))
-        for dtype, size in lay_out(optimizer_shard.optimizer_spec.tensors, 1).sizes.items()
-    }
-    for shard in shards:
-        for dtype, start, tensor in shard.values:
-            flats[dtype][start : start + tensor.numel()] = tensor
-    return [as_bytes(tensor) for tensor in optimizer_shard.from_model(flats)]
 
 
 def write_held(directory: Path, name: str, optimizer_id: str, worker: int, held: Sequence[SegmentState]) -> None:

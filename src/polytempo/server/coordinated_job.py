@@ -22,7 +22,9 @@ from polytempo.server.effects import (
     Effect,
     EndLoop,
     LoopEffect,
+    StopJob,
     StopWorkers,
+    Tell,
     ToAgent,
     ToLauncher,
     ToServers,
@@ -110,6 +112,10 @@ class CoordinatedJob:
                 self.record.write(effect.line)
             elif isinstance(effect, WakeAt):
                 heapq.heappush(self._wakes, effect.at)
+            elif isinstance(effect, Tell):
+                passed += self.tell(effect.text)
+            elif isinstance(effect, StopJob):
+                passed += self.stop(effect.cause)
             else:
                 self.checkpoints.begin(effect)
         return passed

@@ -172,7 +172,7 @@ class WorkerMessages:
         states = read_states(self._resume) if self._resume is not None else {}
         found = newest_of_each(states) if message.shared else states.get(sender.rank, {})
         objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
-        told = StateRecalled(shared=message.shared, objects=objects, step=self._sequencer.plan.first_step)
+        told = StateRecalled(shared=message.shared, objects=objects, step=self._sequencer.plan.saved_push)
         return [ToWorker(sender.rank, told, parts)]
 
     def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:

@@ -59,7 +59,21 @@ class Checkpoint:
     told: tuple[int, ...] = ()  #: workers that will hear of it, and give what their scripts have registered
 
 
-Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint
+@dataclass(frozen=True)
+class Tell:
+    """Tell the user, in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """The job ends early, for this cause."""
+
+    cause: str
+
+
+Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell | StopJob
 
 
 # Of the coordinator and of the shard's inbox, for the I/O loop.

@@ -28,28 +28,31 @@ class CheckpointContents:
         self.done = DonePlaces()  #: in modes that deal out batches
         self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
-    def at(self, step: int) -> Checkpoint:
-        """A checkpoint of this moment, named after a step."""
-        return Checkpoint(f"step-{step:08d}", self.manifest(step))
+    def at(self, step: int, pushes: int) -> Checkpoint:
+        """A checkpoint of this moment, named after a step, to which each worker has come with this number of pushes."""
+        return Checkpoint(f"step-{step:08d}", self.manifest(step, pushes))
 
     def at_the_end(self) -> Checkpoint:
         """What is left to save when all workers have left."""
-        return self.at(self._clocks[MAIN].policy.progress.fastest if MAIN in self._clocks else self._plan.first_step)
+        main = self._clocks.get(MAIN)
+        if main is None:
+            return self.at(self._plan.first_step, self._plan.first_push)
+        return self.at(main.made.fastest, main.policy.progress.fastest)
 
     def now(self) -> Checkpoint | None:
         """A checkpoint of this moment, in the middle of training; None when there is nothing to save yet."""
         main = self._clocks.get(MAIN)
         if main is None or not main.seeded or not any(stats.pushes for stats in self._statistics):
             return None
-        policy = main.policy
-        return self.at(policy.reached if policy.members else policy.progress.fastest)
+        return self.at(main.made.slowest, main.policy.reached) if main.policy.members else self.at_the_end()
 
-    def manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int, pushes: int) -> dict[str, Any]:
         """What a checkpoint must know beside the tensors."""
         clocks = self._clocks[MAIN].policy.progress.pushed if MAIN in self._clocks else {}
         pending = self._pending()
         return {
             "step": step,
+            "exchange": pushes,
             "steps": self._budget.steps - sum(push.count for push in pending),
             "samples": self._budget.samples - sum(push.taken for push in pending),
             "size": self._plan.size,
@@ -118,7 +121,9 @@ class JobFigures:
         """For the display."""
         budget = self._budget
         workers = tuple(self._seen(stats.status(now)) for stats in self._statistics)
-        return Status(seconds=budget.seconds(now), used=budget.used(now), workers=workers, trains=bool(self._clocks))
+        holds = any(clock.on_servers for clock in self._clocks.values())
+        seconds, used = budget.seconds(now), budget.used(now)
+        return Status(seconds=seconds, used=used, workers=workers, trains=bool(self._clocks), holds=holds)
 
     def _seen(self, status: WorkerStatus) -> WorkerStatus:
         """In a mesh not every rank reports steps: one that is in no clock has made steps when others have."""
@@ -159,4 +164,5 @@ def _policy(clock: OptimizerClock) -> dict[str, Any]:
 def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:
     tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in optimizer_spec.tensors]
     tables = [list(structs.astuple(info)) for info in optimizer_spec.tables]
-    return {"apply": optimizer_spec.apply, "optimizer": optimizer_spec.optimizer, "tensors": tensors, "tables": tables}
+    facts = {name: getattr(optimizer_spec, name) for name in ("apply", "optimizer", "sync", "inner", "companions")}
+    return {**facts, "tensors": tensors, "tables": tables}

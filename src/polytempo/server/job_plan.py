@@ -50,6 +50,17 @@ class JobPlan:
         """The number of all workers' first step."""
         return int(self.resumed.get("step", 0))
 
+    @property
+    def saved_push(self) -> int:
+        """The number of pushes that each worker of the earlier job had come to."""
+        return int(self.resumed.get("exchange", self.first_step))
+
+    @property
+    def first_push(self) -> int:
+        """The number of all workers' first push. It goes on from the earlier job's, where that was in the same mode; in
+        another mode a push may hold another number of steps, so that steps are what goes on."""
+        return self.saved_push if self.resumed.get("sync") == self.sync else self.first_step
+
     def saved_policy(self, optimizer_id: str, sync: str) -> dict[str, float]:
         """What the policy of an optimizer had learned in the job that this one goes on from, in the same mode."""
         policy = self.resumed.get("tracks", {}).get(optimizer_id, {}).get("policy", {})

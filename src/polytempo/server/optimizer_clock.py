@@ -16,9 +16,10 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
+from polytempo.protocol.training_troubles import TrainingTroubles
 from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
-from polytempo.server.job_plan import JobBudget
+from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
 from polytempo.sync.barrier import BSP
 from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
@@ -56,6 +57,47 @@ class WorkerSlot:
         self.exchange, self.answered = step - 1, step - 2
 
 
+class StepsMade:
+    """Optimizer steps that the workers of a clock have come to. A push holds several where it is of a block of local steps,
+    of the micro-batches of a round, or of what was accumulated (`downpour`).
+
+    In rounds these are the steps of the round's slowest worker, of those that had data for it; in other modes each worker's
+    own, and one that joins starts with those of the slowest.
+    """
+
+    def __init__(self, first: int, in_rounds: bool) -> None:
+        self._in_rounds, self._of = in_rounds, dict[int, int]()
+        self._slowest = self.fastest = first
+
+    @property
+    def slowest(self) -> int:
+        """Of the workers that are there."""
+        if not self._in_rounds:
+            self._slowest = min(self._of.values(), default=self._slowest)
+        return self._slowest
+
+    def enter(self, worker: int) -> None:
+        """A worker takes part from now on."""
+        self._of[worker] = self.slowest
+
+    def leave(self, worker: int) -> None:
+        """It is gone."""
+        _ = self.slowest  # of a job whose last worker leaves it stays
+        self._of.pop(worker, None)
+
+    def count(self, worker: int, steps: int) -> None:
+        """A push was counted, or refused after all (`steps` is below 0 then)."""
+        if not self._in_rounds and worker in self._of:
+            self._of[worker] += steps
+            self.fastest = max(self.fastest, self._of[worker])
+
+    def close(self, heads: Sequence[Push]) -> None:
+        """An update is made of these pushes."""
+        if self._in_rounds and heads:
+            self._slowest += min(head.count for head in [head for head in heads if head.samples] or heads)
+            self.fastest = self._slowest
+
+
 @dataclass
 class OptimizerClock:
     """The state of one optimizer's clock."""
@@ -73,6 +115,9 @@ class OptimizerClock:
     early: list[int] = field(default_factory=list)  # registered before there were values to start from
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)
+    made: StepsMade = field(init=False)
+    troubles: TrainingTroubles = field(default_factory=TrainingTroubles)
+    first_step: int = 0  #: of the job: steps that an earlier one has made
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
@@ -83,6 +128,7 @@ class OptimizerClock:
     def __post_init__(self) -> None:
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
+        self.made = StepsMade(self.first_step, self.spec.mode.barrier)
 
     @property
     def is_main(self) -> bool:
@@ -93,6 +139,11 @@ class OptimizerClock:
     def has_values(self) -> bool:
         """Are there values of which steps are made, and not steps alone?"""
         return bool(self.optimizer_spec.tensors or self.optimizer_spec.tables)
+
+    @property
+    def on_servers(self) -> bool:
+        """Do servers hold these values, and not the workers alone?"""
+        return self.has_values and self.optimizer_spec.apply not in ("peers", "mean")
 
     def includes(self, worker: int) -> bool:
         """Does this worker take its steps?"""
@@ -252,17 +303,19 @@ class OptimizerClock:
         return [push.id for _, push in self._counted.values() if push.id.worker == worker]
 
 
-def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, size: int, first_step: int) -> OptimizerClock:
+def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobPlan) -> OptimizerClock:
     """A clock for a worker's optimizer; `UsageError` when its mode cannot be parsed or run, or not with its members."""
-    members = optimizer_spec.members
+    members, size = optimizer_spec.members, plan.size
     if list(members) != sorted(set(members)) or not set(members) <= set(range(size)):
         raise UsageError(f"optimizer {name}: expected some of the ranks 0 to {size - 1} as its group, got {list(members)}")
     spec = parse_spec(optimizer_spec.sync)
     policy = spec.policy(size, members)
     if not name.endswith(MEAN):
-        policy.begin_at(first_step)
+        policy.begin_at(plan.first_push)
     seeded = optimizer_spec.apply == "mean" or name.endswith(MEAN)
-    return OptimizerClock(name, optimizer_spec, spec, policy, worker, seeded, corrections=spec.corrections)
+    return OptimizerClock(
+        *(name, optimizer_spec, spec, policy, worker, seeded), corrections=spec.corrections, first_step=plan.first_step
+    )
 
 
 def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSpec) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from polytempo.checkpoints import step_name
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
@@ -30,10 +31,11 @@ from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.done_places import DonePlaces
-from polytempo.server.effects import Effect, ToShards, ToWorker, WakeAt, Write
+from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
+from polytempo.server.resume_rules import Resumption, holding_in, holding_of, resumption
 from polytempo.server.sample_leases import SampleLeases
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -115,6 +117,7 @@ class PolicyRunner:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign, clock.spec.measured)
+        clock.made.count(push.id.worker, sign * push.count)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
@@ -138,6 +141,7 @@ class PolicyRunner:
         if clock.is_main and clock.spec.measured:
             positions = [position for head in clock.heads(action) for position in head.positions]
             self._done.apply(positions, leased=clock.spec.anytime is not None)
+        clock.made.close(clock.heads(action))
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -181,6 +185,7 @@ class PolicyRunner:
 
     def _admit(self, clock: OptimizerClock, action: Admit, now: float) -> list[Effect]:
         clock.slots[action.worker].enter(action.step)
+        clock.made.enter(action.worker)
         return []
 
 
@@ -206,12 +211,16 @@ class WorkerMembership:
         clock = self._clocks.get(name)
         if clock is None:
             try:
-                clock = open_clock(name, worker, optimizer_spec, self._plan.size, self._plan.first_step)
+                clock = open_clock(name, worker, optimizer_spec, self._plan)
                 if reason := self._misplaced(clock, worker):
                     raise UsageError(reason)
             except UsageError as error:
                 return [*effects, refusal(worker, str(error))]
-            effects += self._add(clock, now)
+            try:
+                kept = self._resumption(clock)
+            except UsageError as error:
+                return [*effects, StopJob(str(error))]
+            effects += [*([Tell(f"warning: {kept.dropped}")] if kept.dropped else []), *self._add(clock, now)]
         reason = disagreement(clock, worker, optimizer_spec)
         if reason:
             return [*effects, refusal(worker, f"{reason}; all workers must make the same optimizer")]
@@ -227,6 +236,14 @@ class WorkerMembership:
             return effects + self._runner.feed(clock, Joined(worker), now)
         clock.early.append(worker)
         return effects + self._request_seed(clock, worker)
+
+    def _resumption(self, clock: OptimizerClock) -> Resumption:
+        """What of the checkpoint that the job goes on from becomes of this optimizer; `UsageError` where nothing can."""
+        manifest = self._plan.resumed
+        if clock.name not in manifest.get("tracks", {}):
+            return Resumption()
+        saved, wanted = holding_in(manifest, clock.name), holding_of(clock.optimizer_spec)
+        return resumption(step_name(self._plan.first_step), saved, wanted)
 
     def _misplaced(self, clock: OptimizerClock, worker: int) -> str:
         """Why this worker cannot be in this clock: it belongs to no group, or to two side by side."""
@@ -285,8 +302,12 @@ class WorkerMembership:
             lost = clock.optimizer_spec.members and reason != "finished"
             if lost:  # before answers to rounds that close without it
                 effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
+            if reason == "finished" and worker in clock.policy.members:
+                clock.troubles.finished(worker, clock.policy.progress.pushed[worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
+            effects += left_behind(clock, self._plan)
             clock.slots.pop(worker, None)
+            clock.made.leave(worker)
             if clock.optimizer_spec.apply == "peers" and not lost:
                 effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
             if worker in clock.early:
@@ -311,7 +332,7 @@ class Sequencer:
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
         self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
-        self._saved_at = plan.first_step
+        self._saved_at, self._looked_at = plan.first_step, plan.first_push
         self._ending = False  # the job is told to end early
 
     # Members.
@@ -382,12 +403,20 @@ class Sequencer:
                 self.paces.add(worker, push.id.step, now, push.samples, push.count, *own)
             effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
-            return effects + self._checkpoint(clock, now, effects)
+            return effects + self._checkpoint(clock, now, effects) + self._troubles(clock, push)
         except OrderError as error:
             slot.exchange = before
             clock.drop(worker, push.id.step)
             self._runner.tally(clock, push, -1)
             return [ToShards(Drop(id=push.id)), refusal(worker, str(error))]
+
+    def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
+        """What goes wrong with the training, as this push shows. A guard that ends the job at it would decide here."""
+        what = "model" if clock.spec.mode.averaging is not None or push.kind in ("value", "delta") else "gradient"
+        steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
+        step = push.id.step if push.count == 1 else steps
+        said = clock.troubles.pushed(push.id.worker, push.id.step, push.count, what if push.nonfinite else "", step)
+        return [*([Tell(said)] if said else []), *left_behind(clock, self.plan)]
 
     def _drop(self, identity: PushId) -> list[Effect]:
         """Drop a push of an unknown worker, or a duplicate, unless it repeats one that is still to be applied."""
@@ -407,12 +436,16 @@ class Sequencer:
         return [ToShards(clock.answer(push.id.worker, push.id.step))]
 
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
-        every, slowest = self.plan.checkpoint_every, clock.policy.reached
-        if not every or not clock.is_main or not clock.has_values or slowest // every <= self._saved_at // every:
+        """A checkpoint, where one is due: each N steps of the slowest worker, at the end of its block or round."""
+        every, pushes = self.plan.checkpoint_every, clock.policy.reached
+        if not every or not clock.is_main or not clock.has_values or pushes == self._looked_at:
+            return []
+        self._looked_at, slowest = pushes, clock.made.slowest
+        if slowest // every <= self._saved_at // every:
             return []
         self._saved_at = slowest
         told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
-        effect = replace(self.checkpoints.at(slowest), told=tuple(sorted(told)))
+        effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)))
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
             other.saving(effect.name, [entry for entry in entries if isinstance(entry, Reply)])
@@ -473,6 +506,15 @@ class Sequencer:
                 clock.wakes = later
                 effects += self._runner.feed(clock, Ticked(), now)
         return effects
+
+
+def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
+    """Tell the user, once, of workers that have no more data while others go on; in modes that deal batches out by speed,
+    and where no worker waits for another, that is as it should be."""
+    if not clock.spec.in_rounds or clock.spec.measured or not clock.is_first:
+        return []
+    said = clock.troubles.left_behind(plan.first_step, clock.slots)
+    return [Tell(said)] if said else []
 
 
 def push_figures(push: Push, waited: float) -> dict[str, float]:

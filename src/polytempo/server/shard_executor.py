@@ -29,7 +29,7 @@ from polytempo.device.device import Device
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
-from polytempo.server.checkpoint import load_values, read_held, read_shards, write_held, write_shard
+from polytempo.server.checkpoint import SavedOptimizer, read_held, write_held, write_shard
 from polytempo.server.device_share import DeviceShare
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
 from polytempo.server.shard import PushBuffer, Shard, in_host
@@ -117,6 +117,7 @@ class ShardExecutor:
         self._totals: SimpleQueue[float | None] = SimpleQueue()
         self._out: deque[WorkerReply | AnyMessage] = deque()
         self._given = self._finished = 0  # entries handed to the thread, and carried out by it
+        self._for_workers: dict[str, list[SegmentState]] = {}  # state of a checkpoint that goes on at the workers
         self._took: dict[str, float] = {}  # seconds of the last update of each optimizer
         self._handlers: dict[type, Callable[[Any, Pushes], None]] = {
             Update: self._update,
@@ -279,10 +280,13 @@ class ShardExecutor:
             entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena, device
         )
         if entry.resume and self._resume is not None:
-            saved = read_shards(self._resume, entry.optimizer_id, entry.optimizer_spec)
-            shard.seed(load_values(saved, shard))
-            shard.load_state([segment for one in saved for segment in one.segments])
-            shard.rows.load([one.rows for one in saved], saved[0].clocks)
+            saved = SavedOptimizer(self._resume, entry.optimizer_id, entry.optimizer_spec)
+            shard.seed(saved.values(shard))
+            if saved.resumption.loads:
+                shard.load_state(saved.state())
+            if saved.resumption.to_workers and self.shard == 0:
+                self._for_workers[entry.optimizer_id] = saved.state()
+            shard.rows.load([one.rows for one in saved.shards], saved.shards[0].clocks)
 
     def _seed(self, push: Push, given: list[PushBuffer]) -> None:
         buffers = in_host(given)
@@ -425,19 +429,25 @@ class ShardExecutor:
 
     def _read(self, entry: ReadHere) -> None:
         shard = self.optimizer_shards[entry.optimizer_id]
-        if entry.what in ("state", "filters"):
-            mine = self._resume is not None and self.shard == 0
-            held = read_held(self._resume, entry.optimizer_id, entry.worker) if mine and self._resume is not None else []
-            segments = (
-                [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())] if entry.what == "state" else held
-            )
-            state, buffers = pack(segments)
+        if entry.what != "params":
+            state, buffers = pack(self._segments(entry, shard))
             copies = [buffer.copy() for buffer in buffers]
             answer = self._read_answer(entry, shard, state)
             self._report(WorkerReply(entry.worker, answer, copies))
         else:
             buffers, done = shard.lend(entry.worker)
             self._report(WorkerReply(entry.worker, self._read_answer(entry, shard, b""), buffers, done))
+
+    def _segments(self, entry: ReadHere, shard: Shard) -> list[SegmentState]:
+        """The optimizer's state; or of a checkpoint, from the first server: what a worker's filters held back, or state that
+        servers kept and workers go on with."""
+        if entry.what == "state":
+            return [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())]
+        if entry.what == "saved state":
+            return self._for_workers.get(entry.optimizer_id, [])
+        return (
+            read_held(self._resume, entry.optimizer_id, entry.worker) if self._resume is not None and self.shard == 0 else []
+        )
 
     def _read_answer(self, entry: ReadHere, shard: Shard, state: bytes) -> ReadAnswer:
         return ReadAnswer(

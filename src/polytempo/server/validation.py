@@ -38,7 +38,7 @@ from polytempo.transport.channel import Bytes
 GRADIENTS = ("gradient", "delta", "value", "peers")
 APPLY = ("server", "delta", "peers", "mean")
 REASONS = ("finished", "failed", "lost")
-READ = ("params", "state", "filters")
+READ = ("params", "state", "filters", "saved state")
 CHECKPOINT = re.compile(r"step-\d{8,20}")
 #: Length of an optimizer's id, and elements of a table, at most.
 NAME, ELEMENTS = 64, 1 << 44

@@ -31,6 +31,7 @@ from polytempo.records.files import RecordWriter
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.session.session import Session, as_current
@@ -93,6 +94,7 @@ class ThreadJob:
             budgeted=self.plan.limits.any,
             saves=checkpoints is not None,
             resumed=path is not None,
+            companions=companions_in(manifest),
             via=via,
             meeting=str(self._directory),
         )
@@ -101,7 +103,7 @@ class ThreadJob:
         self.notices: list[str] = []
         pools = [Pool(SharedMemoryRegistry() if self.wire == "ipc" else None) for _ in range(servers)]
         self.endpoints = [self._endpoint(index, pool) for index, pool in enumerate(pools)]
-        facts = {"spec": sync, "size": workers, "first_step": self.plan.first_step}
+        facts = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
         coordinator = Coordinator(

@@ -151,7 +151,7 @@ class DownpourUpdate(StepUpdate):
             total.buffer,
             self._wrapped.hyper(),
             absent=tuple(sorted(total.absent)),
-            nonfinite=not total.buffer.is_finite(everything=True),
+            nonfinite=self._wrapped.finite.check(total.buffer, self._steps),
             samples=made.samples,
             computed=made.computed,
             count=made.count,

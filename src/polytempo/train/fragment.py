@@ -171,6 +171,9 @@ class Fragment:
     def show(self, newest: dict[int, list[Bytes]] | None) -> None:
         """Take values of the servers in the middle of a block; what was changed and not sent goes with the next sending.
 
+        Companions stay this worker's own until something was merged: what servers hold of them before is no average of
+        anything, but what one worker had at the start.
+
         Args:
             newest: The values, one list of buffers for each shard; None: those of the last answer.
         """
@@ -178,14 +181,17 @@ class Fragment:
         before = self._sent or self._views
         copier = self.reducer.copier
         now = dict(enumerate(self._tensors)) if copier.on_device else copier.here(lambda tensor: tensor.detach())
-        changes = [now[index].detach() - old for index, old in enumerate(before)]
+        merged = self.reducer.client_state.version > 0
+        shown = range(len(self._tensors) - (0 if merged else len(self._companions.tensors)))
+        changes = [now[i].detach() - old if i in shown else torch.zeros_like(old) for i, old in enumerate(before)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
         if newest is not None:
             self._land(newest)
         if self._sent:
-            self._sent = [view.clone() for view in self._views]
+            self._sent = [view.clone() if i in shown else self._sent[i] for i, view in enumerate(self._views)]
         self.reducer.copier.write(self._views)
-        self._companions.write()
+        if merged:
+            self._companions.write()
         self.record()
 
     def use_rates(self, rates: Sequence[float]) -> None:
@@ -303,10 +309,12 @@ class FragmentBuilder:
         rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
         outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
         steps = any(rule != PLAIN for rule in rules) or self._averaging.decoupled
-        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers)
+        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers, len(more))
         companions.read()
         tensors = [*(model.params[i] for i in part), *more]
         reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
+        if not self._session.job.resumed or set(companions.names) <= set(self._session.job.companions):
+            companions.write()  # all start from those of one worker, as with the values, or from the checkpoint's
         alone = not self._averaging.waits
         overlaps = bool(self._averaging.overlap) or alone
         return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)

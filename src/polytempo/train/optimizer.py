@@ -168,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._reducer: Reducer | None = None
         self._reducers: list[Reducer] = []  # of all its parts
         fragments = self._take_part(averaged, among_workers) if together else []
-        finite = FiniteWatch(self._names, session.rank, nonfinite)
+        finite = FiniteWatch(self._names, session.rank, nonfinite, self._params if session.client is None else None)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
@@ -201,10 +201,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _keep_state(self, here: bool) -> None:
         """State of the wrapped optimizer that no server has belongs to the checkpoints of the job."""
-        reducer, job = self._reducer, self._session.job
-        if here and isinstance(reducer, ServerReducer) and (job.saves or job.resumed):
-            state = WorkerOptimizerState(self.inner)
-            registered_in(self._session).add(state, per_rank=True, name=f"optimizer {self._name}")
+        reducer, job, name = self._reducer, self._session.job, f"optimizer {self._name}"
+        if not isinstance(reducer, ServerReducer) or not (job.saves or job.resumed):
+            return
+        if here:
+            state, registered = WorkerOptimizerState(self.inner), registered_in(self._session)
+            if job.resumed and (saved := reducer.saved_state()):  # servers ran it, in the mode of the checkpoint
+                state.load_state_dict(self._tables.torch_state(saved, reducer.spec.tensors, self._params))
+            registered.add(state, per_rank=True, name=name)
+        elif job.resumed and reducer.spec.optimizer == type(self.inner).__name__:
+            found = registered_in(self._session).newest(name)  # workers ran it
+            if found is not None:
+                reducer.load_state(self._tables.segments_of(found, reducer.spec.tensors, self._params))
 
     def _make_reducer(self, among_workers: bool) -> Reducer:
         return make_reducer(

@@ -183,6 +183,12 @@ class Registered:
         if isinstance(one, RngState):
             self._generators.append((one, state))
 
+    def newest(self, name: str) -> Any:
+        """Of an object that is not registered here, the state that the checkpoint has of the worker that was furthest; None
+        where it has none."""
+        held = self._recall(shared=True).get(name)
+        return None if held is None else _unpacked(*held)
+
     def _recall(self, shared: bool) -> dict[str, tuple[SavedObject, list[Bytes]]]:
         if shared not in self._recalled:
             assert self._session.client is not None

@@ -1,0 +1,163 @@
+"""May a job go on from a checkpoint of another mode, and with what? One pure function of what the checkpoint holds and of
+what the mode needs. It loads no torch: a launcher asks before anything starts, as far as the manifest says enough.
+
+    weights             carried between all modes that keep them on servers; refused of modes that keep them at workers
+    fragments           a model that is averaged in fragments is held in as many parts: it goes on in as many
+    script's optimizer  on servers or at the workers, by mode: its state is carried, also from one to the other. Servers that
+                        ran it give it to all workers; of workers that ran it the one that was furthest gives it to servers
+    outer momentum      goes on in modes with one of the same kind, and begins anew in others
+    a mode's own rule   (`asup`) has a state that only the same rule can use
+    companions          module buffers and optimizer state that are averaged with the values: those that both have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.errors import UsageError
+from polytempo.protocol.layout import first_difference, table_difference
+from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.sync.spec import Spec, parse_spec
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a job holds of one optimizer, and where."""
+
+    sync: str
+    apply: str
+    optimizer: str  #: the class that servers run; empty where they run none
+    inner: str  #: the class that the script has wrapped; empty where an older version did not say it
+    tensors: tuple[TensorInfo, ...] = ()
+    tables: tuple[TableInfo, ...] = ()
+    companions: int = 0  #: the last of the tensors, which are no parameters
+
+    @property
+    def spec(self) -> Spec:
+        """The mode."""
+        return parse_spec(self.sync)
+
+    @property
+    def fragments(self) -> int:
+        """Parts in which the model is averaged."""
+        averaging = self.spec.averaging
+        return averaging.fragments if averaging is not None else 1
+
+    @property
+    def at_workers(self) -> bool:
+        """Does the script's optimizer run there, so that they have its state?"""
+        return self.spec.averaging is not None or self.apply == "delta"
+
+    @property
+    def on_servers(self) -> str:
+        """The class whose state servers keep, the script's or a mode's own rule; empty without one."""
+        return "" if self.at_workers else self.optimizer
+
+    @property
+    def script_class(self) -> str:
+        """The class of the script's optimizer; empty where an older version did not say it."""
+        return self.inner or ("" if self.spec.mode.rule else self.on_servers)
+
+    @property
+    def outer(self) -> str:
+        """The kind of the outer momentum that servers keep; empty without one."""
+        averaging = self.spec.averaging
+        if averaging is None or self.apply != "server" or not averaging.outer_momentum:
+            return ""
+        return "block momentum" if averaging.in_lr else "outer momentum"
+
+    @property
+    def parameters(self) -> tuple[TensorInfo, ...]:
+        """The tensors without companions."""
+        return self.tensors[: len(self.tensors) - self.companions]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What becomes of a checkpoint in a job."""
+
+    loads: bool = False  #: servers go on with the state that servers kept
+    to_workers: bool = False  #: workers do
+    dropped: str = ""  #: what cannot go on, in a line
+
+
+def holding_of(spec: OptimizerSpec) -> Holding:
+    """What a job with this optimizer holds."""
+    return Holding(spec.sync, spec.apply, spec.optimizer, spec.inner, spec.tensors, spec.tables, spec.companions)
+
+
+def holding_in(manifest: Mapping[str, Any], optimizer_id: str) -> Holding:
+    """What a checkpoint holds of an optimizer."""
+    saved = manifest["tracks"][optimizer_id]["proposal"]
+    return Holding(
+        saved.get("sync", manifest.get("sync", "bsp")),
+        saved["apply"],
+        saved["optimizer"],
+        saved.get("inner", ""),
+        tuple(TensorInfo(name, tuple(shape), dtype, group) for name, shape, dtype, group in saved["tensors"]),
+        tuple(TableInfo(*described) for described in saved.get("tables", [])),
+        saved.get("companions", 0),
+    )
+
+
+def companions_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of what a checkpoint holds beside parameters: module buffers and optimizer state that were averaged."""
+    held = [holding_in(manifest, name) for name, track in manifest.get("tracks", {}).items() if "proposal" in track]
+    return tuple(info.name for one in held for info in one.tensors[len(one.parameters) :])
+
+
+def check_modes(name: str, saved: str, wanted: str) -> None:
+    """Refuse to go on under this mode from a checkpoint of that one, whatever the script makes.
+
+    Raises: UsageError, with the mode to use."""
+    before, after = parse_spec(saved), parse_spec(wanted)
+    for spec in (before, after):
+        if spec.gossip is not None:
+            raise UsageError(
+                f"{spec.text} keeps each worker's model at the worker, and no checkpoint holds it; leave --resume out"
+            )
+    parts = [1 if spec.averaging is None else spec.averaging.fragments for spec in (before, after)]
+    if parts[0] != parts[1]:
+        raise UsageError(
+            f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(parts[0])}, and {after.text} "
+            f"takes it in {_parts(parts[1])}; resume with --sync {before.text}"
+        )
+
+
+def _parts(number: int) -> str:
+    return "one part" if number == 1 else f"{number} fragments"
+
+
+def resumption(name: str, saved: Holding, wanted: Holding) -> Resumption:
+    """What becomes of a checkpoint with this name.
+
+    Raises: UsageError, in one line, where no job can go on from it."""
+    check_modes(name, saved.sync, wanted.sync)
+    if "peers" in (saved.apply, wanted.apply):
+        who = f"the checkpoint {name} holds no values of it" if saved.apply == "peers" else "servers give it none"
+        raise UsageError(f"an optimizer whose values are at the workers cannot be resumed: {who}; use via='ps'")
+    difference = first_difference(wanted.parameters, saved.parameters) or table_difference(wanted.tables, saved.tables)
+    if difference:
+        raise UsageError(f"the checkpoint {name} is of another model: {difference} (there: the checkpoint)")
+    before, after = saved.script_class, wanted.script_class
+    if before and after and before != after:
+        raise UsageError(f"the checkpoint {name} was made with {before}, the script uses {after}")
+    lost = _lost(saved, wanted)
+    dropped = (
+        f"the checkpoint {name} is of {saved.sync}: {lost} cannot go on under {wanted.sync}, and is left out" if lost else ""
+    )
+    same_outer = bool(saved.outer) and saved.outer == wanted.outer
+    same_class = bool(saved.on_servers) and saved.on_servers == wanted.on_servers
+    to_workers = bool(saved.on_servers) and wanted.at_workers and saved.on_servers == wanted.inner
+    return Resumption(same_outer or same_class, to_workers, dropped)
+
+
+def _lost(saved: Holding, wanted: Holding) -> str:
+    """The state that has no place in the job."""
+    if saved.outer and saved.outer != wanted.outer:
+        return f"the {saved.outer} on the servers"
+    has = saved.on_servers or (saved.inner if saved.at_workers else "")
+    runs = wanted.on_servers or wanted.inner
+    return f"the state of {has}" if has and runs and has != runs else ""
