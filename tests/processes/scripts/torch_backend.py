@@ -60,6 +60,20 @@ def mean_and_futures() -> None:
     assert work.is_success()
 
 
+def mean_of_integers() -> None:
+    """Rounded towards zero, as by NCCL; gloo has none."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        mine = (torch.tensor([-5, 4, 7]) * (RANK + 1)).to(dtype)
+        total = sum((torch.tensor([-5, 4, 7]) * (rank + 1)).to(dtype) for rank in range(SIZE))
+        wanted = torch.div(total, SIZE, rounding_mode="trunc").to(dtype)
+        everywhere, at_root, part = mine.clone(), mine.clone(), torch.empty(3, dtype=dtype)
+        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
+        dist.reduce(at_root, 0, dist.ReduceOp.AVG)
+        dist.reduce_scatter(part, [mine.clone() for _ in range(SIZE)], dist.ReduceOp.AVG)
+        for found in (everywhere, at_root if RANK == 0 else wanted, part):
+            assert torch.equal(found, wanted), (dtype, found, wanted)
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -138,7 +152,8 @@ def main() -> None:
     for name, call in [*CALLS, *TRAINING]:
         same(call(None), call(gloo))
         print("ok", name)
-    for check in (the_plain_three, mean_and_futures, different_shapes, refusals, who_is_missing, timeouts, names):
+    means = mean_and_futures, mean_of_integers
+    for check in (the_plain_three, *means, different_shapes, refusals, who_is_missing, timeouts, names):
         check()
         print("ok", check.__name__)
     dist.destroy_process_group()
