@@ -48,6 +48,12 @@ def test_a_killed_peer_is_named_within_seconds(bench: Bench) -> None:
         assert without == "the others still have 2.0"
 
 
+@pytest.mark.long
+def test_no_method_ends_the_process(bench: Bench) -> None:
+    done = bench.python(str(SCRIPTS / "torch_every_method.py"))
+    assert (done.returncode, done.stdout) == (0, "seen\n"), done.stderr
+
+
 TORCHRUN = """
 import os, polytempo, torch, torch.distributed as dist
 dist.init_process_group("polytempo")

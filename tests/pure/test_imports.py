@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "lazy_imports": (set(), set()),
     "summation": (set(), set()),
+    "profile_ranges": (set(), {"torch"}),
     "options": ({"errors"}, set()),
     "units": ({"errors"}, set()),
     "checkpoints": ({"errors"}, set()),
@@ -37,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "protocol": ({"errors", "summation"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "device": ({"errors", "transport"}, {"torch", "numpy"}),
-    "collectives": ({"errors", "transport", "summation", "device"}, {"torch", "numpy"}),
+    "collectives": ({"errors", "transport", "summation", "device", "profile_ranges"}, {"torch", "numpy"}),
     "tables": ({"errors", "lazy_imports", "options", "protocol", "summation"}, {"torch", "numpy"}),
     "compression": ({"errors", "options"}, {"torch", "numpy"}),
     "server": (
@@ -64,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"rich", "torch", "cloudpickle"},
     ),
     "client": (
-        {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launcher"},
+        {"errors", "device", "protocol", "transport", "tables", "compression", "server", "launcher", "profile_ranges"},
         {"torch", "numpy", "zmq", "msgspec"},
     ),
     "session": (
@@ -74,19 +75,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "reducer": (
         {
             *("errors", "summation", "sync", "protocol", "transport", "collectives", "optim", "compression", "server"),
-            *("client", "session", "device"),
+            *("client", "session", "device", "profile_ranges"),
         },
         {"torch", "numpy", "msgspec"},
     ),
     "train": (
         {
             *("errors", "sync", "protocol", "transport", "collectives", "optim", "tables", "compression", "server"),
-            *("launcher", "client", "session", "reducer", "mesh", "records", "device"),
+            *("launcher", "client", "session", "reducer", "mesh", "records", "device", "profile_ranges"),
         },
         {"torch", "numpy", "msgspec"},
     ),
     "pipeline": (
-        {"checkpoints", "device", "errors", "options", "summation", "units", "transport", "collectives", "session", "train"},
+        {
+            *("checkpoints", "device", "errors", "options", "summation", "units", "transport", "collectives", "session"),
+            *("train", "profile_ranges"),
+        },
         {"torch", "numpy", "safetensors"},
     ),
     "traces": ({"errors", "sync", "simulate", "pipeline"}, {"numpy"}),

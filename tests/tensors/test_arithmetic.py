@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from polytempo.collectives import reduce_ops
-from polytempo.collectives.reduce_ops import reduce_into, weighted_mean
+from polytempo.collectives.reduce_ops import reduce_into, total_on_device, weighted_mean
+from polytempo.device.host_device import HostDevice
 
 BLOCK = 1 << 8  # in these tests
 
@@ -153,3 +154,14 @@ def test_equal_terms_of_powers_of_two_have_themselves_as_mean() -> None:
         out = torch.empty_like(term)
         weighted_mean([term] * count, [0.5] * count, out)
         assert torch.equal(out, term)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_a_mean_of_integers_on_a_device_is_rounded_towards_zero(dtype: torch.dtype) -> None:
+    """Floats take one pass there, integers one for each term."""
+    terms = [torch.tensor(term).to(dtype) for term in ([-7, 5, 4, 0], [2, 1, 4, 0], [1, 1, 4, 1])]
+    out = torch.empty(4, dtype=dtype)
+    total_on_device(HostDevice(), "mean", terms, out)
+    assert out.tolist() == [84 if dtype == torch.uint8 else -1, 2, 4, 0]
+    total_on_device(HostDevice(), "sum", terms, out)
+    assert out.tolist() == [252 if dtype == torch.uint8 else -4, 7, 12, 1]

@@ -154,6 +154,24 @@ def test_refusals_are_one_line(call: Any, words: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allreduce_async_),
+        *(hvd.reducescatter, hvd.reducescatter_async),
+        lambda tensor, op: hvd.grouped_allreduce([tensor], op=op),
+        lambda tensor, op: hvd.grouped_reducescatter([tensor], op=op),
+        lambda tensor, op: hvd.grouped_reducescatter_async([tensor], op=op),
+        lambda tensor, op: hvd.sparse_allreduce_async(tensor.to_sparse(), op=op),
+    ],
+)
+def test_adasum_is_also_the_error_that_horovod_raises(call: Any) -> None:
+    with pytest.raises(RuntimeError, match="op=Adasum is not offered") as refusal:
+        call(torch.ones(2), op=hvd.Adasum)
+    assert isinstance(refusal.value, UsageError)
+
+
+@pytest.mark.usefixtures("alone")
 def test_process_sets_come_and_go() -> None:
     mine = hvd.add_process_set([0])
     assert (mine.process_set_id, mine.ranks, mine.size(), mine.rank(), mine.included()) == (1, [0], 1, 0, True)

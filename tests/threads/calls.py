@@ -38,9 +38,9 @@ def means_something(op: str, dtype: torch.dtype) -> bool:
     number = dtype.is_floating_point or dtype.is_complex
     if op in ("band", "bor", "bxor"):
         return not number
-    return (
-        number if op == "mean" else not (op in ("min", "max", "prod") and dtype.is_complex)
-    )  # the parts of complex numbers travel apart
+    if op == "mean":
+        return dtype != torch.bool
+    return not (op in ("min", "max", "prod") and dtype.is_complex)  # the parts of complex numbers travel apart
 
 
 def values(dtype: torch.dtype, shape: int | tuple[int, ...], seed: int, op: str = "sum") -> torch.Tensor:
@@ -60,7 +60,8 @@ def combined(op: str, terms: list[torch.Tensor]) -> torch.Tensor:
     """All terms, one after another."""
     whole: torch.Tensor = fold(_COMBINE[op], terms).clone()
     if op == "mean":
-        (torch.view_as_real(whole) if whole.is_complex() else whole).div_(len(terms))
+        rounding = "trunc" if whole.dtype in INTEGERS else None
+        (torch.view_as_real(whole) if whole.is_complex() else whole).div_(len(terms), rounding_mode=rounding)
     return whole
 
 

@@ -742,7 +742,7 @@ def test_a_group_of_ranks_that_are_not_there_is_refused(worlds_of: Cache, ranks:
             "all_reduce can go by ring, .* not by 'rings'",
         ),
         (lambda g: g.all_reduce([torch.ones(1)], "summ"), "expected op to be one of sum, .*; nearest: sum"),
-        (lambda g: g.all_reduce([torch.ones(1, dtype=torch.int32)], "mean"), "expected floating point numbers for a mean"),
+        (lambda g: g.all_reduce([torch.ones(1, dtype=torch.bool)], "mean"), "expected numbers for a mean, got torch.bool"),
         (lambda g: g.all_reduce([torch.ones(1)], "band"), "expected integers for op='band', got torch.float32"),
         (
             lambda g: g.all_reduce([torch.ones(1), torch.ones(1, dtype=torch.complex64)], "max"),
@@ -893,6 +893,25 @@ def test_in_scripts_handles_lists_and_parameters(scripts: Callable[..., list[Any
         outputs = [torch.zeros_like(same) for _ in range(4)]
         communication.all_gather(outputs, same)
         assert all(torch.equal(outputs[0], other) for other in outputs)
+
+    scripts(script)
+
+
+def test_in_scripts_a_mean_of_integers_is_refused_as_torch_does_for_one_tensor(scripts: Callable[..., list[Any]]) -> None:
+    """Rounded it would not be their mean. Calls that come by torch's names round it (`test_groups`' every dtype)."""
+
+    def script(rank: int) -> None:
+        whole, real = torch.ones(2, dtype=torch.int64), torch.ones(2)
+        for op in ("mean", "avg", torch.distributed.ReduceOp.AVG):
+            for call in (
+                lambda op=op: communication.all_reduce([real, whole], op),
+                lambda op=op: communication.all_reduce(whole, op, algorithm="native"),
+                lambda op=op: communication.reduce(whole, 0, op),
+                lambda op=op: communication.reduce_scatter(whole, [whole] * 4, op),
+            ):
+                with pytest.raises(UsageError, match=r"expected floating point numbers for a mean, got torch\.int64"):
+                    call()
+        communication.barrier()
 
     scripts(script)
 

@@ -27,6 +27,7 @@ from polytempo.client.exchanges import Exchanges
 from polytempo.client.reads import Pulls, Reads
 from polytempo.client.stream_waits import StreamWaits
 from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import (
     Answer,
     AnyMessage,
@@ -188,7 +189,8 @@ class Client:
             waiting: The push and its buffers.
             sent: For each shard what was sent during backward: that is not sent again, unless the push must be repeated.
         """
-        self.exchanges.push(waiting, sent)
+        with profiled("push"):
+            self.exchanges.push(waiting, sent)
 
     def send_partial(self, shard: int, message: PartialPush | Keep, buffers: list[Bytes]) -> None:
         """Send a bucket before its push, or what a checkpoint shall keep of this worker."""
@@ -219,9 +221,10 @@ class Client:
 
     def read(self, name: str, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
         """The values ("params") or state ("state") of all shards, at one position of the log."""
-        reading = self.start_read(name, what)
-        self._wait(lambda: self.reads.is_done(reading), "what it reads", lambda: self.reads.ask_status(reading))
-        return self.reads.take(reading)
+        with profiled("pull"):
+            reading = self.start_read(name, what)
+            self._wait(lambda: self.reads.is_done(reading), "what it reads", lambda: self.reads.ask_status(reading))
+            return self.reads.take(reading)
 
     def start_read(self, name: str, what: str) -> Reading:
         """Begin to read, without waiting: `reads` has the rest."""
@@ -231,8 +234,9 @@ class Client:
 
     def pulled(self, request: int) -> list[tuple[int, PulledRows, list[Bytes]]]:
         """Wait for the rows that were asked for: shard, header and buffers of each answer."""
-        self._wait(lambda: self.pulls.is_done(request), "rows of a table", lambda: self.pulls.ask_status(request))
-        return self.pulls.take(request)
+        with profiled("pull"):
+            self._wait(lambda: self.pulls.is_done(request), "rows of a table", lambda: self.pulls.ask_status(request))
+            return self.pulls.take(request)
 
     # The record, and the key-value store.
 
@@ -327,7 +331,8 @@ class Client:
         limited: bool = True,
     ) -> None:
         try:
-            self._wait_until(done, what, again, states, Deadline(self.rank, self.timeout if limited else None))
+            with profiled("wait"):
+                self._wait_until(done, what, again, states, Deadline(self.rank, self.timeout if limited else None))
         except Exception:  # it ends the job or this worker's part in it: no answer will come
             self.stream_waits.release()
             raise

@@ -43,6 +43,7 @@ from polytempo.collectives.shared_buffer import SlotBuffers
 from polytempo.collectives.steps import Place, Step
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.transport.channel import Bytes
 from polytempo.transport.deadline import listed
 from polytempo.transport.peer_link import CALL, DATA, LinkMessage
@@ -298,7 +299,7 @@ class RankGroup:
         by = f", by {algorithm}" if algorithm != "auto" else ""
         on, by_nccl = self.route.call(tensors, algorithm), by_nccl if algorithm == "auto" else None
         call = f"{collective}({about}{by})"
-        with self._lock:
+        with self._lock, profiled(collective):
             self._recovery.open_again(self._calls)
             self._calls += 1
             number = self._calls
@@ -306,7 +307,7 @@ class RankGroup:
                 number, lambda: self.route.name(call, on, by_nccl), op, self.route.ways(steps, algorithm, on, by_nccl)
             )
             name = f"{call} #{number} in {self.name}"
-            return self.engine.start(self.queue, name, run, background, self.timeout, number, on)
+            return self.engine.start(self.queue, name, run, background, self.timeout, number, on, collective)
 
     @property
     def native(self) -> Any:

@@ -12,6 +12,7 @@ from polytempo.collectives.flattening import flat, shape_of
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.transport.peer_link import DATA, LinkMessage
 
 #: Tags are whole numbers of 64 bits.
@@ -30,7 +31,7 @@ def send(group: RankGroup, tensor: torch.Tensor, to: int, tag: int = 0, backgrou
         if left:
             yield Wait(lambda: not left, lambda: [peer])
 
-    return _start(group, f"send({shape_of(tensor)}, to {to}, tag {tag})", tensor, steps, background)
+    return _start(group, "send", f"send({shape_of(tensor)}, to {to}, tag {tag})", tensor, steps, background)
 
 
 def listen(group: RankGroup, tensor: torch.Tensor, tag: int) -> Task:
@@ -65,7 +66,7 @@ def receive(group: RankGroup, tensor: torch.Tensor, source: int | None, tag: int
         return receipt.source
 
     source_name = f"from {source}" if source is not None else "from any"
-    return _start(group, f"recv({shape_of(tensor)}, {source_name}, tag {tag})", tensor, steps, background)
+    return _start(group, "recv", f"recv({shape_of(tensor)}, {source_name}, tag {tag})", tensor, steps, background)
 
 
 def _check_peer(group: RankGroup, rank: int) -> None:
@@ -80,8 +81,11 @@ def _check_tag(tag: int) -> None:
         raise UsageError(f"expected a tag from {-TAGS} to {TAGS - 1}, got {tag}")
 
 
-def _start(group: RankGroup, name: str, tensor: torch.Tensor, steps: Callable[[], Steps], background: bool) -> Task:
+def _start(
+    group: RankGroup, kind: str, name: str, tensor: torch.Tensor, steps: Callable[[], Steps], background: bool
+) -> Task:
     """A queue of its own: single messages do not wait for collectives. In order with the caller's stream of a GPU."""
     on = group.engine.streams.call([tensor]) if tensor.is_cuda else None
     run = steps() if on is None else on.run(None, steps)
-    return group.engine.start(CallQueue(-1, group.ranks), name, run, background, group.timeout, 0, on)
+    with profiled(kind):
+        return group.engine.start(CallQueue(-1, group.ranks), name, run, background, group.timeout, 0, on, kind)

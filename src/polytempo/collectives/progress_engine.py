@@ -77,9 +77,10 @@ class ProgressEngine:
         timeout: float | None = None,
         number: int = 0,
         on: DeviceCall | None = None,
+        kind: str = "",
     ) -> Task:
         """Append a task to its queue; with `background`, it goes on whether or not a caller waits for it."""
-        task = Task(self, queue, name, steps, timeout)
+        task = Task(self, queue, name, steps, timeout, kind)
         task.number, task.on = number, on
         self.started += 1
         if self._closing:

@@ -45,8 +45,8 @@ def _word(op: object) -> str:
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """Refuse an operation that means nothing for these numbers."""
     number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    if name == "mean" and not number:
-        raise UsageError(f"expected floating point numbers for a mean, got {tensor.dtype}; use op='sum'")
+    if name == "mean" and tensor.dtype == torch.bool:
+        raise UsageError("expected numbers for a mean, got torch.bool; use op='max' for any, op='min' for all")
     if name in ("band", "bor", "bxor") and number:
         raise UsageError(f"expected integers for op={name!r}, got {tensor.dtype}")
     if name in ("min", "max") and tensor.dtype.is_complex:
@@ -63,9 +63,23 @@ def before_mean(name: str, tensor: torch.Tensor, size: int) -> None:
 
 
 def divide(name: str, tensor: torch.Tensor, size: int) -> None:
-    """Make a sum of `count` terms their mean, if that is the operation."""
-    if name == "mean":
+    """Make a sum of `count` terms their mean, if that is the operation. That of integers is rounded towards zero, as by
+    NCCL and Horovod."""
+    if name == "mean" and _is_whole(tensor):
+        tensor.div_(size, rounding_mode="trunc")
+    elif name == "mean":
         tensor.div_(size / _shrunk(tensor, size))
+
+
+def check_mean(op: object, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse a mean of integers, as `torch.mean` does: it would not be their mean, but a whole number beside it."""
+    for tensor in tensors:
+        if operation(op) == "mean" and _is_whole(tensor):
+            raise UsageError(f"expected floating point numbers for a mean, got {tensor.dtype}; use op='sum'")
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _shrunk(tensor: torch.Tensor, size: int) -> int:
@@ -100,6 +114,7 @@ def total_on_device(device: Device, name: str, terms: Sequence[torch.Tensor], ou
         combine(sofar, term, out=between)
         sofar = between
     combine(sofar, terms[-1], out=out)
+    divide(name, out, len(terms))
 
 
 # Sums and weighted means of flat tensors, block by block: the second pass over a block finds it in the cache.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from polytempo.profile_ranges import profiled
 from polytempo.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -45,9 +46,16 @@ class Task:
     """The handle of a call with `async_op=True`, as torch's `Work`."""
 
     def __init__(
-        self, engine: ProgressEngine, queue: CallQueue, name: str, steps: Steps, timeout: float | None = None
+        self,
+        engine: ProgressEngine,
+        queue: CallQueue,
+        name: str,
+        steps: Steps,
+        timeout: float | None = None,
+        kind: str = "",
     ) -> None:
         self._engine, self.queue, self.name, self._steps = engine, queue, name, steps
+        self.kind = kind  #: of the call, for a profiler: "all_reduce"
         self.timeout = timeout  #: seconds from its start, after which it fails
         self.on: DeviceCall | None = None  #: the stream of a call on tensors of a device
         self.number = 0  #: of the call, where it is one of a group
@@ -78,7 +86,8 @@ class Task:
             PeerError: The call failed on another rank, or the time is over.
         """
         if not self._done.is_set():
-            self._engine.wait_for(self, timeout)
+            with profiled("wait", self.kind):
+                self._engine.wait_for(self, timeout)
         if self.error is not None:
             raise self.error
         self.order_stream()

@@ -4,7 +4,8 @@ PeerError
 └── HorovodInternalError     a call that failed on all ranks; a RuntimeError, as in Horovod
     └── MismatchError        ranks made different calls (a UsageError too); later calls go on
 UsageError
-└── DuplicateNameError       a second call by the name of one that has not ended; a ValueError
+├── DuplicateNameError       a second call by the name of one that has not ended; a ValueError
+└── NotOffered               what Horovod has and this does not; a RuntimeError too
 """
 
 from __future__ import annotations
@@ -22,3 +23,7 @@ class MismatchError(HorovodInternalError, UsageError):
 
 class DuplicateNameError(UsageError):
     """A call by the name of one that has not ended."""
+
+
+class NotOffered(UsageError, RuntimeError):
+    """What Horovod has and this does not. Horovod raises a RuntimeError for an operation that a call cannot do."""

@@ -33,7 +33,7 @@ import torch
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.horovod.errors import DuplicateNameError, MismatchError
-from polytempo.horovod.ops import OPS, Op, word_for
+from polytempo.horovod.ops import OPS, Op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set, group_of, state
 from polytempo.session import session
 from polytempo.train import communication
@@ -406,7 +406,7 @@ class Negotiator:
         call = next(iter(calls.values()))
         if call.kind == CallKind.ALLREDUCE:
             op, dtype = OPS[call.op], DTYPES[call.dtype]
-            yield from group.all_reduce([_neutral(call.count, dtype, op)], word_for(op, dtype))
+            yield from group.all_reduce([_neutral(call.count, dtype, op)], op.word)
         elif call.kind == CallKind.STEP:
             self._joined_steps.append(calls)
 

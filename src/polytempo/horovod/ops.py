@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from polytempo.errors import UsageError
+from polytempo.horovod.errors import NotOffered
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,8 @@ def check_op(given: Op | int) -> Op:
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(OPS):
         op = OPS[given]
     if op is Adasum:
-        raise UsageError("op=Adasum is not offered; use op=Average, or op=Sum with a learning rate for the sum")
+        raise NotOffered("op=Adasum is not offered; use op=Average, or op=Sum with a learning rate for the sum")
     if not isinstance(op, Op):
         names = ", ".join(known.name for known in OPS if known is not Adasum)
         raise UsageError(f"expected op to be one of {names} of polytempo.horovod, or its number, got {given!r}")
     return op
-
-
-def word_for(op: Op, dtype: torch.dtype) -> str:
-    """The operation of the collective. A mean of integers is a sum that `divide_whole_` divides afterwards."""
-    return "sum" if op is Average and not (dtype.is_floating_point or dtype.is_complex) else op.word
-
-
-def divide_whole_(tensor: torch.Tensor, op: Op, size: int) -> None:
-    """Divide a sum of integers that `word_for` took for a mean."""
-    if op is Average and word_for(op, tensor.dtype) == "sum":
-        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))

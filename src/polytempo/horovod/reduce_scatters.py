@@ -11,7 +11,7 @@ from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.gathers import allgather
 from polytempo.horovod.handles import Handle, numbered, together
 from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
-from polytempo.horovod.ops import Average, Op, Sum, check_op, divide_whole_, word_for
+from polytempo.horovod.ops import Average, Op, Sum, check_op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import ReducedTensors, Reduction, check_tensors, digest_of_factors, scale_
 
@@ -45,8 +45,7 @@ def _reduce_rows(tensor: torch.Tensor, how: Reduction) -> Handle[torch.Tensor]:
     )
 
     def body(calls: dict[int, Call], group: Any) -> CallSteps:
-        yield from group.reduce_scatter(output, list(whole.split(rows)), word_for(how.op, whole.dtype))
-        divide_whole_(output, how.op, size)
+        yield from group.reduce_scatter(output, list(whole.split(rows)), how.op.word)
         return _scaled(output, how)
 
     pending = negotiator_of(how.members).start(call, body, tensors=[whole, output])

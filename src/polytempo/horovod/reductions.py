@@ -15,7 +15,7 @@ from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.compression import Compression, Compressor
 from polytempo.horovod.handles import Handle
 from polytempo.horovod.negotiation import Call, CallKind, CallSteps, PendingCall, call_of, digest, dtype_code, negotiator_of
-from polytempo.horovod.ops import Average, Op, Sum, choose_op, divide_whole_, word_for
+from polytempo.horovod.ops import Average, Op, Sum, choose_op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 
 ReducedTensors = Sequence[torch.Tensor]
@@ -87,14 +87,13 @@ class _Pack:
         )
 
         def body(calls: dict[int, Call], group: Any) -> CallSteps:
-            yield from group.all_reduce([flat], word_for(how.op, flat.dtype))
+            yield from group.all_reduce([flat], how.op.word)
 
         return negotiator_of(how.members).start(call, body, how.background, [flat])
 
     def finish(self) -> None:
         if self.pending is not None:
             self.pending.wait()
-            divide_whole_(self.flat, self._how.op, self._how.members.size())
         scale_(self.flat, self._how.after)
         if not self._in_place:
             pieces = self.flat.split([tensor.numel() for tensor in self._tensors])

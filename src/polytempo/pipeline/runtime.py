@@ -22,6 +22,7 @@ from polytempo.pipeline.gradient_sync import GradientSync
 from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
 from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
+from polytempo.profile_ranges import profiled
 
 #: The log keeps this many of the last actions.
 LOG_LENGTH = 100_000
@@ -143,7 +144,7 @@ class Runtime:
         if stage.loss is not None:
             self.losses[microbatch], self.examples[microbatch] = out.values[0].detach(), out.figure
         else:
-            self.p2p.send(self._neighbour(stage.number + 1, microbatch), FORWARD, out)
+            self._send(stage.number + 1, microbatch, FORWARD, out)
         return out.version
 
     def _backward(self, microbatch: int, base: int) -> int:
@@ -151,7 +152,7 @@ class Runtime:
         gradients = None if stage.loss is not None else self._receive(stage.number + 1, microbatch, BACKWARD, base)
         back = stage.backward(number, gradients, microbatch in self._last_backwards)
         if stage.number:
-            self.p2p.send(self._neighbour(stage.number - 1, microbatch), BACKWARD, back)
+            self._send(stage.number - 1, microbatch, BACKWARD, back)
         return back.version
 
     def _update(self) -> int:
@@ -171,6 +172,10 @@ class Runtime:
     def _neighbour(self, stage: int, microbatch: int) -> int:
         return self.layout.rank(stage, microbatch % self.layout.replicas[stage])
 
+    def _send(self, stage: int, microbatch: int, kind: int, message: StageMessage) -> None:
+        with profiled("send stage", stage):
+            self.p2p.send(self._neighbour(stage, microbatch), kind, message)
+
     def _receive(self, stage: int, microbatch: int, kind: int, base: int) -> StageMessage:
         """A message from another stage; deferred weight gradients are computed while it is not there."""
         waits = time.perf_counter()
@@ -184,7 +189,8 @@ class Runtime:
             waits = time.perf_counter()
             return True
 
-        message = self.p2p.take(self._neighbour(stage, microbatch), kind, base + microbatch, meanwhile)
+        with profiled("receive stage", stage):
+            message = self.p2p.take(self._neighbour(stage, microbatch), kind, base + microbatch, meanwhile)
         self._start = time.perf_counter()
         self._waited += self._start - waits
         return message

@@ -34,6 +34,7 @@ from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
@@ -181,12 +182,13 @@ class BucketRounds:
             self._start_over()
 
     def _launch(self, number: int) -> None:
-        if self._final_weight is None:
-            self._fill(number, self.weight)
-            self._tasks.append(self._reduce(number, background=True))
-        else:
-            self._fill(number, self._final_weight)
-            self.voters.world.wait(self._reduce(number, background=False))
+        with profiled("all_reduce bucket", number):
+            if self._final_weight is None:
+                self._fill(number, self.weight)
+                self._tasks.append(self._reduce(number, background=True))
+            else:
+                self._fill(number, self._final_weight)
+                self.voters.world.wait(self._reduce(number, background=False))
 
     def _fill(self, number: int, weight: float) -> None:
         for source, target in self._parts[number]:

@@ -16,6 +16,7 @@ import numpy
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import PartlySent
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.messages import PartialPush
 from polytempo.protocol.values import BufferRange, PushId, SentBucket
@@ -90,14 +91,15 @@ class PartialPushes:
         return self._gpu.settle()
 
     def _send(self, number: int) -> None:
-        self._serial += 1
-        pieces = self._buckets[number].pieces
-        copies = [[self._taken(shard, p) for p in of_shard] for shard, of_shard in enumerate(pieces)]
-        self._sent[number] = BucketSend(self._serial, copies)
-        for shard, buffers in enumerate(copies):
-            if buffers:
-                message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
-                self._client.send_partial(shard, message, buffers)
+        with profiled("push bucket", number):
+            self._serial += 1
+            pieces = self._buckets[number].pieces
+            copies = [[self._taken(shard, p) for p in of_shard] for shard, of_shard in enumerate(pieces)]
+            self._sent[number] = BucketSend(self._serial, copies)
+            for shard, buffers in enumerate(copies):
+                if buffers:
+                    message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
+                    self._client.send_partial(shard, message, buffers)
 
     def _taken(self, shard: int, piece: BufferRange) -> Bytes:
         """What is sent: a copy, unless it is one already, of what is on the GPU."""

@@ -23,6 +23,7 @@ from polytempo.collectives.device_mean import DeviceMeanBuffer
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
 from polytempo.device.device import FENCE_BYTES, Device
 from polytempo.errors import PeerError
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.values import OptimizerSpec
@@ -200,7 +201,8 @@ class SharedMemoryReducer(Reducer):
                 self.copier.watch.check_alike(self._shared.compare(digest, members), answer.touched)
             self.mean.skipped, self.mean.absent = clock.state.skipped, answer.absent
             if average and not self.mean.skipped:
-                self._average(members, [share.weight for share in answer.shares])
+                with profiled("all_reduce in shared memory"):
+                    self._average(members, [share.weight for share in answer.shares])
         clock.step = clock.state.released
         clock.waited = self._took + time.perf_counter() - began
 

@@ -4,6 +4,7 @@
     process_group.py   a process group of torch: rendezvous, point-to-point messages, collectives, shutdown
     work.py            the `Work` of a call, and its future
     device_backends.py other back ends beside it, one for each device: `"cpu:polytempo,cuda:nccl"`
+    uncompiled.py      keeps torch's compiler out of both
     errors.py          errors that are torch's and Polytempo's at once
 
 Every group of torch has links and a progress engine of its own. A call is handed to the progress thread and returns at once;
@@ -13,8 +14,9 @@ Not offered, each refused in one line, or by torch itself:
 
 - sparse tensors: use `.to_dense()`; PREMUL_SUM, which is NCCL's own;
 - `dist.monitored_barrier`, which torch keeps for gloo by name; a group's own `monitored_barrier` does the same;
-- `split_group`, `shrink_group`, `merge_remote_group`, `_coalescing_manager` with a device, time estimates, symmetric
-  memory: use `new_group`;
+- `dist.split_group`, which torch keeps for NCCL; a group's own `split_group` does the same;
+- `shrink_group`, `merge_remote_group`, `_coalescing_manager` with a device, time estimates, symmetric memory: use
+  `new_group`;
 - messages from a rank to itself;
 - `TORCH_DISTRIBUTED_DEBUG=DETAIL` adds nothing: calls are always compared with those of the other ranks.
 """

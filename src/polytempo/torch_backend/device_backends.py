@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from polytempo.errors import UsageError
 from polytempo.torch_backend.register import DEVICES, NAME
+from polytempo.torch_backend.uncompiled import leave_uncompiled
 
 #: torch's function that makes a group, and its variable with the back end of each device.
 MAKER, CONFIG = "_new_process_group_helper", "backend_config"
@@ -115,7 +116,7 @@ def hands_over(group: type) -> type:
     """A class of groups whose calls go to the group in `self.beside` that has the device of their tensors."""
     for name in CALLS:
         setattr(group, name, _handing_over(name, getattr(group, name)))
-    return group
+    return leave_uncompiled(group, CALLS)
 
 
 def _handing_over(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ Roots and peers are numbered within the group, as torch hands them over.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
@@ -33,7 +33,7 @@ from polytempo.session.session import watching_job
 from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for, register_devices
 from polytempo.torch_backend.errors import as_torch_error
 from polytempo.torch_backend.register import NAME
-from polytempo.torch_backend.work import TaskWork
+from polytempo.torch_backend.work import KEPT, TaskWork
 from polytempo.transport.deadline import RankWatch
 
 #: Tags of the messages of monitored barriers count down from here, one for each barrier: a late rank finds its own answer.
@@ -58,7 +58,9 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
         self._store, self._name, self._description = store, "", ""
         self.beside = beside or {}  #: groups of other back ends, by the type of their device
         self.world, self.group, self.ranks = world, world.all_ranks, ranks
+        self._splits: list[TorchGroup] = []  #: groups made of this one, which end with it
         self._barrier_tags = count(BARRIER_TAGS, -1)
+        self._dropped: deque[TaskWork] = deque(maxlen=KEPT)  #: works that only C++ may wait for yet
         self._forget_exit = at_exit(world.close)
 
     # Names and properties that torch asks for.
@@ -109,16 +111,59 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the group after everything that other ranks still need has been sent."""
         self._forget_exit()
-        for group in self.beside.values():
+        for group in (*self._splits, *self.beside.values()):
             group.shutdown()
         self.world.close()
 
     def abort(self) -> None:
         """Leave at once: ranks that still need this one get an error that names it."""
         self._forget_exit()
-        for group in self.beside.values():
+        for group in (*self._splits, *self.beside.values()):
             group.abort()
         self.world.close(politely=False)
+
+    # Other groups. Torch's own methods look for a store in C++ that a group made in Python has not, and end the process.
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[Any] | None = None,
+    ) -> TorchGroup | None:
+        """A group of some ranks of this one, whose numbers are meant; None on the other ranks, which need not call it."""
+        chosen = sorted(new_ranks)
+        if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= self.size():
+            wanted = f"some of the ranks 0 to {self.size() - 1}, each once"
+            raise self._refusal(f"split_group: expected {wanted}, got {list(new_ranks)}")
+        if opts is not None or device_types is not None:
+            raise self._refusal("split_group: expected neither opts nor device_types for the back end polytempo")
+        if self.rank() not in chosen:
+            return None
+        options = torch._C._distributed_c10d._DistributedBackendOptions()
+        options.group_id = f"{self._name}:split:{'_'.join(map(str, chosen))}"
+        options.store = torch.distributed.PrefixStore(f"{options.group_id}/", self._store)
+        options.group_rank, options.group_size = chosen.index(self.rank()), len(chosen)
+        assert self.group.timeout is not None  # torch gives each group one
+        options.timeout = timedelta(seconds=self.group.timeout) if timeout is None else timeout
+        options.global_ranks_in_group = [self.ranks[rank] for rank in chosen]
+        group = _open(options, {device: other.name() for device, other in self.beside.items()})
+        group.setGroupName(group_name or options.group_id)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        self._splits.append(group)
+        return group
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> Any:
+        raise self._refusal("merge_remote_group is not offered by the back end polytempo; use torch.distributed.new_group")
+
+    splitGroup = split_group  # noqa: N815  C++ calls it so
+
+    def _register_backend(self, device: Any, kind: Any, backend: Any = None) -> None:
+        if backend is None:
+            raise self._refusal(f"expected a back end to register for {device}, got None")
+        super()._register_backend(device, kind, backend)
 
     # Point to point.
 
@@ -290,7 +335,7 @@ class TorchGroup(ProcessGroup):  # type: ignore[misc]
         if timeout is not None and timeout > timedelta(0):  # torch's "not given" is less
             for task in tasks:
                 task.timeout = timeout.total_seconds()
-        return TaskWork(tasks, results, self.ranks)
+        return TaskWork(tasks, results, self.ranks, self._dropped)
 
     # Checks and parts of tensors.
 
@@ -415,11 +460,16 @@ _opened: Counter[str] = Counter()  # groups made so far, by name
 
 def open_group(options: Any, group_options: Any) -> TorchGroup:
     """Make a group; torch calls this on each of its ranks."""
+    if group_options is not None:
+        refusal = UsageError(f"expected no pg_options for the back end polytempo, got {type(group_options).__name__}")
+        raise as_torch_error(refusal, range(options.group_size))
+    return _open(options, others_asked_for())
+
+
+def _open(options: Any, asked: dict[str, str]) -> TorchGroup:
+    """A group, and those of other back ends beside it: their names by device."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     try:
-        if group_options is not None:
-            raise UsageError(f"expected no pg_options for the back end polytempo, got {type(group_options).__name__}")
-        asked = others_asked_for()
         world = _open_world(options, ranks)
         try:
             beside = make_beside(options, ranks, asked)

@@ -2,6 +2,9 @@
 
 Where tensors are on a GPU, `wait()` lets the current stream wait for the call's result, as the `Work` of NCCL does. The host
 waits only until the call was handed to the GPU, on all ranks. Callbacks of the future run on a stream that waits for it.
+
+A `Work` has a half in C++ and one in Python. Torch's C++ may keep its half alone (DDP's `join` does, and waits for it in
+backward): without the other half it would wait for ever. So one that was not waited for yet is kept when Python drops it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -20,28 +24,53 @@ from torch._C._distributed_c10d import Work
 from polytempo.collectives.tasks import Task
 from polytempo.errors import PolytempoError
 from polytempo.torch_backend.errors import as_torch_error
+from polytempo.torch_backend.uncompiled import leave_uncompiled
 
 #: Seconds that callbacks of futures have left when the process ends.
 LAST_JOBS = 5.0
+#: As many of a group's works that were dropped unawaited are kept, with results of one element: a script may forget each of
+#: its works, and C++ waits for one in each step, and reads a number from it.
+KEPT = 64
 
 
+@leave_uncompiled
 class TaskWork(Work):
-    """The `Work` of one task, or of several tasks of one call queue, which end in their order."""
+    """The `Work` of one task, or of several tasks of one call queue, which end in their order.
 
-    def __init__(self, tasks: Sequence[Task], results: list[Any], ranks: Sequence[int]) -> None:
+    Args:
+        tasks: The tasks.
+        results: The tensors that they fill, or lists of them.
+        ranks: The group's, in the job.
+        dropped: Where it is kept if Python drops it before it was waited for.
+    """
+
+    _awaited = True  # until it is made: one that could not be made is not kept
+
+    def __init__(self, tasks: Sequence[Task], results: list[Any], ranks: Sequence[int], dropped: deque[TaskWork]) -> None:
         super().__init__()
-        self._tasks, self._results, self._ranks = tasks, results, ranks
+        self._tasks, self._results, self._ranks, self._dropped = tasks, results, ranks, dropped
         self._future: Any = None
         self._lock = threading.Lock()
+        self._awaited = False
+
+    def __del__(self) -> None:
+        if not self._awaited:
+            self._awaited = True
+            if any(tensor.numel() > 1 for tensor in _tensors(self._results)):
+                self._results = []
+            self._dropped.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; torch's "no timeout" is zero."""
+        self._awaited = True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         try:
             for task in self._tasks:
                 task.wait(seconds if seconds > 0 else None)
         except PolytempoError as error:
             raise as_torch_error(error, self._ranks) from None
+        if self._future is not None and not self._future.done():
+            self._future.wait()  # another thread is about to complete it, and torch reads its value without waiting
         return True
 
     def is_completed(self) -> bool:
@@ -74,10 +103,14 @@ class TaskWork(Work):
     def get_future(self) -> Any:
         """The future, made on first use: most calls are only waited for."""
         with self._lock:
+            self._awaited = True
             if self._future is None:
                 source = torch.futures.Future(devices=_devices(self._results))
                 self._future = source.then(self._value)  # an error raised there reaches C++ too
-                self._tasks[-1].when_done(lambda _: _callback_threads.run(lambda: source.set_result(None)))
+                if self._tasks[-1].done:
+                    source.set_result(None)  # in this thread: nothing hangs on it yet
+                else:
+                    self._tasks[-1].when_done(lambda _: _callback_threads.run(lambda: source.set_result(None)))
         return self._future
 
     def _value(self, _: Any) -> list[Any]:
@@ -89,9 +122,12 @@ class TaskWork(Work):
         return self._results
 
 
+def _tensors(results: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for result in results for tensor in (result if isinstance(result, list) else [result])]
+
+
 def _devices(results: Sequence[Any]) -> list[torch.device]:
-    tensors = [tensor for result in results for tensor in (result if isinstance(result, list) else [result])]
-    return sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str)
+    return sorted({tensor.device for tensor in _tensors(results) if tensor.device.type != "cpu"}, key=str)
 
 
 class _CallbackThreads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.pair_exchange import PairExchange
@@ -40,7 +41,8 @@ class PairUpdate(StepUpdate):
         self._reducer.restore()
         loss = self._local.make(request)
         if self._exchange is not None:
-            self._exchange.finish()
+            with profiled("mix"):
+                self._exchange.finish()
             self._exchange.add(changes_since(self._seen, self._reducer.copier))
         self._reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
         if self._exchange is not None:

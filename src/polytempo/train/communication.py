@@ -21,6 +21,7 @@ from polytempo.collectives.device_call import DeviceCall
 from polytempo.collectives.group import RankGroup, Then
 from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.native import Native
+from polytempo.collectives.reduce_ops import check_mean
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
 from polytempo.session.session import current, seconds_of
@@ -261,7 +262,7 @@ def all_reduce(
 
     Args:
         tensor: Changed in place on every rank.
-        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, or a `torch.distributed.ReduceOp`.
+        op: `"sum"`, `"mean"` (of floating point numbers), `"min"`, `"max"`, `"prod"`, or a `torch.distributed.ReduceOp`.
         group: The ranks that take part; all ranks by default.
         async_op: Return a task at once.
         algorithm: `"auto"`, `"ring"`, `"halving-doubling"`, `"tree"`, `"hierarchical"`, `"shared-memory"`, `"cuda-ipc"` or
@@ -283,7 +284,9 @@ def all_reduce(
     inner = _resolve(group, "all_reduce").inner
     if inner is None:
         return None
-    return _finish(_backend(inner, algorithm).all_reduce(_list(tensor), op, algorithm, async_op), async_op)
+    tensors = _list(tensor)
+    check_mean(op, tensors)
+    return _finish(_backend(inner, algorithm).all_reduce(tensors, op, algorithm, async_op), async_op)
 
 
 def reduce(
@@ -316,6 +319,7 @@ def reduce(
     if members.inner is None:
         return None
     root = members.index(dst)
+    check_mean(op, [tensor])
     return _finish(_backend(members.inner, algorithm).reduce(tensor, root, op, algorithm, async_op), async_op)
 
 
@@ -471,6 +475,7 @@ def reduce_scatter(
     inner = _resolve(group, "reduce_scatter").inner
     if inner is None:
         return None
+    check_mean(op, [output])
     return _finish(_backend(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
 
 

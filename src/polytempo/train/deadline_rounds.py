@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import PolytempoError, UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.values import Position
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
@@ -219,7 +220,8 @@ class DeadlineUpdate(StepUpdate):
         """Hand over what is finished, wait for the end of the round, and take its values."""
         self._waiting = True
         self._turn.notify_all()
-        self._wait(lambda: not self._waiting)
+        with profiled("wait round"):
+            self._wait(lambda: not self._waiting)
         self._install()
 
     def _install(self) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.optimizer_names import part_of
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.factory import make_value_reducer
@@ -146,8 +147,9 @@ class Fragment:
 
     def take(self) -> None:
         """Wait for the end of the round, and take the new values."""
-        self.reducer.finish()
-        self.install()
+        with profiled("average"):
+            self.reducer.finish()
+            self.install()
 
     def install(self) -> None:
         """Take the new values of a round that has ended."""

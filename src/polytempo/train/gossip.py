@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gossip_exchange import GossipExchange
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
@@ -73,7 +74,8 @@ class GossipUpdate(StepUpdate):
         if self._sent is None:
             self._exchange.send()
         reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
-        self._exchange.mix(step, change)
+        with profiled("mix"):
+            self._exchange.mix(step, change)
         self._send_ahead()
         return loss
 

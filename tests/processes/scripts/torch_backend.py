@@ -60,6 +60,20 @@ def mean_and_futures() -> None:
     assert work.is_success()
 
 
+def mean_of_integers() -> None:
+    """Rounded towards zero, as by NCCL; gloo has none."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        mine = (torch.tensor([-5, 4, 7]) * (RANK + 1)).to(dtype)
+        total = sum((torch.tensor([-5, 4, 7]) * (rank + 1)).to(dtype) for rank in range(SIZE))
+        wanted = torch.div(total, SIZE, rounding_mode="trunc").to(dtype)
+        everywhere, at_root, part = mine.clone(), mine.clone(), torch.empty(3, dtype=dtype)
+        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
+        dist.reduce(at_root, 0, dist.ReduceOp.AVG)
+        dist.reduce_scatter(part, [mine.clone() for _ in range(SIZE)], dist.ReduceOp.AVG)
+        for found in (everywhere, at_root if RANK == 0 else wanted, part):
+            assert torch.equal(found, wanted), (dtype, found, wanted)
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -118,6 +132,29 @@ def timeouts() -> None:
     dist.barrier()
 
 
+def splits() -> None:
+    """Ranks are those of the group that is split; the others need not come."""
+    world = dist.group.WORLD
+    assert world is not None
+    last = world.split_group([SIZE - 1, 0], timeout=timedelta(seconds=30), group_name="ends", group_desc="first and last")
+    if RANK in (0, SIZE - 1):
+        assert (last.size(), last.rank(), last.group_name) == (2, int(RANK > 0), "ends")
+        assert last.group_desc == "first and last"
+        tensor = torch.tensor([RANK + 1.0])
+        last.allreduce([tensor]).wait()
+        assert tensor.item() == SIZE + 1
+        alone = last.split_group([last.rank()])
+        assert (alone.size(), alone.ranks) == (1, [RANK])
+        alone.barrier().wait()
+    else:
+        assert last is None
+    for ranks in ([], [0, 0], [SIZE], [-1]):
+        assert "each once" in error_of(lambda ranks=ranks: world.split_group(ranks))
+    assert "opts" in error_of(lambda: world.split_group([RANK], opts=dist.AllreduceOptions()))
+    assert "new_group" in error_of(lambda: world.merge_remote_group(dist.HashStore(), 2, timedelta(seconds=1)))
+    assert "split" in error_of(lambda: dist.split_group(world, [[0, 1]]))  # torch keeps it for GPUs and NCCL
+
+
 def names() -> None:
     world, alone = dist.group.WORLD, dist.new_group([1])
     assert world is not None
@@ -138,7 +175,8 @@ def main() -> None:
     for name, call in [*CALLS, *TRAINING]:
         same(call(None), call(gloo))
         print("ok", name)
-    for check in (the_plain_three, mean_and_futures, different_shapes, refusals, who_is_missing, timeouts, names):
+    means = mean_and_futures, mean_of_integers
+    for check in (the_plain_three, *means, different_shapes, refusals, who_is_missing, timeouts, splits, names):
         check()
         print("ok", check.__name__)
     dist.destroy_process_group()
