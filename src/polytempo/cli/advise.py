@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import Option
+from polytempo.cli.options import OutputOption
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -56,10 +56,12 @@ def advise(
     latency: LatencyOption = None,
     model: ModelSizeOption = None,
     servers: ShardsOption = None,
-    samples: Annotated[float | None, Option(help="Show the time for this number of samples (those simulated).")] = None,
+    samples: Annotated[
+        float | None, OutputOption(help="Show the time for this number of samples (those simulated).")
+    ] = None,
     seed: RandomSeedOption = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
+    json_file: Annotated[Path | None, OutputOption("--json", help="Write all figures to this file.")] = None,
+    quiet: Annotated[bool, OutputOption("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Which mode for this cluster? One command to type, its reason, and the runners-up."""
     flags = {name: value for name, value in locals().items() if name not in ("source", "samples", "json_file")}

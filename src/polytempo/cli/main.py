@@ -29,6 +29,9 @@ from polytempo.version import VERSION
 #: Errors of a disk, which are no mistake in the command.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+# The groups of commands, as their list shows them.
+JOBS, PREDICTIONS, RECORDS = "Jobs", "Predictions", "Records"
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=False,
@@ -41,6 +44,7 @@ add(
     app,
     run_job,
     "run",
+    JOBS,
     "polytempo run -n 4 train.py --lr 0.1",
     "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
     "polytempo run -n 2 --checkpoint saved --checkpoint-every 500 train.py",
@@ -51,13 +55,16 @@ add(
     app,
     worker,
     "worker",
+    JOBS,
     "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
     passes_on=True,
 )
+add(app, key, "key", JOBS, "polytempo key job.key")
 add(
     app,
     compare,
     "compare",
+    JOBS,
     "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
     "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
     modes=True,
@@ -67,6 +74,7 @@ add(
     app,
     simulate,
     "simulate",
+    PREDICTIONS,
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
     "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
@@ -76,6 +84,7 @@ add(
     app,
     advise,
     "advise",
+    PREDICTIONS,
     "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
     "polytempo advise out/job",
 )
@@ -83,14 +92,14 @@ add(
     app,
     plan,
     "plan",
+    PREDICTIONS,
     "polytempo plan examples/pipeline.py --devices 4:5GB/s",
     "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
     "polytempo plan --profile measured.json --devices 8:10Gb/s",
 )
-add(app, picture, "picture", "polytempo picture out/pipeline --last 2")
-add(app, check, "check", "polytempo check out/job")
-add(app, explain, "explain", "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
-add(app, key, "key", "polytempo key job.key")
+add(app, picture, "picture", RECORDS, "polytempo picture out/pipeline --last 2")
+add(app, check, "check", RECORDS, "polytempo check out/job")
+add(app, explain, "explain", RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,12 +1,15 @@
 """What the commands share: their options, the text of their help, a progress bar.
 
-A command's help ends with examples to type and, where it takes `--sync`, the list of modes. Flags are shown without a type.
+A command's help shows its options in groups, and ends with examples to type and, where it takes `--sync`, the list of modes.
+Flags are shown without a type.
 """
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -20,24 +23,46 @@ from polytempo.units import parse_factors, parse_hiccup, parse_links
 
 Option = typer.Option
 
+#: The groups of options, in the order in which a help shows them: that of their declarations.
+GROUPS: list[str] = []
+
+
+def _of_group(title: str) -> Callable[..., Any]:
+    GROUPS.append(title)
+    return partial(typer.Option, rich_help_panel=title)
+
+
+ClusterOption = _of_group("Cluster")
+DeviceOption = _of_group("Devices")
+MeasuringOption = _of_group("Measuring")
+JobOption = _of_group("Job")
+SyncOption = _of_group("Synchronisation")
+StrategyOption = _of_group("Strategy")
+BudgetOption = _of_group("Budget")
+TrainingOption = _of_group("Training in virtual time")
+ComparisonOption = _of_group("Comparison")
+CheckpointOption = _of_group("Checkpoints")
+FailureOption = _of_group("Failures")
+HostOption = _of_group("Other hosts")
+EmulationOption = _of_group("Emulation")
+OutputOption = _of_group("Output")
+
 Script = Annotated[str, typer.Argument(help="A training script; all that follows it belongs to it.", metavar="SCRIPT")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
-Workers = Annotated[int, Option("--workers", "-n", help="Number of worker processes on this host.")]
-StepBudget = Annotated[int | None, Option(help="Budget: steps, summed over all workers.")]
-Samples = Annotated[int | None, Option(help="Budget: samples, as given to step(samples=...), summed over all workers.")]
-Seconds = Annotated[float | None, Option(help="Budget: seconds from the first step.")]
-Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
-HiccupOption = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
+Workers = Annotated[int, JobOption("--workers", "-n", help="Number of worker processes on this host.")]
+StepBudget = Annotated[int | None, BudgetOption(help="Steps, summed over all workers.")]
+Samples = Annotated[int | None, BudgetOption(help="Samples, as given to step(samples=...), summed over all workers.")]
+Seconds = Annotated[float | None, BudgetOption(help="Seconds from the first step.")]
+Slow = Annotated[str | None, EmulationOption(help="RANK:FACTOR,... slow these workers down by the factor.")]
+HiccupOption = Annotated[str | None, EmulationOption(help="PROBABILITY:SECONDS of a stall in each step, seeded.")]
 LinkOption = Annotated[
     str | None,
-    Option(
-        help="BANDWIDTH[,LATENCY][,RANK:BANDWIDTH] such as 100Mb/s,5ms: what each worker may send and receive (emulation)."
-    ),
+    EmulationOption(help="BANDWIDTH[,LATENCY][,RANK:BANDWIDTH] such as 100Mb/s,5ms: what each worker may send and receive."),
 ]
-SeedOption = Annotated[int, Option(help="Seed of samplers and emulation.")]
-Fork = Annotated[bool, Option("--fork", help="Import torch once and fork all processes from the launcher: a faster start.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Show only the output of the workers, and errors.")]
-Insecure = Annotated[bool, Option("--insecure", help="Between hosts: no keys, no encryption.")]
+SeedOption = Annotated[int, JobOption(help="Seed of samplers and emulation.")]
+Fork = Annotated[bool, JobOption("--fork", help="Import torch once, and fork all processes: a faster start.")]
+Quiet = Annotated[bool, OutputOption("--quiet", "-q", help="Show only the output of the workers, and errors.")]
+Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption.")]
 
 #: Everything after SCRIPT belongs to the script.
 PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -51,7 +76,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its parameters, as they are shown."""
-        return bare_flags(super().get_params(ctx))
+        return grouped(bare_flags(super().get_params(ctx)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
@@ -75,6 +100,17 @@ def bare_flags(params: list[Any]) -> list[Any]:
     return params
 
 
+def grouped(params: list[Any]) -> list[Any]:
+    """In the order of their groups, where a command has groups; `--help` is in the last one then."""
+    groups = {getattr(param, "rich_help_panel", None) for param in params} - {None}
+    if not groups:
+        return params
+    for param in params:
+        if param.name == "help":
+            param.rich_help_panel = GROUPS[-1]
+    return sorted(params, key=lambda param: GROUPS.index(param.rich_help_panel) if param.rich_help_panel else -1)
+
+
 def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     """What to type, and what `--sync` may be."""
     lines = [" Examples:", *(f"   {line}" for line in examples), ""]
@@ -88,10 +124,13 @@ def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     return "\n".join(lines)
 
 
-def add(app: typer.Typer, function: Any, name: str, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
-    """Make a function a command, with examples in its help and, where it takes one, the modes."""
+def add(
+    app: typer.Typer, function: Any, name: str, group: str, *examples: str, modes: bool = False, passes_on: bool = False
+) -> None:
+    """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
-    app.command(name, cls=kind, context_settings=PASS_ON if passes_on else {})(function)
+    settings = PASS_ON if passes_on else {}
+    app.command(name, cls=kind, context_settings=settings, rich_help_panel=group)(function)
 
 
 def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:

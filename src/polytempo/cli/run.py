@@ -11,11 +11,16 @@ import typer
 
 from polytempo.cli.options import (
     Arguments,
+    CheckpointOption,
+    FailureOption,
     Fork,
     HiccupOption,
+    HostOption,
     Insecure,
+    JobOption,
     LinkOption,
     Option,
+    OutputOption,
     Quiet,
     Samples,
     Script,
@@ -23,6 +28,7 @@ from polytempo.cli.options import (
     SeedOption,
     Slow,
     StepBudget,
+    SyncOption,
     Workers,
     emulation_of,
     limits_of,
@@ -62,41 +68,45 @@ OWN = ("arguments", "steps", "samples", "seconds", "slow", "hiccup", "link", "ma
 def run(
     script: Script,
     arguments: Arguments = None,
-    workers: Annotated[int | None, Option("--workers", "-n", help=COUNT)] = None,
-    servers: Annotated[int | None, Option(help=SERVERS)] = None,
-    server_device: Annotated[str, Option(help=SERVER_DEVICE)] = "auto",
-    sync: Annotated[str | None, Option(help=SYNC)] = None,
-    via: Annotated[str | None, Option(help=VIA)] = None,
-    strategy: Annotated[str | None, Option(help=STRATEGY)] = None,
-    record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
+    workers: Annotated[int | None, JobOption("--workers", "-n", help=COUNT)] = None,
+    sync: Annotated[str | None, SyncOption(help=SYNC)] = None,
+    via: Annotated[str | None, SyncOption(help=VIA)] = None,
+    servers: Annotated[int | None, SyncOption(help=SERVERS)] = None,
+    server_device: Annotated[str, SyncOption(help=SERVER_DEVICE)] = "auto",
+    strategy: Annotated[str | None, JobOption(help=STRATEGY)] = None,
+    record: Annotated[Path | None, OutputOption(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
     steps: StepBudget = None,
     samples: Samples = None,
     seconds: Seconds = None,
     slow: Slow = None,
     hiccup: HiccupOption = None,
     link: LinkOption = None,
-    listen: Annotated[str | None, Option(help="HOST:PORT at which workers on other hosts join.")] = None,
-    expect: Annotated[int, Option(help="Number of workers that join from other hosts.")] = 0,
-    checkpoint: Annotated[Path | None, Option(help="Write checkpoints to this directory.")] = None,
-    checkpoint_every: Annotated[int, Option(help="Checkpoint every N steps of the slowest worker.")] = 0,
+    listen: Annotated[str | None, HostOption(help="HOST:PORT at which workers on other hosts join.")] = None,
+    expect: Annotated[int, HostOption(help="Number of workers that join from other hosts.")] = 0,
+    checkpoint: Annotated[Path | None, CheckpointOption(help="Write checkpoints to this directory.")] = None,
+    checkpoint_every: Annotated[int, CheckpointOption(help="Checkpoint every N steps of the slowest worker.")] = 0,
     checkpoint_errors: Annotated[
-        str, Option(help="When a checkpoint cannot be written: stop or continue the job.")
+        str, CheckpointOption(help="When a checkpoint cannot be written: stop or continue the job.")
     ] = "stop",
-    grace: Annotated[float, Option(help="Seconds that an interrupted job may take to save a checkpoint.")] = 20.0,
-    resume: Annotated[Path | None, Option(help="Resume from the checkpoint of the latest step in this directory.")] = None,
-    min_workers: Annotated[int | None, Option(help=MIN_WORKERS)] = None,
+    grace: Annotated[float, CheckpointOption(help="Seconds that an interrupted job may take to save a checkpoint.")] = 20.0,
+    resume: Annotated[
+        Path | None, CheckpointOption(help="Resume from the checkpoint of the latest step in this directory.")
+    ] = None,
+    min_workers: Annotated[int | None, FailureOption(help=MIN_WORKERS)] = None,
     max_restarts: Annotated[int, Option(help="Planned: restart dead workers.", hidden=True)] = 0,
     seed: SeedOption = 0,
     timeout: Annotated[
         float | None,
-        Option(help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."),
+        FailureOption(
+            help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."
+        ),
     ] = None,
     host_timeout: Annotated[
-        float, Option(help="Give up another host without a heartbeat for longer than this, in seconds.")
+        float, HostOption(help="Give up another host without a heartbeat for longer than this, in seconds.")
     ] = 5.0,
     insecure: Insecure = False,
     fork: Fork = False,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Also show each process that is started.")] = False,
+    verbose: Annotated[bool, OutputOption("--verbose", "-v", help="Also show each process that is started.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a training script in several processes; one option sets how they synchronise."""
@@ -155,13 +165,15 @@ def _check_command(options: JobOptions, request: RunRequest, spec: Spec) -> None
 def worker(
     script: Script,
     arguments: Arguments = None,
-    join: Annotated[str, Option(help="HOST:PORT of the job: the value of its --listen.")] = "",
-    key_file: Annotated[Path | None, Option(help="A copy of the key file that the job names.")] = None,
+    join: Annotated[str, HostOption(help="HOST:PORT of the job: the value of its --listen.")] = "",
+    key_file: Annotated[Path | None, HostOption(help="A copy of the key file that the job names.")] = None,
     workers: Workers = 1,
     insecure: Insecure = False,
     host_timeout: Annotated[
         float,
-        Option(help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."),
+        HostOption(
+            help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."
+        ),
     ] = 15.0,
     fork: Fork = False,
     quiet: Quiet = False,
