@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     ComparisonOption,
@@ -37,7 +38,9 @@ from polytempo.report.table import trained_comparison, verdict
 def compare(
     script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
     arguments: Arguments = None,
-    sync: Annotated[list[str] | None, SyncOption(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    sync: Annotated[
+        list[str] | None, SyncOption(autocompletion=complete_mode, help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")
+    ] = None,
     workers: Workers = 4,
     servers: Annotated[int, SyncOption(help="Parameter-server shards.")] = 1,
     steps: StepBudget = None,

@@ -6,6 +6,7 @@ Exit status: 0 well; 1 the job or the record failed; 2 a mistake in the command,
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from polytempo.cli.advise import advise
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
+from polytempo.cli.completion import join_broken_words
 from polytempo.cli.explain import explain
 from polytempo.cli.key import key
 from polytempo.cli.options import Commands, add
@@ -35,7 +37,6 @@ JOBS, PREDICTIONS, RECORDS = "Jobs", "Predictions", "Records"
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -120,6 +121,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit."""
     open_standard_streams()
+    join_broken_words(os.environ)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -133,7 +135,9 @@ def run(arguments: list[str]) -> int:
         return _fail(str(error), 2)
     except PolytempoError as error:
         return _fail(str(error), 1)
-    except (BrokenPipeError, SystemExit):  # the second is what typer makes of the first
+    except (BrokenPipeError, SystemExit) as end:
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            return int(end.code or 0)  # of typer's completion; of a closed output it makes a SystemExit too
         silence(sys.__stdout__ or sys.stdout)
         return _fail("standard output was closed before all was written to it", 1)
     except OSError as error:

@@ -78,6 +78,11 @@ class Command(TyperCommand):
         """Its parameters, as they are shown."""
         return grouped(bare_flags(super().get_params(ctx)))
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Its options; none behind a script, to which all belongs that follows it."""
+        passed_on = not ctx.allow_interspersed_args and ctx.params.get("script")
+        return [] if passed_on else super().shell_complete(ctx, incomplete)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
         super().format_help(ctx, formatter)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     CheckpointOption,
@@ -69,7 +70,7 @@ def run(
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[int | None, JobOption("--workers", "-n", help=COUNT)] = None,
-    sync: Annotated[str | None, SyncOption(help=SYNC)] = None,
+    sync: Annotated[str | None, SyncOption(autocompletion=complete_mode, help=SYNC)] = None,
     via: Annotated[str | None, SyncOption(help=VIA)] = None,
     servers: Annotated[int | None, SyncOption(help=SERVERS)] = None,
     server_device: Annotated[str, SyncOption(help=SERVER_DEVICE)] = "auto",

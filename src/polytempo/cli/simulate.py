@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     BudgetOption,
     ClusterOption,
@@ -106,7 +107,10 @@ def simulate(
         ),
     ] = None,
     workers: ClusterSizeOption = None,
-    sync: Annotated[list[str] | None, SyncOption(help="A mode; repeatable (those that may win on this cluster).")] = None,
+    sync: Annotated[
+        list[str] | None,
+        SyncOption(autocompletion=complete_mode, help="A mode; repeatable (those that may win on this cluster)."),
+    ] = None,
     via: Annotated[
         list[str] | None, SyncOption(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
     ] = None,
