@@ -60,6 +60,18 @@ def test_mistakes_in_run(arguments: list[str], expected: str, bench: Bench) -> N
     assert expected in done.stderr
 
 
+@pytest.mark.parametrize(("quiet", "lines"), [((), 2), (("-q",), 1)])
+def test_options_behind_the_script_are_pointed_out(quiet: tuple[str, ...], lines: int, bench: Bench) -> None:
+    script = bench.folder / "plain.py"
+    script.write_text("import polytempo\n")
+    done = bench.run("run", *quiet, "--min-workers", "9", str(script), "-n", "9", "--lr", "0.1")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, lines)
+    hint = (
+        f"polytempo: -n stands behind {script} and is passed on to it; put it before {script} where polytempo run is meant\n"
+    )
+    assert done.stderr.startswith(hint) == (not quiet)
+
+
 def test_a_port_in_use_is_refused(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -9,7 +9,7 @@ import typer
 from clusters import MODES
 
 from polytempo.cli.main import app, run
-from polytempo.cli.options import GROUPS
+from polytempo.cli.options import GROUPS, misplaced
 from polytempo.sync.spec import parse_spec
 
 COMMANDS = typer.main.get_command(app).commands
@@ -52,3 +52,43 @@ def test_each_option_is_in_a_group(
     names = [option for shown_one in COMMANDS[name].params if not shown_one.hidden for option in shown_one.opts]
     assert [option for option in names if option.startswith("-") and f" {option} " not in shown] == [], "none is cut off"
     assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends"),
+    [
+        (["run", "--sycn", "bsp", "train.py"], "Try: polytempo run --help"),
+        (["run"], "Missing argument 'SCRIPT'. Try: polytempo run --help"),
+        (["compare", "-n", "many", "train.py"], ". Try: polytempo compare --help"),
+        (["simulat"], "Did you mean 'simulate'? Try: polytempo --help"),
+        (["--nothing"], "Try: polytempo --help"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_help_of_its_command(
+    arguments: list[str], ends: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capfd.readouterr().err.endswith(f"{ends}\n")
+
+
+READS_STEPS = 'parser.add_argument("--steps", type=int)'
+READS_BUDGET = "def main(steps: int, per_host: int = 1, *, seed: int = 0) -> None:"
+READS_N = "parser.add_argument('-n', type=int)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "found"),
+    [
+        ("-n 4 --sync=ssp:3", "import torch", ["-n", "--sync"]),
+        ("--lr 0.1 -n 4", "", ["-n"]),
+        ("-n 4 --steps 10", READS_N, ["--steps"]),
+        ("-n 4 --steps 10", READS_STEPS, ["-n"]),
+        ("--steps 10 --per-host 2 --seed=3", READS_BUDGET, []),
+        ("--steps 10", "config['steps']", []),
+        ("--steps 10", "optimizer.step(samples=32)  # steps of all", ["--steps"]),
+        ("n workers sync", "", []),
+    ],
+)
+def test_options_behind_a_script_that_does_not_know_them(arguments: str, source: str, found: list[str]) -> None:
+    options = ["--workers", "-n", "--sync", "--steps", "--per-host", "--seed"]
+    assert misplaced(options, arguments.split(), source) == found

@@ -130,7 +130,7 @@ def run(arguments: list[str]) -> int:
     try:
         return app(arguments or ["--help"], standalone_mode=False, prog_name="polytempo") or 0
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} Try: polytempo --help", 2)
+        return _fail(f"{_sentence(error.format_message())} Try: {_command_of(error)} --help", 2)
     except UsageError as error:
         return _fail(str(error), 2)
     except PolytempoError as error:
@@ -145,6 +145,16 @@ def run(arguments: list[str]) -> int:
         return _fail(f"{what}{error.strerror or error}", 1 if error.errno in FULL else 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _command_of(error: typer.TyperException) -> str:
+    """The command, as far as it was understood: typer's errors of usage know it."""
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "polytempo"
 
 
 def _fail(text: str, status: int) -> int:

@@ -6,10 +6,12 @@ Flags are shown without a type.
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -83,6 +85,17 @@ class Command(TyperCommand):
         passed_on = not ctx.allow_interspersed_args and ctx.params.get("script")
         return [] if passed_on else super().shell_complete(ctx, incomplete)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; say before that which of its options stand behind the script, where they are the script's."""
+        script, arguments = ctx.params.get("script"), ctx.params.get("arguments")
+        if script and arguments and not ctx.params.get("quiet"):
+            names = [name for param in self.params if param.name in ctx.params for name in param.opts]
+            if behind := misplaced(names, arguments, _source(script)):
+                stand, are, them = ("stand", "are", "them") if len(behind) > 1 else ("stands", "is", "it")
+                where = f"{', '.join(behind)} {stand} behind {script} and {are} passed on to it"
+                typer.echo(f"polytempo: {where}; put {them} before {script} where {ctx.command_path} is meant", err=True)
+        return super().invoke(ctx)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
         super().format_help(ctx, formatter)
@@ -114,6 +127,30 @@ def grouped(params: list[Any]) -> list[Any]:
         if param.name == "help":
             param.rich_help_panel = GROUPS[-1]
     return sorted(params, key=lambda param: GROUPS.index(param.rich_help_panel) if param.rich_help_panel else -1)
+
+
+def misplaced(options: Sequence[str], arguments: Sequence[str], source: str) -> list[str]:
+    """The arguments of a script that are options of the command, and that the script's source does not mention.
+
+    A script that reads such an option itself names it: "--steps", "steps" or `steps: int` in some place.
+    """
+    given = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    return [name for name in given if name in options and name.startswith("-") and not _mentions(source, name)]
+
+
+def _mentions(source: str, option: str) -> bool:
+    if not option.startswith("--"):
+        return re.search(rf"[\"']{option}\b", source) is not None
+    word = option[2:].replace("-", "[-_]")
+    return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
+
+
+def _source(script: str) -> str:
+    """Its text; empty where it cannot be read, which the check of the command says."""
+    try:
+        return Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
