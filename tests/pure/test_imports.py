@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "polytempo"
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "version": (set(), set()),
     "errors": (set(), set()),
-    "lazy_imports": (set(), set()),
+    "lazy_imports": ({"errors"}, set()),
     "summation": (set(), set()),
     "options": ({"errors"}, set()),
     "units": ({"errors"}, set()),
