@@ -45,6 +45,8 @@ from live import PACED, Bench
         (["--listen", "127.0.0.1:0", PACED], "--expect"),
         (["--insecure", PACED], "--listen"),
         (["--checkpoint-every", "5", PACED], "needs --checkpoint DIR"),
+        (["--checkpoint", "sav\udce9", PACED], "the name of --checkpoint sav\\udce9 is not UTF-8"),
+        (["--resume", "sav\udce9", PACED], "the name of --resume sav\\udce9 is not UTF-8"),
         (["--checkpoint", "/dev/null/saved", PACED], "cannot write to --checkpoint /dev/null/saved: Not a directory"),
         (["--checkpoint-errors", "contine", PACED], "expected --checkpoint-errors stop or continue, got 'contine'"),
         (["--grace", "0", PACED], "expected --grace above 0 seconds, got 0"),

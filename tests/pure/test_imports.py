@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoints": ({"errors"}, set()),
     "mesh": ({"errors"}, set()),
     "sync": ({"errors", "options", "summation"}, set()),
-    "records": ({"errors", "sync"}, set()),
+    "records": ({"checkpoints", "errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports"}, {"torch"}),
     "simulate": (
         {"errors", "lazy_imports", "version", "sync", "records", "optim", "summation", "units"},

@@ -67,6 +67,10 @@ def advise(
     flags = {name: value for name, value in locals().items() if name not in ("source", "samples", "json_file")}
     if samples is not None and not samples > 0:
         raise UsageError(f"expected --samples above 0, got {samples:g}")
+    if source is not None and not source.exists():
+        raise UsageError(
+            f"there is no {source}; expected a directory written with run --record, or a YAML file with a cluster"
+        )
     like = source if source is not None and source.is_dir() else None
     file = source if like is None else None
     meta: dict[str, Any] = read_meta(like) if like else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +165,8 @@ class RunRequest:
                 )
         if self.listen is not None:
             check_free(self.listen)
+        for option, directory in (("--checkpoint", self.checkpoint), ("--resume", self.resume)):
+            check_is_text(option, directory)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
@@ -243,6 +246,17 @@ class CheckedRequest:
             **({"strategy": request.strategy} if request.strategy else {}),
             "resumed_from": self.resume.name if self.resume else None,
         }
+
+
+def check_is_text(option: str, path: Path | None) -> None:
+    """Refuse a name that is not UTF-8: safetensors cannot open it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        hint = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1: the locale is not UTF-8"
+        raise UsageError(
+            f"the name of {option} {path} is not UTF-8, and safetensors cannot open it; choose another{hint}"
+        ) from None
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
