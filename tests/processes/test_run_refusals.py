@@ -74,6 +74,22 @@ def test_options_behind_the_script_are_pointed_out(quiet: tuple[str, ...], lines
     assert done.stderr.startswith(hint) == (not quiet)
 
 
+def test_a_record_is_overwritten_only_when_told_to(bench: Bench) -> None:
+    logs = bench.folder / "record" / "logs"
+    logs.mkdir(parents=True)
+    for old in (logs.parent / "events.jsonl", logs / "worker-9.log", logs / "mine.log"):
+        old.write_text("old")
+    command = ["run", "-n", "1", "--record", "record"]
+    done = bench.run(*command, PACED, ".", "steps=2")
+    refused = "polytempo: record holds the record of an earlier job; choose another directory, or add --overwrite\n"
+    assert (done.returncode, done.stderr) == (2, refused)
+    assert (logs.parent / "events.jsonl").read_text() == "old"
+    done = bench.run(*command, "--overwrite", PACED, ".", "steps=2")
+    assert done.returncode == 0, done.stderr
+    assert bench.meta()["job"]["steps"] == 2
+    assert sorted(log.name for log in logs.iterdir()) == ["mine.log", "server-0.log", "worker-0.log"]
+
+
 def test_a_port_in_use_is_refused(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

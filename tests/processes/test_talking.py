@@ -18,7 +18,7 @@ def test_a_reader_that_leaves_a_full_disk_and_progress_bars(bench: Bench) -> Non
     logs.mkdir(parents=True)
     for full in (bench.folder / "record" / "events.jsonl", logs / "worker-0.log"):
         full.symlink_to("/dev/full")
-    process = bench.start("run", "-n", "2", "--record", "record", TALKING, ".")
+    process = bench.start("run", "-n", "2", "--record", "record", "--overwrite", TALKING, ".")
     assert process.stdout is not None
     assert process.stderr is not None
     assert "line 0 ..." in process.stdout.readline()

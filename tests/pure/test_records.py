@@ -277,6 +277,22 @@ def test_names_that_are_no_text_are_kept(tmp_path: Path) -> None:
     assert "caf\u00e9" in (tmp_path / "record" / EVENTS).read_text(encoding="utf-8")
 
 
+def test_a_simulated_record_is_overwritten_only_when_told_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def simulate(*options: str) -> int:
+        return run(["simulate", "--steps", "20", "-q", "--record", str(tmp_path / "rec"), *options])
+
+    assert simulate("--sync", "bsp") == 0
+    before = (tmp_path / "rec" / META).read_bytes()
+    assert simulate("--sync", "asp") == 2
+    refused = f"polytempo: {tmp_path}/rec holds the record of an earlier job; choose another directory, or add --overwrite\n"
+    assert capfd.readouterr().err == refused
+    assert (tmp_path / "rec" / META).read_bytes() == before
+    assert simulate("--sync", "asp", "--overwrite") == 0
+    assert read_meta(tmp_path / "rec")["spec"] == "asp"
+    both = ("--sync", "ssp:1", "--sync", "asp")  # each in its own folder
+    assert (simulate(*both), simulate(*both), simulate(*both, "--overwrite")) == (0, 2, 0)
+
+
 @pytest.mark.parametrize("command", [("explain",), ("check",), ("advise",), ("simulate", "--like")])
 def test_where_there_is_no_record_it_is_said(
     command: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]

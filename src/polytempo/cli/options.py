@@ -63,6 +63,13 @@ LinkOption = Annotated[
 ]
 SeedOption = Annotated[int, JobOption(help="Seed of samplers and emulation.")]
 Fork = Annotated[bool, JobOption("--fork", help="Import torch once, and fork all processes: a faster start.")]
+ShardCount = Annotated[
+    int | None,
+    SyncOption(
+        help="Parameter-server shards; by default 1 where the mode needs a server, or one a GPU where there are several."
+    ),
+]
+Overwrite = Annotated[bool, OutputOption("--overwrite", help="Replace the record of an earlier job.")]
 Quiet = Annotated[bool, OutputOption("--quiet", "-q", help="Show only the output of the workers, and errors.")]
 Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption.")]
 

@@ -22,11 +22,13 @@ from polytempo.cli.options import (
     LinkOption,
     Option,
     OutputOption,
+    Overwrite,
     Quiet,
     Samples,
     Script,
     Seconds,
     SeedOption,
+    ShardCount,
     Slow,
     StepBudget,
     SyncOption,
@@ -48,7 +50,6 @@ VIA = (
     "How gradients travel: ps (parameter servers), allreduce (among workers); auto, the default: allreduce unless servers "
     "are needed."
 )
-SERVERS = "Parameter-server shards; by default 1 where the mode needs a server, or one a GPU where there are several."
 SERVER_DEVICE = (
     "Where servers keep the values: cpu, cuda, cuda:I (visible GPU I); auto, the default: on a GPU where the workers' "
     "parameters are."
@@ -72,10 +73,11 @@ def run(
     workers: Annotated[int | None, JobOption("--workers", "-n", help=COUNT)] = None,
     sync: Annotated[str | None, SyncOption(autocompletion=complete_mode, help=SYNC)] = None,
     via: Annotated[str | None, SyncOption(help=VIA)] = None,
-    servers: Annotated[int | None, SyncOption(help=SERVERS)] = None,
+    servers: ShardCount = None,
     server_device: Annotated[str, SyncOption(help=SERVER_DEVICE)] = "auto",
     strategy: Annotated[str | None, JobOption(help=STRATEGY)] = None,
     record: Annotated[Path | None, OutputOption(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
+    overwrite: Overwrite = False,
     steps: StepBudget = None,
     samples: Samples = None,
     seconds: Seconds = None,

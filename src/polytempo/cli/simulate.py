@@ -26,12 +26,13 @@ from polytempo.cli.options import (
     BudgetOption,
     ClusterOption,
     OutputOption,
+    Overwrite,
     SyncOption,
     TrainingOption,
     progress_bar,
 )
 from polytempo.errors import ClusterError, UsageError, counted
-from polytempo.records.files import RecordWriter, read_events, read_meta
+from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta
 from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
@@ -144,6 +145,7 @@ def simulate(
     record: Annotated[
         Path | None, OutputOption(help="Write events.jsonl and meta.json of each mode under this directory.")
     ] = None,
+    overwrite: Overwrite = False,
     quiet: Annotated[bool, OutputOption("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Compare synchronisation modes on a cluster you describe, in virtual time: the same twice."""
@@ -154,6 +156,8 @@ def simulate(
     settings = settle(load_experiment(file), flags, like)
     if picture:
         check_picture(picture)
+    for folder in _record_folders(record, settings).values():
+        check_no_record(folder, overwrite)
     if scaling:
         _scaling(settings, picture, json_file, quiet)
     elif "task" in settings.train:
@@ -526,12 +530,16 @@ def _write_json(path: Path | None, results: list[dict[str, Any]] | dict[str, Any
 def _recording(
     directory: Path | None, sync: str, via: str, settings: Settings
 ) -> AbstractContextManager[RecordWriter | None]:
+    folders = _record_folders(directory, settings)
+    return RecordWriter(folders[sync, via]) if folders else nullcontext()
+
+
+def _record_folders(directory: Path | None, settings: Settings) -> dict[tuple[str, str], Path]:
+    """Where each mode is recorded, by mode and way: of several each has a folder of its own; empty without --record."""
     if directory is None:
-        return nullcontext()
-    if len(settings.jobs) == 1:
-        return RecordWriter(directory)
-    name = f"{sync}-{via}".replace(":", "-").replace(",", "-")
-    return RecordWriter(directory / name)
+        return {}
+    names = {job: "-".join(job).replace(":", "-").replace(",", "-") for job in settings.jobs}
+    return {job: directory / name if len(names) > 1 else directory for job, name in names.items()}
 
 
 @contextmanager

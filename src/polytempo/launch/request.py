@@ -12,6 +12,7 @@ from typing import Any
 
 from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
+from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
@@ -29,6 +30,7 @@ class RunRequest:
     sync: str = "bsp"
     via: str = "auto"
     record: Path | None = None
+    overwrite: bool = False  #: replace a record that is there
     limits: Limits = field(default_factory=Limits)
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
@@ -167,6 +169,8 @@ class RunRequest:
             check_free(self.listen)
         for option, directory in (("--checkpoint", self.checkpoint), ("--resume", self.resume)):
             check_is_text(option, directory)
+        if self.record is not None:
+            check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)

@@ -28,6 +28,12 @@ def holds_record(directory: Path) -> bool:
     return (directory / EVENTS).exists() or (directory / META).exists()
 
 
+def records_below(directory: Path) -> list[Path]:
+    """Records in its folders, and in theirs: as of several modes, and of several runs of each."""
+    found = {path.parent for depth in ("*", "*/*") for name in (EVENTS, META) for path in directory.glob(f"{depth}/{name}")}
+    return sorted(found)
+
+
 def read_events(directory: str | Path) -> Iterator[RecordLine]:
     """The lines of events.jsonl, one after another."""
     path = Path(directory) / EVENTS
@@ -73,8 +79,7 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 def _check_is_record(directory: Path) -> None:
     if holds_record(directory):
         return
-    inside = sorted(found.parent for depth in ("*", "*/*") for found in directory.glob(f"{depth}/{META}"))
-    if inside:
+    if inside := records_below(directory):
         names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
         raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
     what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
@@ -84,12 +89,10 @@ def _check_is_record(directory: Path) -> None:
 # Writes a record: a directory with events.jsonl and meta.json.
 
 
-def check_no_record(directory: Path, overwrite: bool, option: str = "--record") -> None:
+def check_no_record(directory: Path, overwrite: bool) -> None:
     """Refuse to write where there is the record of an earlier job, unless told to overwrite it."""
     if holds_record(directory) and not overwrite:
-        raise UsageError(
-            f"{option} {directory} holds the record of an earlier job; choose another directory, or add --overwrite"
-        )
+        raise UsageError(f"{directory} holds the record of an earlier job; choose another directory, or add --overwrite")
 
 
 class RecordWriter:

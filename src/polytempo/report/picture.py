@@ -52,6 +52,8 @@ def draw_training(
     figure = _figure(title, 4.6)
     curves, shares = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
     for run, colour in zip(runs, COLOURS * len(runs), strict=False):
+        if not run.curve:
+            continue
         seconds, accuracy = zip(*run.curve, strict=True)
         curves.plot(seconds, [100 * a for a in accuracy], color=colour, label=mode_name(run.outcome), linewidth=1.6)
         reached = run.time_to(target)
@@ -113,8 +115,13 @@ def _figure(title: str, height: float) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     return figure
+
+
+def drawable(text: str) -> str:
+    """Text without surrogates, which matplotlib cannot draw: a name of a file may have some."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.errors import UsageError
-from polytempo.report.picture import check_picture
+from polytempo.report.picture import check_picture, drawable
 
 Row = tuple[int, int]
 Between = tuple[float, float]
@@ -155,7 +155,7 @@ def _figure(title: str, rows: Sequence[Row]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 1.5 + 0.42 * len(rows)), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     return figure
 
 
