@@ -10,7 +10,7 @@ from clusters import STRAGGLER
 
 from polytempo.cli.compare import _which
 from polytempo.errors import UsageError
-from polytempo.report.live import LiveRun, RepeatedRun, repeated
+from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
 from polytempo.report.table import (
     comparison,
@@ -21,7 +21,7 @@ from polytempo.report.table import (
     verdict,
 )
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome
+from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.simulate.run import scaling, simulate_job
 
 OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
@@ -92,6 +92,24 @@ def test_runs_without_the_metric_are_compared_by_speed_and_by_what_they_logged()
     assert (
         speed_verdict(outcomes) == f"asp is the fastest, with {rate} samples/s; bsp takes {ratio:.2f}x as long for as many"
     )
+
+
+def test_of_a_record_only_numbers_are_metrics() -> None:
+    worker = dict.fromkeys(WorkerOutcome.__dataclass_fields__, 1.0)
+    job = dict.fromkeys(
+        (
+            *("seconds", "steps", "samples", "discarded", "updates", "samples_per_second", "efficiency", "waiting"),
+            *("staleness_mean", "staleness_max"),
+        ),
+        1.0,
+    )
+    meta = {"spec": "bsp", "workers": [worker], "job": job, "options": {"via": "allreduce"}}
+    release = {"t": 2.0, "kind": "release", "worker": 0, "step": 3, "slowest": 1}
+    logged = ({"accuracy": 0.5, "note": "warm"}, {"accuracy": "NaN"}, {"accuracy": "none"}, {"loss": 3})
+    lines = [{"t": 3.0 + place, "kind": "metric", "worker": 0, **values} for place, values in enumerate(logged)]
+    run = live_run([release, *lines], meta)
+    assert (run.curve[0], len(run.curve), run.logged["loss"], "note" in run.logged) == ((1.0, 0.5), 2, 3.0, False)
+    assert (run.outcome.via, run.outcome.max_lead) == ("allreduce", 2)
 
 
 def test_of_runs_of_which_one_logged_the_metric_the_others_cells_are_empty() -> None:

@@ -97,11 +97,17 @@ def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "a
             start = line["t"] if start is None else start
             lead = max(lead, line["step"] - line["slowest"])
         elif line["kind"] == "metric":
-            logged |= {name: float(value) for name, value in line.items() if name not in NO_METRIC}
-            if metric in line:
-                points.append((line["t"], float(line[metric])))
+            values = {name: value for name, value in line.items() if name not in NO_METRIC and _is_number(value)}
+            logged |= {name: float(value) for name, value in values.items()}
+            if metric in values:
+                points.append((line["t"], float(values[metric])))
     begin = start or 0.0
     return LiveRun(_outcome(meta, lead), tuple((t - begin, value) for t, value in points), logged)
+
+
+def _is_number(value: object) -> bool:
+    """Is it a number, and not a text that a script logged? What is not finite is a text in a record, too."""
+    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
 
 
 def _outcome(meta: dict[str, Any], lead: int) -> Outcome:

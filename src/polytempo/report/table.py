@@ -173,7 +173,7 @@ def speed_verdict(outcomes: Sequence[Outcome]) -> str:
     """The mode with the most samples a second, in a sentence."""
     first, *others = sorted(outcomes, key=lambda outcome: -outcome.samples_per_second)
     if not first.steps:
-        return "no step was pushed, so that there is only the time to compare"
+        return "no step was pushed, so there is nothing to compare"
     what = "samples" if first.samples != first.steps else "steps"
     slower = [
         f"{mode_name(other)} takes {first.samples_per_second / other.samples_per_second:.2f}x as long for as many"
