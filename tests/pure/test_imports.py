@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "protocol": ({"errors", "summation"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "device": ({"errors", "transport"}, {"torch", "numpy"}),
-    "collectives": ({"errors", "transport", "summation", "device"}, {"torch", "numpy"}),
+    "collectives": ({"errors", "transport", "summation", "device", "units"}, {"torch", "numpy"}),
     "tables": ({"errors", "lazy_imports", "options", "protocol", "summation"}, {"torch", "numpy"}),
     "compression": ({"errors", "options"}, {"torch", "numpy"}),
     "server": (
@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "transport",
             "optim",
             "server",
+            "units",
         },
         {"rich", "torch"},
     ),

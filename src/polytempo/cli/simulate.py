@@ -44,7 +44,16 @@ from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
 from polytempo.simulate.run import scaling as measure_scaling
 from polytempo.sync.spec import parse_spec
-from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size, written_seconds
+from polytempo.units import (
+    parse_factors,
+    parse_hiccup,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+    written_bytes,
+    written_rate,
+    written_seconds,
+)
 
 ReportProgress = Callable[[float], None]
 
@@ -499,9 +508,9 @@ def _machines(settings: Settings) -> str:
     link, bytes_ = settings.cluster.link, settings.cluster.model_bytes
     parts = []
     if link.bandwidth:
-        parts.append(f"{8 * link.bandwidth / 1e9:g} Gb/s{' shared' if link.shared else ''}")
+        parts.append(f"{written_rate(link.bandwidth)}{' shared' if link.shared else ''}")
     if bytes_:
-        parts.append(f"{bytes_ / 1e6:g} MB")
+        parts.append(written_bytes(bytes_))
     if settings.cluster.servers.shards > 1:
         parts.append(f"{settings.cluster.servers.shards} shards")
     return ", ".join(parts)

@@ -17,6 +17,7 @@ from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import parse_spec
+from polytempo.units import written_rate, written_seconds
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class RunRequest:
         """The line that says that the network is emulated; empty where it is not."""
         if self.link is None:
             return ""
-        latency = f", {self.link[1] * 1e3:g} ms one way" if self.link[1] else ""
-        speed = f"{self.link[0] * 8 / 1e6:g} Mb/s each way{latency}"
-        own = "".join(f", worker {rank} {rate * 8 / 1e6:g} Mb/s" for rank, rate in sorted(self.own_links.items()))
+        latency = f", {written_seconds(self.link[1])} one way" if self.link[1] else ""
+        speed = f"{written_rate(self.link[0])} each way{latency}"
+        own = "".join(f", worker {rank} {written_rate(rate)}" for rank, rate in sorted(self.own_links.items()))
         return f"the network is emulated: every worker is a host of its own, with {speed}{own} (--link)"
 
     def push_options(self) -> list[str]:

@@ -11,6 +11,7 @@ from polytempo.errors import UsageError
 from polytempo.report.table import Trained, mode_name
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import Series
+from polytempo.units import plain_number
 
 #: Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999", "#000000", "#F0E442")
@@ -37,7 +38,7 @@ def draw_comparison(outcomes: Sequence[Outcome], path: Path, title: str) -> None
     speed, shares = figure.subplots(1, 2, sharey=True)
     names = [mode_name(outcome) for outcome in outcomes]
     bars = speed.barh(names, [o.samples_per_second for o in outcomes], color=COLOURS[0])
-    speed.bar_label(bars, fmt="%.4g", padding=3)
+    speed.bar_label(bars, fmt=plain_number, padding=3)
     speed.set_xlabel("samples a second")
     speed.margins(x=0.15)
     speed.invert_yaxis()

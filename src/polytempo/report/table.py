@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from polytempo.report.live import LiveRun, RepeatedRun
-from polytempo.report.summary import plain_number
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import Series
+from polytempo.units import plain_number
 
 
 class Trained(Protocol):
