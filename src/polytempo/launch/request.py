@@ -267,8 +267,9 @@ def check_is_text(option: str, path: Path | None) -> None:
 def split_address(text: str, option: str) -> tuple[str, int]:
     """Host and port of HOST:PORT."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 for {option}, got {text!r}")
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))  # of IPv6 without its brackets
+    if not colon or not host or bare or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 or [fd00::1]:7077 for {option}, got {text!r}")
     return host, int(port)
 
 
@@ -282,7 +283,8 @@ def check_free(listen: str) -> None:
     """Refuse an address that cannot be listened on."""
     host, port = split_address(listen, "--listen")
     try:
-        with socket.create_server((host, port)):
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        with socket.create_server((host.strip("[]"), port), family=family):
             pass
     except OSError as error:
         raise UsageError(f"cannot listen on {listen}: {error.strerror or error}; choose another port or address") from None
