@@ -1,4 +1,4 @@
-"""What a worker loads before it trains: not torch's compiler, unless somebody compiles."""
+"""What a worker loads before it trains: not torch's compiler, unless somebody compiles; and one that loads nothing."""
 
 from __future__ import annotations
 
@@ -55,3 +55,14 @@ def test_who_compiles_finds_torch_as_it_was(before: str) -> None:
     code = COMPILE.format(before=before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.new_interpreters
+def test_a_script_that_ends_before_the_servers_listen_is_no_failure(bench: Bench) -> None:
+    """It loads nothing, and they load torch."""
+    (bench.folder / "hello.py").write_text("print('hello')\n")
+    done = bench.run("run", "-n", "2", "--sync", "asp", "--record", "record", "hello.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] hello", "[1] hello"]
+    assert done.stderr.splitlines()[-1].startswith("polytempo: 2 workers finished after ")
+    assert bench.meta()["exit_status"] == 0

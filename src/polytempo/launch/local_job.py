@@ -457,6 +457,7 @@ class LocalJob:
         at_once = lambda: end.at_once  # noqa: E731
         self._handle(self._monitor.end(processes.workers, 1.0 if cause else SERVERS_END, at_once))
         if not cause:
+            self._wait_until_ready()
             self._empty_link()
         saves = self._announce_save(saves)  # a signal may have come meanwhile
         status = INTERRUPTED if end.interrupted else int(bool(cause))
@@ -476,6 +477,14 @@ class LocalJob:
             limit = f"at most {self.request.grace:g} s; {INSIST}, without it"
             self.display.say(f"{self._end.in_words}: saving a checkpoint to {self._checkpoints.directory} ({limit})")
         return True
+
+    def _wait_until_ready(self) -> None:
+        """A script that does not need them may have ended before the servers listen, and only then can they be told."""
+        end, servers, deadline = self._end, self._processes.servers, time.monotonic() + SERVERS_END
+        while len(self._ready) < self.plan.shards and all(child.status is None for child in servers):
+            if end.interrupted or end.at_once or time.monotonic() > deadline:
+                return
+            self._handle(self._monitor.turn(0.1))
 
     def _empty_link(self) -> None:
         """What workers sent last may still be under way on an emulated network: the servers get it before they finish."""
