@@ -11,7 +11,7 @@ TESTERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 
 
 .PHONY: demo test test-torch test-gpu check bench bench-gpu proof figures docs clean
 
-DEMO := compare --fork --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync asp --sync bsp+balance --sync anytime:auto
+DEMO := compare --overwrite --fork --workers 4 --slow 3:3 --samples 24576 --sync bsp --sync ssp:3 --sync asp --sync bsp+balance --sync anytime:auto
 
 demo: $(INSTALLED)
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture out/demo/accuracy.png --json out/demo/results.json examples/digits.py

@@ -25,7 +25,8 @@ def live(folder: Path, sync: str, flags: list[str], steps: int) -> tuple[float, 
     """Seconds and share of waiting of a live run."""
     script = str(Path(__file__).parent / "sleeper.py")
     command = [sys.executable, "-m", "polytempo", "run", "-q", "-n", "4", "--sync", sync, *flags]
-    subprocess.run([*command, "--steps", str(steps), "--record", str(folder), script, str(STEP)], check=True)
+    record = ["--record", str(folder), "--overwrite"]
+    subprocess.run([*command, "--steps", str(steps), *record, script, str(STEP)], check=True)
     times = [line["t"] for line in read_events(folder) if line["kind"] in ("release", "push")]
     return max(times) - min(times), read_meta(folder)["job"]["waiting"]
 

@@ -178,7 +178,36 @@ __all__ = [
 ]
 
 
-_load, _ = lazy_names(__name__, _MODULES)
+#: What to write here: names for it in torch.distributed, Horovod, Accelerate and Lightning, which users try.
+_ELSEWHERE = {
+    "import polytempo.horovod as hvd": ("horovod", "hvd"),
+    "pt.all_gather(tensor_list, tensor), or import polytempo.horovod as hvd": ("allgather", "allgather_async"),
+    "pt.all_gather(tensor_list, tensor)": ("all_gather_into_tensor",),
+    "pt.all_reduce(tensor, op='mean'), or import polytempo.horovod as hvd": (
+        *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"),
+    ),
+    "pt.all_reduce(tensor, async_op=True)": ("all_reduce_async", "iall_reduce"),
+    "pt.all_reduce(tensor, op='mean'), or 'sum', 'prod', 'min', 'max'": (
+        *("Average", "Max", "Min", "Product", "ReduceOp", "Sum"),
+    ),
+    "pt.all_to_all(output_list, input_list)": ("all_to_all_single", "alltoall"),
+    "pt.barrier()": ("monitored_barrier", "wait_for_everyone"),
+    "pt.broadcast(tensor, src)": ("broadcast_", "broadcast_async", "broadcast_async_"),
+    "pt.DistributedOptimizer(optimizer, model)": ("DDP", "DistributedDataParallel"),
+    "pt.fit(...) or pt.prepare(model, optimizer, loader)": ("Fabric", "Trainer"),
+    "pt.init()": ("init_distributed", "init_process_group", "initialize"),
+    "pt.local_device()": ("device", "get_device"),
+    "pt.local_rank()": ("get_local_rank", "get_node_local_rank", "local_process_index"),
+    "pt.local_size()": ("get_local_size", "get_local_world_size", "local_world_size"),
+    "pt.prepare(model, optimizer, loader)": ("Accelerator",),
+    "pt.rank()": ("get_global_rank", "get_rank", "global_rank", "process_index"),
+    "pt.rank() == 0": ("is_global_zero", "is_main_process", "on_main_process", "rank_zero_only"),
+    "pt.reduce_scatter(output, input_list)": ("reduce_scatter_tensor", "reducescatter"),
+    "pt.shutdown()": ("cleanup", "destroy_process_group", "end_training", "finalize"),
+    "pt.size()": ("get_world_size", "num_processes", "world_size"),
+}
+
+_load, _ = lazy_names(__name__, _MODULES, _ELSEWHERE)
 
 
 def __getattr__(name: str) -> Any:

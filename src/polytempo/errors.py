@@ -88,10 +88,15 @@ class BrokenInvariant(PolytempoError, ValueError):
     """A record that breaks a promise of the contract."""
 
 
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word most like `word`; an empty text when none is like it."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), "")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word most like `word`, as '; nearest: X', or an empty text when none is like it."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; nearest: {matches[0]}" if matches else ""
+    match = closest(word, known)
+    return f"; nearest: {match}" if match else ""
 
 
 def counted(number: int, thing: str) -> str:

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from polytempo.errors import nearest
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -15,13 +17,17 @@ if TYPE_CHECKING:
 OnImport = Callable[[ModuleType], object]
 
 
-def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, modules: Mapping[str, Sequence[str]], elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package whose public names are imported when they are first used.
 
     Args:
         package: the package's `__name__`.
         modules: module (full name, or relative to the package) -> the public names that it defines.
+        elsewhere: what to write here -> names that other libraries have for it, which an error answers with it.
     """
+    here = {name: answer for answer, names in elsewhere.items() for name in names}
     home = {
         name: module if module.startswith("polytempo.") else f"{package}.{module}"
         for module, names in modules.items()
@@ -30,7 +36,10 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Call
 
     def load(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}")
+            meant = f"; write {here[name]}" if name in here else nearest(name, home)
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{meant or f'; dir({package}) names all it has'}"
+            )
         return getattr(import_module(home[name]), name)
 
     return load, lambda: sorted(home)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError, closest, nearest
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
@@ -131,9 +131,18 @@ def _read(reader: ArgumentReader, text: str, where: str, example: str, error: ty
 
 def _unknown(text: str, name: str, rest: str, what: str, known: Mapping[str, Syntax]) -> str:
     examples = ", ".join(syntax.example for syntax in known.values())
-    near = nearest(name.lower(), known)
-    fix = near + rest if near and rest.isprintable() else near
+    meant = closest(name.lower(), known)
+    fix = f"; nearest: {_readable(meant, rest, known[meant])}" if meant else ""
     return f"unknown {what} {text!r}{fix}; known: {examples}"
+
+
+def _readable(name: str, rest: str, syntax: Syntax) -> str:
+    """The name with what was written behind it, if it can be read; else its example."""
+    try:
+        parse(name + rest, "", {name: syntax})
+    except UsageError:
+        return syntax.example
+    return name + rest
 
 
 # Readers of single values.

@@ -109,6 +109,22 @@ def parse_link(text: str) -> tuple[float, float]:
     return rate, seconds
 
 
+def plain_number(value: float, figures: int = 4) -> str:
+    """Up to this number of figures, without powers of ten up to 1e15: 66070, 512.3, 4, 0.03125, 0.000012."""
+    text = f"{value:.{figures}g}"
+    if "e" not in text or abs(value) >= 1e15:
+        return text
+    decimals = 0 if abs(value) >= 1 else figures - 1 - math.floor(math.log10(abs(value)))
+    return f"{float(text):.{decimals}f}".rstrip("0") if decimals else f"{value:.0f}"
+
+
+def written_rate(bytes_a_second: float) -> str:
+    """A link's rate in bits, as networks are sold: 1 Gb/s, 100 Mb/s."""
+    bits = 8 * bytes_a_second
+    unit, scale = next((one for one in (("Gb/s", 1e9), ("Mb/s", 1e6), ("kb/s", 1e3)) if bits >= one[1]), ("b/s", 1.0))
+    return f"{plain_number(bits / scale)} {unit}"
+
+
 def written_bytes(number: float) -> str:
     """Bytes in three digits: 1.25 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

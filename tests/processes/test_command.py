@@ -128,7 +128,7 @@ def test_a_broken_record_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "slowest is 2" in done.stderr
     missing = polytempo("check", "nowhere", cwd=tmp_path)
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
 
 

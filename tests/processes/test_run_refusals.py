@@ -48,6 +48,8 @@ from live import PACED, Bench
         (["--listen", "127.0.0.1:0", PACED], "--expect"),
         (["--insecure", PACED], "--listen"),
         (["--checkpoint-every", "5", PACED], "needs --checkpoint DIR"),
+        (["--checkpoint", "sav\udce9", PACED], "the name of --checkpoint sav\\udce9 is not UTF-8"),
+        (["--resume", "sav\udce9", PACED], "the name of --resume sav\\udce9 is not UTF-8"),
         (["--checkpoint", "/dev/null/saved", PACED], "cannot write to --checkpoint /dev/null/saved: Not a directory"),
         (["--checkpoint-errors", "contine", PACED], "expected --checkpoint-errors stop or continue, got 'contine'"),
         (["--grace", "0", PACED], "expected --grace above 0 seconds, got 0"),
@@ -61,6 +63,34 @@ def test_mistakes_in_run(arguments: list[str], expected: str, bench: Bench) -> N
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize(("quiet", "lines"), [((), 2), (("-q",), 1)])
+def test_options_behind_the_script_are_pointed_out(quiet: tuple[str, ...], lines: int, bench: Bench) -> None:
+    script = bench.folder / "plain.py"
+    script.write_text("import polytempo\n")
+    done = bench.run("run", *quiet, "--min-workers", "9", str(script), "-n", "9", "--lr", "0.1")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, lines)
+    hint = (
+        f"polytempo: -n stands behind {script} and is passed on to it; put it before {script} where polytempo run is meant\n"
+    )
+    assert done.stderr.startswith(hint) == (not quiet)
+
+
+def test_a_record_is_overwritten_only_when_told_to(bench: Bench) -> None:
+    logs = bench.folder / "record" / "logs"
+    logs.mkdir(parents=True)
+    for old in (logs.parent / "events.jsonl", logs / "worker-9.log", logs / "mine.log"):
+        old.write_text("old")
+    command = ["run", "-n", "1", "--record", "record"]
+    done = bench.run(*command, PACED, ".", "steps=2")
+    refused = "polytempo: record holds the record of an earlier job; choose another directory, or add --overwrite\n"
+    assert (done.returncode, done.stderr) == (2, refused)
+    assert (logs.parent / "events.jsonl").read_text() == "old"
+    done = bench.run(*command, "--overwrite", PACED, ".", "steps=2")
+    assert done.returncode == 0, done.stderr
+    assert bench.meta()["job"]["steps"] == 2
+    assert sorted(log.name for log in logs.iterdir()) == ["mine.log", "server-0.log", "worker-0.log"]
 
 
 def test_a_port_in_use_is_refused(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""What a worker loads before it trains: not torch's compiler, unless somebody compiles."""
+"""What a worker loads before it trains: not torch's compiler, unless somebody compiles; and one that loads nothing."""
 
 from __future__ import annotations
 

@@ -32,10 +32,12 @@ def test_two_by_two_trains_as_one_process_and_goes_on_as_another_strategy(bench:
     assert_as_alone(bench, 4, 2, 4)
     assert bench.meta("out")["options"]["strategy"] == "data=2,pipe=2,sync=bsp,microbatches=2"
     assert "starting 4 workers" in done.stderr
+    assert "polytempo: pipeline of 2 stages, 1f1b, 2 microbatches: " in done.stderr
     checked = bench.run("check", "out")
     assert checked.returncode == 0, checked.stderr
     done = bench.run("run", "-n", "2", "--strategy", "tensor=2", SCRIPT, ".", "steps=6", "resume=saved")
     assert done.returncode == 0, done.stderr
+    assert "polytempo: tensor=2: " in done.stderr, "no pipeline of one stage"
     wanted = alone(6, 2)
     whole = [(one + other) / 2 for one, other in zip(*wanted, strict=True)][4:]
     assert losses(bench, 0) == losses(bench, 1) == pytest.approx(whole, rel=0, abs=1e-10)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from live import SCRIPTS, Bench
+from live import PACED, SCRIPTS, Bench
 
 TALKING = str(SCRIPTS / "talking.py")
 
@@ -16,7 +18,7 @@ def test_a_reader_that_leaves_a_full_disk_and_progress_bars(bench: Bench) -> Non
     logs.mkdir(parents=True)
     for full in (bench.folder / "record" / "events.jsonl", logs / "worker-0.log"):
         full.symlink_to("/dev/full")
-    process = bench.start("run", "-n", "2", "--record", "record", TALKING, ".")
+    process = bench.start("run", "-n", "2", "--record", "record", "--overwrite", TALKING, ".")
     assert process.stdout is not None
     assert process.stderr is not None
     assert "line 0 ..." in process.stdout.readline()
@@ -39,6 +41,15 @@ def test_a_reader_that_leaves_a_full_disk_and_progress_bars(bench: Bench) -> Non
     assert lines[-2].startswith("polytempo: 2 workers finished after ")
     assert not (bench.folder / "record" / "meta.json").exists(), "cut short"
     assert "line 0" in (logs / "worker-1.log").read_text()
+
+
+def test_a_script_whose_name_is_no_text_is_recorded(bench: Bench) -> None:
+    name = os.fsdecode(b"tr\xe4in.py")
+    shutil.copy(PACED, bench.folder / name)
+    done = bench.run("run", "-n", "1", "--record", "record", name, ".", "steps=3")
+    assert done.returncode == 0, done.stderr
+    assert bench.meta()["options"]["script"] == name
+    assert sorted(path.name for path in (bench.folder / "record").iterdir()) == ["events.jsonl", "logs", "meta.json"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from polytempo.sync.spec import MODES, parse_spec
 
 PACKAGE = Path(__file__).parents[2] / "src" / "polytempo"
 #: Options of the program itself, and of scripts in examples.
-OTHERS = {"--version", "--blocks", "--lr"}
+OTHERS = {"--version", "--install-completion", "--blocks", "--lr"}
 #: Words behind `polytempo` in sentences of which it is the subject.
 PROSE = {"as", "drew", "rounds"}
 
@@ -113,7 +113,7 @@ def test_what_compare_prints_is_an_option_of_it(capsys: pytest.CaptureFixture[st
     outcome = simulate_job(Cluster(workers=2), "bsp", steps=20)
     one = LiveRun(outcome, ((0.0, 0.1), (1.0, 0.9)))
     for repeats in (1, 5):
-        _show([RepeatedRun((one,) * repeats, one)], 0.8, "two workers", repeats)
+        _show([RepeatedRun((one,) * repeats, one)], 0.8, "two workers", repeats, "train.py", "accuracy")
         assert set(OPTION.findall(capsys.readouterr().out)) <= options_of("compare")
     assert parse("polytempo compare --repeats 5 train.py")["repeats"] == 5
 

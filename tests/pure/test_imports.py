@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "polytempo"
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "version": (set(), set()),
     "errors": (set(), set()),
-    "lazy_imports": (set(), set()),
+    "lazy_imports": ({"errors"}, set()),
     "summation": (set(), set()),
     "profile_ranges": (set(), {"torch"}),
     "options": ({"errors"}, set()),
@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoints": ({"errors"}, set()),
     "mesh": ({"errors"}, set()),
     "sync": ({"errors", "options", "summation"}, set()),
-    "records": ({"errors", "sync"}, set()),
+    "records": ({"checkpoints", "errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports"}, {"torch"}),
     "simulate": (
         {"errors", "lazy_imports", "version", "sync", "records", "optim", "summation", "units"},
@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "protocol": ({"errors", "summation"}, {"msgspec"}),
     "transport": ({"errors"}, {"zmq", "numpy"}),
     "device": ({"errors", "transport"}, {"torch", "numpy"}),
-    "collectives": ({"errors", "transport", "summation", "device", "profile_ranges"}, {"torch", "numpy"}),
+    "collectives": ({"errors", "transport", "summation", "device", "profile_ranges", "units"}, {"torch", "numpy"}),
     "tables": ({"errors", "lazy_imports", "options", "protocol", "summation"}, {"torch", "numpy"}),
     "compression": ({"errors", "options"}, {"torch", "numpy"}),
     "server": (
@@ -61,6 +61,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "transport",
             "optim",
             "server",
+            "units",
         },
         {"rich", "torch", "cloudpickle"},
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,6 +198,12 @@ def test_unreadable_records_name_the_place(tmp_path: Path) -> None:
         list(read_events(tmp_path))
     with pytest.raises(RecordError, match="did not end"):
         read_meta(tmp_path)
+    (tmp_path / EVENTS).write_bytes(b'{"t":0,"kind":"join"}\n{"t":1,"kind":"\xe4"}\n')
+    with pytest.raises(RecordError, match="line 2: not JSON"):
+        list(read_events(tmp_path))
+    (tmp_path / META).write_bytes(b'{"spec": "\xe4"}')
+    with pytest.raises(RecordError, match="not JSON"):
+        read_meta(tmp_path)
     (tmp_path / META).write_text(json.dumps({"spec": "bsp"}))
     with pytest.raises(RecordError, match="lacks size"):
         read_meta(tmp_path)
@@ -231,14 +239,77 @@ def test_a_record_without_decisions_is_not_said_to_keep_promises(
     assert text in said.out + said.err
 
 
-@pytest.mark.parametrize("name", [EVENTS, META])
-def test_what_cannot_be_written_is_an_error_with_the_files_name(name: str, tmp_path: Path) -> None:
-    if name == EVENTS:
-        (tmp_path / EVENTS).symlink_to("/dev/full")
+def test_events_that_cannot_be_written_are_an_error_with_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).symlink_to("/dev/full")
     writer = RecordWriter(tmp_path)
-    if name == META:
-        (tmp_path / META).symlink_to("/dev/full")
     writer.write({"t": 1.0, "kind": "metric", "worker": 0})
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / name}'"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / EVENTS}'"):
         writer.close({"spec": "bsp"})
     writer.abandon()
+
+
+def test_a_meta_that_cannot_be_written_is_an_error_with_its_name_and_leaves_none(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.write({"t": 1.0, "kind": "metric", "worker": 0})
+    writer.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk: a part of it fits
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path / META}'"):
+            writer.close({"spec": "bsp", "size": 2, "long": "x" * 5000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS]
+
+
+def test_names_that_are_no_text_are_kept(tmp_path: Path) -> None:
+    """Python reads a byte of a name that does not fit the locale as a surrogate, which UTF-8 cannot write."""
+    name = os.fsdecode(b"tr\xe4in.py")
+    line = {"t": 1.0, "kind": "fault", "worker": 0, "cause": f"{name} caf\u00e9 \ud800"}
+    assert "\u00e4" in to_text({"t": 0.0, "kind": "fault", "cause": "tr\udcc3\udca4in.py"}), (
+        "as LC_ALL=C reads a name in UTF-8"
+    )
+    with RecordWriter(tmp_path / "record") as writer:
+        writer.write(line)
+        writer.close({"spec": "bsp", "size": 2, "options": {"script": name}})
+    assert list(read_events(tmp_path / "record")) == [line]
+    assert read_meta(tmp_path / "record")["options"]["script"] == name
+    assert "caf\u00e9" in (tmp_path / "record" / EVENTS).read_text(encoding="utf-8")
+
+
+def test_a_simulated_record_is_overwritten_only_when_told_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def simulate(*options: str) -> int:
+        return run(["simulate", "--steps", "20", "-q", "--record", str(tmp_path / "rec"), *options])
+
+    assert simulate("--sync", "bsp") == 0
+    before = (tmp_path / "rec" / META).read_bytes()
+    assert simulate("--sync", "asp") == 2
+    refused = f"polytempo: {tmp_path}/rec holds the record of an earlier job; choose another directory, or add --overwrite\n"
+    assert capfd.readouterr().err == refused
+    assert (tmp_path / "rec" / META).read_bytes() == before
+    assert simulate("--sync", "asp", "--overwrite") == 0
+    assert read_meta(tmp_path / "rec")["spec"] == "asp"
+    both = ("--sync", "ssp:1", "--sync", "asp")  # each in its own folder
+    assert (simulate(*both), simulate(*both), simulate(*both, "--overwrite")) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("command", [("explain",), ("check",), ("advise",), ("simulate", "--like")])
+def test_where_there_is_no_record_it_is_said(
+    command: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def said(place: Path) -> str:
+        assert run([*command, str(place)]) == 2
+        return capfd.readouterr().err.removeprefix("polytempo: ").strip()
+
+    expected = "expected a directory written with --record"
+    missing = tmp_path / "nosuch"
+    if command == ("advise",):  # it takes a file too
+        assert said(missing) == f"there is no {missing}; {expected.replace('--', 'run --')}, or a YAML file with a cluster"
+    else:
+        assert said(missing) == f"there is no record in {missing}: there is no such directory; {expected}"
+        assert said(Path(__file__)) == f"there is no record in {__file__}: it is a file; {expected}"
+    assert said(tmp_path) == f"there is no record in {tmp_path}; {expected}"
+    for mode in ("bsp", "asp"):
+        with RecordWriter(tmp_path / mode) as writer:
+            writer.close({"spec": mode, "size": 2})
+    assert said(tmp_path) == f"there is no record in {tmp_path} itself; there is one in {tmp_path}/asp, {tmp_path}/bsp"

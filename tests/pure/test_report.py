@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,18 @@ from clusters import STRAGGLER
 
 from polytempo.cli.compare import _which
 from polytempo.errors import UsageError
-from polytempo.report.live import LiveRun, RepeatedRun, repeated
-from polytempo.report.picture import check_picture
-from polytempo.report.table import comparison, scaling_table, trained_comparison, verdict
+from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
+from polytempo.report.picture import check_picture, draw_comparison, draw_training
+from polytempo.report.table import (
+    comparison,
+    scaling_table,
+    speed_comparison,
+    speed_verdict,
+    trained_comparison,
+    verdict,
+)
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome
+from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.simulate.run import scaling, simulate_job
 
 OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
@@ -67,6 +74,63 @@ def test_the_verdict_names_the_first_and_those_who_never_get_there() -> None:
     assert verdict(RUNS, 0.95) == "none reaches 95 %; the best, bsp, ends at 90.0 %"
     rows = trained_comparison(RUNS, 0.9, "").rows
     assert [row[:3] for row in rows] == [("bsp", "10", "90.0"), ("ssp:3", "4", "90.0"), ("asp", "-", "50.0")]
+
+
+def logging(sync: str, curve: tuple[tuple[float, float], ...] = (), **logged: float) -> RepeatedRun:
+    outcome = simulate_job(STRAGGLER, sync, steps=200)
+    return repeated([LiveRun(outcome, curve, logged)], 0.9)
+
+
+def test_runs_without_the_metric_are_compared_by_speed_and_by_what_they_logged() -> None:
+    runs = [logging("bsp", loss=0.25), logging("asp", loss=0.5, norm=3.0)]
+    table = speed_comparison(runs, "")
+    assert (table.heads[:2], table.heads[-2:]) == (("mode", "steps"), ("last\nloss", "last\nnorm"))
+    assert [(row[0], row[1], *row[-2:]) for row in table.rows] == [("bsp", "200", "0.25", "-"), ("asp", "200", "0.5", "3")]
+    outcomes = [run.outcome for run in runs]
+    ratio = outcomes[1].samples_per_second / outcomes[0].samples_per_second
+    rate = f"{outcomes[1].samples_per_second:.4g}"
+    assert (
+        speed_verdict(outcomes) == f"asp is the fastest, with {rate} samples/s; bsp takes {ratio:.2f}x as long for as many"
+    )
+
+
+def test_of_a_record_only_numbers_are_metrics() -> None:
+    worker = dict.fromkeys(WorkerOutcome.__dataclass_fields__, 1.0)
+    job = dict.fromkeys(
+        (
+            *("seconds", "steps", "samples", "discarded", "updates", "samples_per_second", "efficiency", "waiting"),
+            *("staleness_mean", "staleness_max"),
+        ),
+        1.0,
+    )
+    meta = {"spec": "bsp", "workers": [worker], "job": job, "options": {"via": "allreduce"}}
+    release = {"t": 2.0, "kind": "release", "worker": 0, "step": 3, "slowest": 1}
+    logged = ({"accuracy": 0.5, "note": "warm"}, {"accuracy": "NaN"}, {"accuracy": "none"}, {"loss": 3})
+    lines = [{"t": 3.0 + place, "kind": "metric", "worker": 0, **values} for place, values in enumerate(logged)]
+    run = live_run([release, *lines], meta)
+    assert (run.curve[0], len(run.curve), run.logged["loss"], "note" in run.logged) == ((1.0, 0.5), 2, 3.0, False)
+    assert (run.outcome.via, run.outcome.max_lead) == ("allreduce", 2)
+
+
+def test_of_runs_of_which_one_logged_the_metric_the_others_cells_are_empty() -> None:
+    runs = [logging("bsp"), logging("asp", ((0.0, 0.1), (2.0, 0.95)))]
+    rows = trained_comparison(runs, 0.9, "").rows
+    assert [row[:3] for row in rows] == [("bsp", "-", "-"), ("asp", "2", "95.0")]
+    assert verdict(runs, 0.9) == "asp reaches 90 % first, after 2 s; bsp does not get there"
+    assert verdict(runs, 0.99) == "none reaches 99 %; the best, asp, ends at 95.0 %"
+
+
+def test_runs_without_the_metric_are_in_order_of_the_time_they_took() -> None:
+    runs = [LiveRun(replace(OUTCOMES[0], seconds=seconds), ()) for seconds in (7.0, 2.0, 4.0)]
+    assert repeated(runs, 0.9).outcome.seconds == 4.0
+
+
+def test_pictures_of_runs_of_which_one_has_no_curve_and_with_a_name_that_is_no_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [logging("bsp"), logging("asp", ((0.0, 0.1), (2.0, 0.95)))]
+    draw_training(runs, 0.9, tmp_path / "training.png", "tr\udce4in.py")
+    draw_comparison([run.outcome for run in runs], tmp_path / "speed.png", "tr\udce4in.py")
+    assert [path.read_bytes()[:4] for path in sorted(tmp_path.iterdir())] == [b"\x89PNG", b"\x89PNG"]
 
 
 def test_scaling_shows_powers_of_two() -> None:

@@ -190,6 +190,13 @@ def test_each_policy_is_a_fresh_one() -> None:
         ("evry:8", "every:8"),
         ("dealy:8", "delay:8"),
         ("bsp+bakcup:1", "bsp+backup:1"),
+        ("bsp+balanc:1", "bsp+balance"),
+        ("bspp:1", "bsp"),
+        ("gosip", "gossip:ring"),
+        ("gosip:rnig", "gossip:ring"),
+        ("dsssp:3", "dssp:3..15"),
+        ("dssp_:5..3", "dssp:3..15"),
+        ("dwnpour:push=5,fetch=5", "downpour:push=5"),
     ],
 )
 def test_a_slip_is_answered_with_what_was_meant(text: str, nearest: str) -> None:

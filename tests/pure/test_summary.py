@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.report.summary import percentages, plain_number, summary_line
+import polytempo
+from polytempo.report.summary import percentages, summary_line
+from polytempo.units import plain_number, written_rate
 
 FIGURES: dict[str, Any] = {
     "steps": 600,
@@ -66,7 +70,33 @@ def test_shares_add_up_to_a_hundred(shares: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(66070.4, "66070"), (1234567.0, "1234567"), (512.34, "512.3"), (4.0, "4"), (0.0, "0"), (0.00001, "0.0000100")],
+    [
+        *((66070.4, "66070"), (1234567.0, "1234567"), (512.34, "512.3"), (4.0, "4"), (0.0, "0"), (0.00001, "0.00001")),
+        *((0.000123456, "0.0001235"), (3.189e4, "31890"), (3.189e-9, "0.000000003189"), (-0.00002, "-0.00002")),
+        *((99999.6, "100000"), (float("nan"), "nan"), (float("inf"), "inf"), (3.2e30, "3.2e+30")),
+    ],
 )
 def test_numbers_have_no_powers_of_ten(value: float, text: str) -> None:
     assert plain_number(value) == text
+
+
+def test_numbers_of_few_figures_and_rates() -> None:
+    assert [plain_number(value, 2) for value in (150.0, 1.26, 0.0123, 99.9)] == ["150", "1.3", "0.012", "100"]
+    rates = (1.25e8, 1.25e7, 2.5e9, 125.0, 0.5)
+    assert [written_rate(rate) for rate in rates] == ["1 Gb/s", "100 Mb/s", "20 Gb/s", "1 kb/s", "4 b/s"]
+
+
+def test_no_number_for_a_reader_is_formatted_past_the_one_formatter() -> None:
+    """`:.3g` of a large number is 3.19e+04; `:g` alone is for what a user gave, such as a time-out."""
+    source = Path(polytempo.__file__).parent
+    allowed = {
+        "units.py",
+        "collectives/cost.py",
+        "optim/asup.py",
+    }  # the formatter; a sort by rounded numbers; an eps to type
+    found = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if re.search(r"[:%]\.[0-9]+[ge][}\"']", path.read_text(encoding="utf-8"))
+    }
+    assert found == allowed

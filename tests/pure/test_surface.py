@@ -84,6 +84,33 @@ def test_public_names() -> None:
         _ = polytempo.simulat
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("get_rank", "; write pt.rank()"),
+        ("world_size", "; write pt.size()"),
+        ("allreduce", "; write pt.all_reduce(tensor, op='mean'), or import polytempo.horovod as hvd"),
+        ("DistributedOptimiser", "; nearest: DistributedOptimizer"),
+        ("al_reduce", "; nearest: all_reduce"),
+        ("xyzzy", "; dir(polytempo) names all it has"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_ours(name: str, says: str) -> None:
+    with pytest.raises(AttributeError) as refused:
+        getattr(polytempo, name)
+    assert str(refused.value) == f"module 'polytempo' has no attribute {name!r}{says}"
+
+
+def test_what_other_libraries_call_it_is_answered_with_a_public_name() -> None:
+    names = [name for names in polytempo._ELSEWHERE.values() for name in names]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(polytempo.__all__)
+    for answer in polytempo._ELSEWHERE:
+        written = re.findall(r"pt\.(\w+)", answer)
+        assert set(written) <= set(polytempo.__all__)
+        assert written or answer == "import polytempo.horovod as hvd"
+
+
 def test_names_of_the_namespaces() -> None:
     assert sorted(polytempo.tables.__all__) == ["Array", "KV", "ServerEmbedding"]
     assert sorted(polytempo.simulate.__all__) == [
@@ -152,6 +179,7 @@ def test_commands_and_options() -> None:
         "--metric",
         "--module",
         "--out",
+        "--overwrite",
         "--picture",
         "--repeats",
         "--samples",
@@ -180,6 +208,7 @@ def test_commands_and_options() -> None:
         "--max-restarts",
         "--min-workers",
         "--module",
+        "--overwrite",
         "--quiet",
         "--record",
         "--resume",
@@ -207,6 +236,7 @@ def test_commands_and_options() -> None:
         "--like",
         "--lr",
         "--model",
+        "--overwrite",
         "--per-host",
         "--picture",
         "--quiet",
@@ -257,6 +287,7 @@ def test_what_is_read_from_the_environment() -> None:
     found = {name: re.findall(r"os\.environ[^\n]*", text) for name, text in readers.items() if "os.environ" in text}
     forked, replaced = found.pop("forked_process.py"), ("get(name) != value}", "clear()", "update(environment)")
     assert forked == [f"os.environ.{use}" for use in replaced]  # a forked process gets its own
+    assert found.pop("main.py") == ["os.environ)"]  # the words that bash asks the completion of
     assert sorted(found) == [
         *("agent.py", "child_process.py", "debugger.py", "job_facts.py", "job_processes.py", "visible_gpus.py"),
     ]

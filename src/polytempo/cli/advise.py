@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import Option
+from polytempo.cli.options import OutputOption
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -57,15 +57,21 @@ def advise(
     latency: LatencyOption = None,
     model: ModelSizeOption = None,
     servers: ShardsOption = None,
-    samples: Annotated[float | None, Option(help="Show the time for this number of samples (those simulated).")] = None,
+    samples: Annotated[
+        float | None, OutputOption(help="Show the time for this number of samples (those simulated).")
+    ] = None,
     seed: RandomSeedOption = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
+    json_file: Annotated[Path | None, OutputOption("--json", help="Write all figures to this file.")] = None,
+    quiet: Annotated[bool, OutputOption("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Which mode for this cluster? One command to type, its reason, and the runners-up."""
     flags = {name: value for name, value in locals().items() if name not in ("source", "samples", "json_file")}
     if samples is not None and not samples > 0:
         raise UsageError(f"expected --samples above 0, got {samples:g}")
+    if source is not None and not source.exists():
+        raise UsageError(
+            f"there is no {source}; expected a directory written with run --record, or a YAML file with a cluster"
+        )
     like = source if source is not None and source.is_dir() else None
     file = source if like is None else None
     meta: dict[str, Any] = read_meta(like) if like else {}

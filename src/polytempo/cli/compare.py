@@ -5,102 +5,144 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
+    ComparisonOption,
     Fork,
     HiccupOption,
     LinkOption,
     Module,
-    Option,
+    OutputOption,
+    Overwrite,
     Samples,
     Seconds,
     SeedOption,
+    ShardCount,
     Slow,
     StepBudget,
+    SyncOption,
     Workers,
     emulation_of,
     limits_of,
 )
 from polytempo.errors import UsageError, counted
-from polytempo.records.files import read_events, read_meta
+from polytempo.records.files import read_events, read_meta, records_below
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
-from polytempo.report.picture import check_picture, draw_training
-from polytempo.report.table import trained_comparison, verdict
+from polytempo.report.picture import check_picture, draw_comparison, draw_training
+from polytempo.report.table import TextTable, speed_comparison, speed_verdict, trained_comparison, verdict
+
+if TYPE_CHECKING:
+    from polytempo.launcher.request import CheckedRequest
+
+#: Where the records are, if it is not said; a number is added where there are records already.
+OUT = Path("out/compare")
 
 
 def compare(
     script: Annotated[str, typer.Argument(help="A script that logs a metric: pt.log(accuracy=...).", metavar="SCRIPT")],
     arguments: Arguments = None,
     module: Module = False,
-    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")] = None,
+    sync: Annotated[
+        list[str] | None, SyncOption(autocompletion=complete_mode, help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")
+    ] = None,
     workers: Workers = 4,
-    servers: Annotated[int, Option(help="Parameter-server shards.")] = 1,
+    servers: ShardCount = None,
     steps: StepBudget = None,
     samples: Samples = None,
     seconds: Seconds = None,
     slow: Slow = None,
     hiccup: HiccupOption = None,
     link: LinkOption = None,
-    metric: Annotated[str, Option(help="The metric to compare, as the script logs it.")] = "accuracy",
-    target: Annotated[float, Option(help="Compare the time until the metric reaches this value.")] = 0.95,
-    out: Annotated[Path, Option(help="Directory of the records.")] = Path("out/compare"),
-    picture: Annotated[Path | None, Option(help="Draw a picture: .png, .svg or .pdf.")] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
+    metric: Annotated[str, ComparisonOption(help="The metric to compare, as the script logs it.")] = "accuracy",
+    target: Annotated[float, ComparisonOption(help="Compare the time until the metric reaches this value.")] = 0.95,
+    out: Annotated[
+        Path | None, OutputOption(help="Directory of the records (out/compare, or the next of out/compare-2, -3 and so on).")
+    ] = None,
+    overwrite: Overwrite = False,
+    picture: Annotated[Path | None, OutputOption(help="Draw a picture: .png, .svg or .pdf.")] = None,
+    json_file: Annotated[Path | None, OutputOption("--json", help="Write all figures to this file.")] = None,
     seed: SeedOption = 0,
-    repeats: Annotated[int, Option(help="Number of runs of each mode, in turns; the median by time is shown.")] = 1,
+    repeats: Annotated[int, ComparisonOption(help="Runs of each mode, in turns; the median by time is shown.")] = 1,
     fork: Fork = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import program_of
-    from polytempo.launcher.request import RunRequest
+    from polytempo.launcher.visible_gpus import visible_gpus
 
     if picture:
         check_picture(picture)
     common: dict[str, Any] = {
-        "workers": workers,
+        "program": program_of(script, arguments, module),
         "servers": servers,
         "limits": limits_of(steps, samples, seconds),
         **emulation_of(slow, hiccup, link),
         "seed": seed,
         "fork": fork,
+        "overwrite": overwrite,
+        "gpus": visible_gpus(),
     }
-    program = program_of(script, arguments, module)
-    modes = sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]
+    modes = list(dict.fromkeys(sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]))
     if repeats < 1:
         raise UsageError(f"expected --repeats of at least 1, got {repeats}")
     places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
-    folders = {place: _folder(out, *place, repeats) for place in places}
-    checked = {
-        place: RunRequest(program, sync=place[0], record=folder, **common).checked() for place, folder in folders.items()
-    }
+    directory = out or _free_directory(OUT)
+    folders = {place: _folder(directory, *place, repeats) for place in places}
+    checked = {place: _checked(place[0], workers, common | {"record": folder}) for place, folder in folders.items()}
     runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
     for number, ((mode, turn), job) in enumerate(checked.items(), 1):
         title = f"{mode} ({_which(number, len(modes), turn, repeats)})"
         status = LocalJob(job, Display(title, quiet=False)).run()
         if status:
             raise typer.Exit(status)
-        runs[mode].append(_summed_up(folders[mode, turn], metric, script))
+        record = folders[mode, turn]
+        runs[mode].append(live_run(read_events(record), read_meta(record), metric))
+        if number == 1 < len(places) and not runs[mode][0].curve:
+            typer.echo(f"polytempo: {_no_metric(script, metric, runs[mode][0])}", err=True)
     title = f"{Path(script).name} live: {counted(workers, 'worker')}" + (f", slower: {slow}" if slow else "")
     title += f", link: {link}" if link else ""
     middle = [repeated(found, target) for found in runs.values()]
-    _show(middle, target, title, repeats)
+    _show(middle, target, title, repeats, script, metric)
+    typer.echo(f"records: {directory}", err=True)
     if json_file:
         _write_json(json_file, [run for found in runs.values() for run in found])
     if picture:
-        draw_training(middle, target, picture, title, "seconds")
+        if any(run.curve for run in middle):
+            draw_training(middle, target, picture, title, "seconds")
+        else:
+            draw_comparison([run.outcome for run in middle], picture, title)
         typer.echo(f"picture: {picture}", err=True)
+
+
+def _checked(mode: str, workers: int, fields: dict[str, Any]) -> CheckedRequest:
+    """The job that `polytempo run` would start in this mode."""
+    from polytempo.launcher.request import RunRequest
+    from polytempo.strategy.job_options import JobOptions
+
+    return RunRequest(**fields | JobOptions(workers=workers, sync=mode).settled()).checked()
 
 
 def _write_json(path: Path, runs: list[LiveRun]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
+
+
+def _free_directory(directory: Path) -> Path:
+    """This directory, or the first with a number behind it, in which there are no records."""
+    found = directory
+    for number in count(2):
+        if not records_below(found):
+            break
+        found = directory.with_name(f"{directory.name}-{number}")
+    return found
 
 
 def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:
@@ -114,22 +156,35 @@ def _which(number: int, modes: int, turn: int, repeats: int) -> str:
     return mode if repeats == 1 else f"{mode}, run {turn + 1} of {repeats}"
 
 
-def _summed_up(record: Path, metric: str, script: str) -> LiveRun:
-    run = live_run(read_events(record), read_meta(record), metric)
-    if not run.curve:
-        raise UsageError(f"{script} logged no {metric}; call pt.log({metric}=...) now and then, on one worker")
-    return run
+def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
+    named = f", or give --metric NAME for one that rises to it (it logs {', '.join(run.logged)})" if run.logged else ""
+    return (
+        f"{script} logged no {metric}, so modes are compared by their speed alone; for the time to a target "
+        f"call pt.log({metric}=...) now and then, on one worker{named}"
+    )
 
 
-def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int) -> None:
+def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, script: str, metric: str) -> None:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    table = trained_comparison(runs, target, title)
+    table, says = _compared(runs, target, title)
     typer.echo()
     typer.echo(table.text(width))
     typer.echo()
-    typer.echo(verdict(runs, target))
+    typer.echo(says)
+    if without := [run for run in runs if not run.curve]:
+        names = ", ".join(run.outcome.sync for run in without)
+        typer.echo(
+            _no_metric(script, metric, without[0]) if len(without) == len(runs) else f"no {metric} was logged under {names}"
+        )
     typer.echo(
         "one run of each mode: a few percent between them may be chance; --repeats 5 runs each five times"
         if repeats == 1
         else f"of {repeats} runs of each mode the middle one by time; in brackets the shortest and the longest time"
     )
+
+
+def _compared(runs: list[RepeatedRun], target: float, title: str) -> tuple[TextTable, str]:
+    """The table and its verdict: by the time to the target where any run logged the metric, else by speed."""
+    if any(run.curve for run in runs):
+        return trained_comparison(runs, target, title), verdict(runs, target)
+    return speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])

@@ -31,6 +31,7 @@ def launch(
     via: str | None = None,
     strategy: str | None = None,
     record: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     steps: int | None = None,
     samples: int | None = None,
     seconds: float | None = None,
@@ -69,6 +70,7 @@ def launch(
         via: How gradients travel: "ps", "allreduce" or "auto".
         strategy: How the model is spread, such as "data=2,pipe=2".
         record: Directory for the record and the logs.
+        overwrite: Replace a record that is there.
         steps: Budget: steps, summed over all workers.
         samples: Budget: samples.
         seconds: Budget: seconds from the first step.

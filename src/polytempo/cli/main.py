@@ -6,6 +6,7 @@ Exit status: 0 well; 1 the job or the record failed; 2 a mistake in the command,
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from polytempo.cli.advise import advise
 from polytempo.cli.check import check
 from polytempo.cli.compare import compare
+from polytempo.cli.completion import join_broken_words
 from polytempo.cli.explain import explain
 from polytempo.cli.key import key
 from polytempo.cli.options import Commands, add
@@ -29,10 +31,12 @@ from polytempo.version import VERSION
 #: Errors of a disk, which are no mistake in the command.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+# The groups of commands, as their list shows them.
+JOBS, PREDICTIONS, RECORDS = "Jobs", "Predictions", "Records"
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=False,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,6 +45,7 @@ add(
     app,
     run_job,
     "run",
+    JOBS,
     "polytempo run -n 4 train.py --lr 0.1",
     "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
     "polytempo run -n 2 --checkpoint saved --checkpoint-every 500 train.py",
@@ -51,13 +56,16 @@ add(
     app,
     worker,
     "worker",
+    JOBS,
     "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
     passes_on=True,
 )
+add(app, key, "key", JOBS, "polytempo key job.key")
 add(
     app,
     compare,
     "compare",
+    JOBS,
     "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
     "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
     modes=True,
@@ -67,6 +75,7 @@ add(
     app,
     simulate,
     "simulate",
+    PREDICTIONS,
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
     "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
@@ -76,6 +85,7 @@ add(
     app,
     advise,
     "advise",
+    PREDICTIONS,
     "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
     "polytempo advise out/job",
 )
@@ -83,14 +93,14 @@ add(
     app,
     plan,
     "plan",
+    PREDICTIONS,
     "polytempo plan examples/pipeline.py --devices 4:5GB/s",
     "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
     "polytempo plan --profile measured.json --devices 8:10Gb/s",
 )
-add(app, picture, "picture", "polytempo picture out/pipeline --last 2")
-add(app, check, "check", "polytempo check out/job")
-add(app, explain, "explain", "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
-add(app, key, "key", "polytempo key job.key")
+add(app, picture, "picture", RECORDS, "polytempo picture out/pipeline --last 2")
+add(app, check, "check", RECORDS, "polytempo check out/job")
+add(app, explain, "explain", RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 
 
 def _show_version(wanted: bool) -> None:
@@ -111,6 +121,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit."""
     open_standard_streams()
+    join_broken_words(os.environ)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -119,12 +130,14 @@ def run(arguments: list[str]) -> int:
     try:
         return app(arguments or ["--help"], standalone_mode=False, prog_name="polytempo") or 0
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} Try: polytempo --help", 2)
+        return _fail(f"{_sentence(error.format_message())} Try: {_command_of(error)} --help", 2)
     except UsageError as error:
         return _fail(str(error), 2)
     except PolytempoError as error:
         return _fail(str(error), 1)
-    except (BrokenPipeError, SystemExit):  # the second is what typer makes of the first
+    except (BrokenPipeError, SystemExit) as end:
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            return int(end.code or 0)  # of typer's completion; of a closed output it makes a SystemExit too
         silence(sys.__stdout__ or sys.stdout)
         return _fail("standard output was closed before all was written to it", 1)
     except OSError as error:
@@ -132,6 +145,16 @@ def run(arguments: list[str]) -> int:
         return _fail(f"{what}{error.strerror or error}", 1 if error.errno in FULL else 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _command_of(error: typer.TyperException) -> str:
+    """The command, as far as it was understood: typer's errors of usage know it."""
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "polytempo"
 
 
 def _fail(text: str, status: int) -> int:

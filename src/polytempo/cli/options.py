@@ -1,12 +1,17 @@
 """What the commands share: their options, the text of their help, a progress bar.
 
-A command's help ends with examples to type and, where it takes `--sync`, the list of modes. Flags are shown without a type.
+A command's help shows its options in groups, and ends with examples to type and, where it takes `--sync`, the list of modes.
+Flags are shown without a type.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -20,27 +25,57 @@ from polytempo.units import parse_factors, parse_hiccup, parse_links
 
 Option = typer.Option
 
+#: The groups of options, in the order in which a help shows them: that of their declarations.
+GROUPS: list[str] = []
+
+
+def _of_group(title: str) -> Callable[..., Any]:
+    GROUPS.append(title)
+    return partial(typer.Option, rich_help_panel=title)
+
+
+ClusterOption = _of_group("Cluster")
+DeviceOption = _of_group("Devices")
+MeasuringOption = _of_group("Measuring")
+JobOption = _of_group("Job")
+SyncOption = _of_group("Synchronisation")
+StrategyOption = _of_group("Strategy")
+BudgetOption = _of_group("Budget")
+TrainingOption = _of_group("Training in virtual time")
+ComparisonOption = _of_group("Comparison")
+CheckpointOption = _of_group("Checkpoints")
+FailureOption = _of_group("Failures")
+HostOption = _of_group("Other hosts")
+EmulationOption = _of_group("Emulation")
+OutputOption = _of_group("Output")
+
 Script = Annotated[str, typer.Argument(help="A training script; all that follows it belongs to it.", metavar="SCRIPT")]
 Module = Annotated[
-    bool, Option("--module", "-m", help="SCRIPT is a module, package.train, and is run as by python -m.", show_default=False)
+    bool,
+    JobOption("--module", "-m", help="SCRIPT is a module, package.train, and is run as by python -m.", show_default=False),
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
-Workers = Annotated[int, Option("--workers", "-n", help="Number of worker processes on this host.")]
-StepBudget = Annotated[int | None, Option(help="Budget: steps, summed over all workers.")]
-Samples = Annotated[int | None, Option(help="Budget: samples, as given to step(samples=...), summed over all workers.")]
-Seconds = Annotated[float | None, Option(help="Budget: seconds from the first step.")]
-Slow = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor (emulation).")]
-HiccupOption = Annotated[str | None, Option(help="PROBABILITY:SECONDS of a stall in each step, seeded (emulation).")]
+Workers = Annotated[int, JobOption("--workers", "-n", help="Number of worker processes on this host.")]
+StepBudget = Annotated[int | None, BudgetOption(help="Steps, summed over all workers.")]
+Samples = Annotated[int | None, BudgetOption(help="Samples, as given to step(samples=...), summed over all workers.")]
+Seconds = Annotated[float | None, BudgetOption(help="Seconds from the first step.")]
+Slow = Annotated[str | None, EmulationOption(help="RANK:FACTOR,... slow these workers down by the factor.")]
+HiccupOption = Annotated[str | None, EmulationOption(help="PROBABILITY:SECONDS of a stall in each step, seeded.")]
 LinkOption = Annotated[
     str | None,
-    Option(
-        help="BANDWIDTH[,LATENCY][,RANK:BANDWIDTH] such as 100Mb/s,5ms: what each worker may send and receive (emulation)."
+    EmulationOption(help="BANDWIDTH[,LATENCY][,RANK:BANDWIDTH] such as 100Mb/s,5ms: what each worker may send and receive."),
+]
+SeedOption = Annotated[int, JobOption(help="Seed of samplers and emulation.")]
+Fork = Annotated[bool, JobOption("--fork", help="Import torch once, and fork all processes: a faster start.")]
+ShardCount = Annotated[
+    int | None,
+    SyncOption(
+        help="Parameter-server shards; by default 1 where the mode needs a server, or one a GPU where there are several."
     ),
 ]
-SeedOption = Annotated[int, Option(help="Seed of samplers and emulation.")]
-Fork = Annotated[bool, Option("--fork", help="Import torch once and fork all processes from the launcher: a faster start.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Show only the output of the workers, and errors.")]
-Insecure = Annotated[bool, Option("--insecure", help="Between hosts: no keys, no encryption.")]
+Overwrite = Annotated[bool, OutputOption("--overwrite", help="Replace the record of an earlier job.")]
+Quiet = Annotated[bool, OutputOption("--quiet", "-q", help="Show only the output of the workers, and errors.")]
+Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption.")]
 
 #: Everything after SCRIPT belongs to the script.
 PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -54,7 +89,23 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its parameters, as they are shown."""
-        return bare_flags(super().get_params(ctx))
+        return grouped(bare_flags(super().get_params(ctx)))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Its options; none behind a script, to which all belongs that follows it."""
+        passed_on = not ctx.allow_interspersed_args and ctx.params.get("script")
+        return [] if passed_on else super().shell_complete(ctx, incomplete)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; say before that which of its options stand behind the script, where they are the script's."""
+        script, arguments = ctx.params.get("script"), ctx.params.get("arguments")
+        if script and arguments and not ctx.params.get("quiet"):
+            names = [name for param in self.params if param.name in ctx.params for name in param.opts]
+            if behind := misplaced(names, arguments, _source(script)):
+                stand, are, them = ("stand", "are", "them") if len(behind) > 1 else ("stands", "is", "it")
+                where = f"{', '.join(behind)} {stand} behind {script} and {are} passed on to it"
+                typer.echo(f"polytempo: {where}; put {them} before {script} where {ctx.command_path} is meant", err=True)
+        return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
@@ -78,6 +129,43 @@ def bare_flags(params: list[Any]) -> list[Any]:
     return params
 
 
+def grouped(params: list[Any]) -> list[Any]:
+    """In the order of their groups, where a command has groups; `--help` is in the last one then."""
+    groups = {getattr(param, "rich_help_panel", None) for param in params} - {None}
+    if not groups:
+        return params
+    for param in params:
+        if param.name == "help":
+            param.rich_help_panel = GROUPS[-1]
+    return sorted(params, key=lambda param: GROUPS.index(param.rich_help_panel) if param.rich_help_panel else -1)
+
+
+def misplaced(options: Sequence[str], arguments: Sequence[str], source: str | None) -> list[str]:
+    """The arguments of a script that are options of the command, and that the script's source does not mention.
+
+    A script that reads such an option itself names it: "--steps", "steps" or `steps: int` in some place.
+    """
+    if source is None:
+        return []
+    given = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    return [name for name in given if name in options and name.startswith("-") and not _mentions(source, name)]
+
+
+def _mentions(source: str, option: str) -> bool:
+    if not option.startswith("--"):
+        return re.search(rf"[\"']{option}\b", source) is not None
+    word = option[2:].replace("-", "[-_]")
+    return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
+
+
+def _source(script: str) -> str | None:
+    """Its text; None where there is no such file: what is run is a module, or the check of the command says it."""
+    try:
+        return Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
 def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     """What to type, and what `--sync` may be."""
     lines = [" Examples:", *(f"   {line}" for line in examples), ""]
@@ -91,10 +179,13 @@ def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     return "\n".join(lines)
 
 
-def add(app: typer.Typer, function: Any, name: str, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
-    """Make a function a command, with examples in its help and, where it takes one, the modes."""
+def add(
+    app: typer.Typer, function: Any, name: str, group: str, *examples: str, modes: bool = False, passes_on: bool = False
+) -> None:
+    """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
-    app.command(name, cls=kind, context_settings=PASS_ON if passes_on else {})(function)
+    settings = PASS_ON if passes_on else {}
+    app.command(name, cls=kind, context_settings=settings, rich_help_panel=group)(function)
 
 
 def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polytempo.cli.options import Arguments, Module, Option, progress_bar
+from polytempo.cli.options import (
+    Arguments,
+    DeviceOption,
+    MeasuringOption,
+    Module,
+    OutputOption,
+    StrategyOption,
+    progress_bar,
+)
 from polytempo.errors import PolytempoError, UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile, load_profile
 from polytempo.pipeline.plan_report import bubble, explain
@@ -41,25 +49,28 @@ def plan(
     ] = None,
     arguments: Arguments = None,
     module: Module = False,
-    devices: Annotated[str, Option(help="Devices and their links, such as 4x4:12GB/s,10Gb/s.")] = "4:5GB/s",
-    memory: Annotated[str | None, Option(help="Memory of each device, such as 16GB (no limit).")] = None,
+    devices: Annotated[str, DeviceOption(help="Devices and their links, such as 4x4:12GB/s,10Gb/s.")] = "4:5GB/s",
+    memory: Annotated[str | None, DeviceOption(help="Memory of each device, such as 16GB (no limit).")] = None,
     microbatches: Annotated[
-        int | None, Option(help="Microbatches between two flushes (those of the script's pipeline, or 8).")
+        int | None, MeasuringOption(help="Microbatches between two flushes (those of the script's pipeline, or 8).")
     ] = None,
-    repeats: Annotated[int, Option(help="Number of measurements of each layer; the median counts.")] = 5,
+    repeats: Annotated[int, MeasuringOption(help="Number of measurements of each layer; the median counts.")] = 5,
     profile: Annotated[
-        Path | None, Option(help="Read the profile from this file, written with --json, instead of a script.")
+        Path | None, MeasuringOption(help="Read the profile from this file, written with --json, instead of a script.")
     ] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write plan and profile to this file.")] = None,
+    json_file: Annotated[Path | None, OutputOption("--json", help="Write plan and profile to this file.")] = None,
     strategy: Annotated[
         str | None,
-        Option(help="Show what a strategy costs, such as data=2,pipe=2 or auto, beside other ways to spread the model."),
+        StrategyOption(
+            help="Show what a strategy costs, such as data=2,pipe=2 or auto, beside other ways to spread the model."
+        ),
     ] = None,
     workers: Annotated[
-        int | None, Option("--workers", "-n", help="With --strategy: the number of workers (what the strategy needs).")
+        int | None,
+        StrategyOption("--workers", "-n", help="With --strategy: the number of workers (what the strategy needs)."),
     ] = None,
     batch: Annotated[
-        int | None, Option(help="With --strategy: samples of a step of the whole job (those of the script's batch).")
+        int | None, StrategyOption(help="With --strategy: samples of a step of the whole job (those of the script's batch).")
     ] = None,
 ) -> None:
     """Measure a model layer by layer, and plan pipeline stages for it; or show what a strategy costs."""

@@ -8,21 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
+    CheckpointOption,
+    FailureOption,
     Fork,
     HiccupOption,
+    HostOption,
     Insecure,
+    JobOption,
     LinkOption,
     Module,
     Option,
+    OutputOption,
+    Overwrite,
     Quiet,
     Samples,
     Script,
     Seconds,
     SeedOption,
+    ShardCount,
     Slow,
     StepBudget,
+    SyncOption,
     Workers,
     emulation_of,
     limits_of,
@@ -39,7 +48,6 @@ VIA = (
     "How gradients travel: ps (parameter servers), allreduce (among workers); auto, the default: allreduce unless servers "
     "are needed."
 )
-SERVERS = "Parameter-server shards; by default 1 where the mode needs a server, or one a GPU where there are several."
 SERVER_DEVICE = (
     "Where servers keep the values: cpu, cuda, cuda:I (visible GPU I); auto, the default: on a GPU where the workers' "
     "parameters are."
@@ -68,42 +76,47 @@ def run(
     script: Script,
     arguments: Arguments = None,
     module: Module = False,
-    workers: Annotated[int | None, Option("--workers", "-n", help=COUNT)] = None,
-    servers: Annotated[int | None, Option(help=SERVERS)] = None,
-    server_device: Annotated[str, Option(help=SERVER_DEVICE)] = "auto",
-    sync: Annotated[str | None, Option(help=SYNC)] = None,
-    via: Annotated[str | None, Option(help=VIA)] = None,
-    strategy: Annotated[str | None, Option(help=STRATEGY)] = None,
-    record: Annotated[Path | None, Option(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
+    workers: Annotated[int | None, JobOption("--workers", "-n", help=COUNT)] = None,
+    sync: Annotated[str | None, SyncOption(autocompletion=complete_mode, help=SYNC)] = None,
+    via: Annotated[str | None, SyncOption(help=VIA)] = None,
+    servers: ShardCount = None,
+    server_device: Annotated[str, SyncOption(help=SERVER_DEVICE)] = "auto",
+    strategy: Annotated[str | None, JobOption(help=STRATEGY)] = None,
+    record: Annotated[Path | None, OutputOption(help="Write events.jsonl, meta.json and logs to this directory.")] = None,
+    overwrite: Overwrite = False,
     steps: StepBudget = None,
     samples: Samples = None,
     seconds: Seconds = None,
     slow: Slow = None,
     hiccup: HiccupOption = None,
     link: LinkOption = None,
-    listen: Annotated[str | None, Option(help="HOST:PORT at which workers on other hosts join.")] = None,
-    expect: Annotated[int, Option(help="Number of workers that join from other hosts.")] = 0,
-    checkpoint: Annotated[Path | None, Option(help="Write checkpoints to this directory.")] = None,
-    checkpoint_every: Annotated[int, Option(help="Checkpoint every N steps of the slowest worker.")] = 0,
+    listen: Annotated[str | None, HostOption(help="HOST:PORT at which workers on other hosts join.")] = None,
+    expect: Annotated[int, HostOption(help="Number of workers that join from other hosts.")] = 0,
+    checkpoint: Annotated[Path | None, CheckpointOption(help="Write checkpoints to this directory.")] = None,
+    checkpoint_every: Annotated[int, CheckpointOption(help="Checkpoint every N steps of the slowest worker.")] = 0,
     checkpoint_errors: Annotated[
-        str, Option(help="When a checkpoint cannot be written: stop or continue the job.")
+        str, CheckpointOption(help="When a checkpoint cannot be written: stop or continue the job.")
     ] = "stop",
-    grace: Annotated[float, Option(help="Seconds that an interrupted job may take to save a checkpoint.")] = 20.0,
-    resume: Annotated[Path | None, Option(help="Resume from the checkpoint of the latest step in this directory.")] = None,
-    min_workers: Annotated[int | None, Option(help=MIN_WORKERS)] = None,
+    grace: Annotated[float, CheckpointOption(help="Seconds that an interrupted job may take to save a checkpoint.")] = 20.0,
+    resume: Annotated[
+        Path | None, CheckpointOption(help="Resume from the checkpoint of the latest step in this directory.")
+    ] = None,
+    min_workers: Annotated[int | None, FailureOption(help=MIN_WORKERS)] = None,
     max_restarts: Annotated[int, Option(help="Planned: restart dead workers.", hidden=True)] = 0,
     seed: SeedOption = 0,
     timeout: Annotated[
         float | None,
-        Option(help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."),
+        FailureOption(
+            help="Give up a worker that others have waited for longer than this, in seconds; or a stopped server."
+        ),
     ] = None,
     host_timeout: Annotated[
-        float, Option(help="Give up another host without a heartbeat for longer than this, in seconds.")
+        float, HostOption(help="Give up another host without a heartbeat for longer than this, in seconds.")
     ] = 5.0,
     insecure: Insecure = False,
-    debug: Annotated[int | None, Option(help=DEBUG)] = None,
+    debug: Annotated[int | None, JobOption(help=DEBUG)] = None,
     fork: Fork = False,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Also show each process that is started.")] = False,
+    verbose: Annotated[bool, OutputOption("--verbose", "-v", help="Also show each process that is started.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a training script in several processes; one option sets how they synchronise."""
@@ -176,13 +189,15 @@ def worker(
     script: Script,
     arguments: Arguments = None,
     module: Module = False,
-    join: Annotated[str, Option(help="HOST:PORT of the job: the value of its --listen.")] = "",
-    key_file: Annotated[Path | None, Option(help="A copy of the key file that the job names.")] = None,
+    join: Annotated[str, HostOption(help="HOST:PORT of the job: the value of its --listen.")] = "",
+    key_file: Annotated[Path | None, HostOption(help="A copy of the key file that the job names.")] = None,
     workers: Workers = 1,
     insecure: Insecure = False,
     host_timeout: Annotated[
         float,
-        Option(help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."),
+        HostOption(
+            help="End when nothing is received from the job for these seconds, or for its own --host-timeout if longer."
+        ),
     ] = 15.0,
     fork: Fork = False,
     quiet: Quiet = False,

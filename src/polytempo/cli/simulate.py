@@ -21,9 +21,18 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from polytempo.cli.options import Option, progress_bar
+from polytempo.cli.completion import complete_mode
+from polytempo.cli.options import (
+    BudgetOption,
+    ClusterOption,
+    OutputOption,
+    Overwrite,
+    SyncOption,
+    TrainingOption,
+    progress_bar,
+)
 from polytempo.errors import ClusterError, UsageError, counted
-from polytempo.records.files import RecordWriter, read_events, read_meta, refused_modes
+from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta, refused_modes
 from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
@@ -35,7 +44,16 @@ from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
 from polytempo.simulate.run import scaling as measure_scaling
 from polytempo.sync.spec import parse_spec
-from polytempo.units import parse_factors, parse_hiccup, parse_rate, parse_seconds, parse_size, written_seconds
+from polytempo.units import (
+    parse_factors,
+    parse_hiccup,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+    written_bytes,
+    written_rate,
+    written_seconds,
+)
 
 ReportProgress = Callable[[float], None]
 
@@ -47,22 +65,22 @@ SCALING_STEPS = 10  # of each worker, at least, for each number of workers
 
 
 # The options that describe a cluster, of this command and of `polytempo advise`.
-ClusterSizeOption = Annotated[int | None, Option("--workers", "-n", help="Number of workers (4).")]
-StepTimeOption = Annotated[str | None, Option(help="Time of a step, such as 0.1 or 80ms (1s).")]
+ClusterSizeOption = Annotated[int | None, ClusterOption("--workers", "-n", help="Number of workers (4).")]
+StepTimeOption = Annotated[str | None, ClusterOption(help="Time of a step, such as 0.1 or 80ms (1s).")]
 FixedTimeOption = Annotated[
-    str | None, Option(help="Of that, what a step or micro-batch takes whatever its samples, such as 20ms (0).")
+    str | None, ClusterOption(help="Of that, what a step or micro-batch takes whatever its samples, such as 20ms (0).")
 ]
-SpreadOption = Annotated[float | None, Option(help="Standard deviation of step times over their mean (0).")]
-SlowWorkersOption = Annotated[str | None, Option(help="RANK:FACTOR,... slow these workers down by the factor.")]
-StallsOption = Annotated[str | None, Option("--hiccup", help="PROBABILITY:SECONDS of a passing stall in each step.")]
-BatchOption = Annotated[int | None, Option(help="Samples of a step (32).")]
-BandwidthOption = Annotated[str | None, Option(help="Bandwidth of each worker's link, such as 1Gb/s (no limit).")]
-LatencyOption = Annotated[str | None, Option(help="Latency of a message, such as 0.2ms (0).")]
+SpreadOption = Annotated[float | None, ClusterOption(help="Standard deviation of step times over their mean (0).")]
+SlowWorkersOption = Annotated[str | None, ClusterOption(help="RANK:FACTOR,... slow these workers down by the factor.")]
+StallsOption = Annotated[str | None, ClusterOption("--hiccup", help="PROBABILITY:SECONDS of a passing stall in each step.")]
+BatchOption = Annotated[int | None, ClusterOption(help="Samples of a step (32).")]
+BandwidthOption = Annotated[str | None, ClusterOption(help="Bandwidth of each worker's link, such as 1Gb/s (no limit).")]
+LatencyOption = Annotated[str | None, ClusterOption(help="Latency of a message, such as 0.2ms (0).")]
 ModelSizeOption = Annotated[
-    str | None, Option("--model", help="Size of the model, such as 100MB (that of the trained one, or 0).")
+    str | None, ClusterOption("--model", help="Size of the model, such as 100MB (that of the trained one, or 0).")
 ]
-ShardsOption = Annotated[int | None, Option("--servers", help="Parameter-server shards (1).")]
-RandomSeedOption = Annotated[int | None, Option(help="Seed of all random draws (0).")]
+ShardsOption = Annotated[int | None, ClusterOption("--servers", help="Parameter-server shards (1).")]
+RandomSeedOption = Annotated[int | None, ClusterOption(help="Seed of all random draws (0).")]
 
 
 @dataclass(frozen=True)
@@ -90,16 +108,21 @@ class Settings:
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="YAML with cluster, sync, budget, train; flags override it.")] = None,
     like: Annotated[
-        Path | None, Option(help="Simulate the machines of a recorded run: a directory written with --record.")
+        Path | None, ClusterOption(help="Simulate the machines of a recorded run: a directory written with --record.")
     ] = None,
     trace: Annotated[
         Path | None,
-        Option(help="Re-simulate a recorded job and predict modes on it: .npz of operations, .csv or .jsonl of step times."),
+        ClusterOption(
+            help="Re-simulate a recorded job and predict modes on it: .npz of operations, .csv or .jsonl of step times."
+        ),
     ] = None,
     workers: ClusterSizeOption = None,
-    sync: Annotated[list[str] | None, Option(help="A mode; repeatable (those that may win on this cluster).")] = None,
+    sync: Annotated[
+        list[str] | None,
+        SyncOption(autocompletion=complete_mode, help="A mode; repeatable (those that may win on this cluster)."),
+    ] = None,
     via: Annotated[
-        list[str] | None, Option(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
+        list[str] | None, SyncOption(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
     ] = None,
     step_time: StepTimeOption = None,
     fixed_time: FixedTimeOption = None,
@@ -109,27 +132,30 @@ def simulate(
     batch: BatchOption = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
-    shared: Annotated[bool, Option("--shared", help="All links share one medium of that bandwidth.")] = False,
+    shared: Annotated[bool, ClusterOption("--shared", help="All links share one medium of that bandwidth.")] = False,
     model: ModelSizeOption = None,
     servers: ShardsOption = None,
-    per_host: Annotated[int | None, Option(help="Workers on each host, for hierarchical all-reduce.")] = None,
-    steps: Annotated[int | None, Option(help="Budget: steps, summed over all workers (100 for each).")] = None,
-    samples: Annotated[int | None, Option(help="Budget: samples, summed over all workers.")] = None,
-    seconds: Annotated[float | None, Option(help="Budget: simulated seconds.")] = None,
-    steps_each: Annotated[int | None, Option(help="Budget: steps of each worker.")] = None,
-    train: Annotated[str | None, Option(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
-    lr: Annotated[float | None, Option(help="Learning rate of the training (the task's).")] = None,
-    target: Annotated[float | None, Option(help="Compare the time until this accuracy is reached (the task's).")] = None,
+    per_host: Annotated[int | None, ClusterOption(help="Workers on each host, for hierarchical all-reduce.")] = None,
+    steps: Annotated[int | None, BudgetOption(help="Steps, summed over all workers (100 for each).")] = None,
+    samples: Annotated[int | None, BudgetOption(help="Samples, summed over all workers.")] = None,
+    seconds: Annotated[float | None, BudgetOption(help="Simulated seconds.")] = None,
+    steps_each: Annotated[int | None, BudgetOption(help="Steps of each worker.")] = None,
+    train: Annotated[str | None, TrainingOption(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
+    lr: Annotated[float | None, TrainingOption(help="Learning rate of the training (the task's).")] = None,
+    target: Annotated[
+        float | None, TrainingOption(help="Compare the time until this accuracy is reached (the task's).")
+    ] = None,
     seed: RandomSeedOption = None,
     scaling: Annotated[
-        bool, Option("--scaling", help="Throughput for 1 to 64 workers: 1, 2, 4, 8 shards, and ring.")
+        bool, ClusterOption("--scaling", help="Throughput for 1 to 64 workers: 1, 2, 4, 8 shards, and ring.")
     ] = False,
-    picture: Annotated[Path | None, Option(help="Draw a picture: .png, .svg or .pdf.")] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
+    picture: Annotated[Path | None, OutputOption(help="Draw a picture: .png, .svg or .pdf.")] = None,
+    json_file: Annotated[Path | None, OutputOption("--json", help="Write all figures to this file.")] = None,
     record: Annotated[
-        Path | None, Option(help="Write events.jsonl and meta.json of each mode under this directory.")
+        Path | None, OutputOption(help="Write events.jsonl and meta.json of each mode under this directory.")
     ] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress bar.")] = False,
+    overwrite: Overwrite = False,
+    quiet: Annotated[bool, OutputOption("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Compare synchronisation modes on a cluster you describe, in virtual time: the same twice."""
     flags = dict(locals()) | {"task": train}
@@ -139,6 +165,8 @@ def simulate(
     settings = settle(load_experiment(file), flags, like)
     if picture:
         check_picture(picture)
+    for folder in _record_folders(record, settings).values():
+        check_no_record(folder, overwrite)
     if scaling:
         _scaling(settings, picture, json_file, quiet)
     elif "task" in settings.train:
@@ -480,9 +508,9 @@ def _machines(settings: Settings) -> str:
     link, bytes_ = settings.cluster.link, settings.cluster.model_bytes
     parts = []
     if link.bandwidth:
-        parts.append(f"{8 * link.bandwidth / 1e9:g} Gb/s{' shared' if link.shared else ''}")
+        parts.append(f"{written_rate(link.bandwidth)}{' shared' if link.shared else ''}")
     if bytes_:
-        parts.append(f"{bytes_ / 1e6:g} MB")
+        parts.append(written_bytes(bytes_))
     if settings.cluster.servers.shards > 1:
         parts.append(f"{settings.cluster.servers.shards} shards")
     return ", ".join(parts)
@@ -511,12 +539,16 @@ def _write_json(path: Path | None, results: list[dict[str, Any]] | dict[str, Any
 def _recording(
     directory: Path | None, sync: str, via: str, settings: Settings
 ) -> AbstractContextManager[RecordWriter | None]:
+    folders = _record_folders(directory, settings)
+    return RecordWriter(folders[sync, via]) if folders else nullcontext()
+
+
+def _record_folders(directory: Path | None, settings: Settings) -> dict[tuple[str, str], Path]:
+    """Where each mode is recorded, by mode and way: of several each has a folder of its own; empty without --record."""
     if directory is None:
-        return nullcontext()
-    if len(settings.jobs) == 1:
-        return RecordWriter(directory)
-    name = f"{sync}-{via}".replace(":", "-").replace(",", "-")
-    return RecordWriter(directory / name)
+        return {}
+    names = {job: "-".join(job).replace(":", "-").replace(",", "-") for job in settings.jobs}
+    return {job: directory / name if len(names) > 1 else directory for job, name in names.items()}
 
 
 @contextmanager

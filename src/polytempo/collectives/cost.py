@@ -21,6 +21,7 @@ from math import sqrt
 from polytempo.collectives.halving_doubling import core_size
 from polytempo.collectives.plans import algorithms_for, find_plan
 from polytempo.collectives.steps import HostRanks
+from polytempo.units import written_seconds
 
 #: Among equals, in six digits, the first is taken.
 PREFERENCE = ("shared-memory", "hierarchical", "ring", "tree", "double-tree", "halving-doubling", "linear")
@@ -210,13 +211,6 @@ def choose(collective: str, nbytes: int, hosts: HostRanks, speeds: Speeds) -> Ch
     predicted = dict(sorted(seconds.items(), key=lambda entry: float(f"{entry[1]:.6g}")))
     best, *others = predicted
     where = f"{len(hosts)} host{'s' * (len(hosts) > 1)}"
-    rest = [f"{name} {_written(predicted[name])}" for name in others] or ["nothing else applies"]
-    reason = f"{best}: {_written(predicted[best])} expected over {where}, {', '.join(rest)}"
+    rest = [f"{name} {written_seconds(predicted[name])}" for name in others] or ["nothing else applies"]
+    reason = f"{best}: {written_seconds(predicted[best])} expected over {where}, {', '.join(rest)}"
     return Choice(best, reason, predicted)
-
-
-def _written(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

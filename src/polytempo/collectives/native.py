@@ -28,8 +28,8 @@ from polytempo.collectives.native_rendezvous import PATIENCE, Meeting, in_thread
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
 from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
+from polytempo.transport.host_addresses import own_address
 from polytempo.transport.peer_link import CALL, LinkMessage
-from polytempo.transport.rendezvous import own_address
 
 NativeTensors = Sequence[torch.Tensor]
 OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from polytempo.collectives.device_choice import Network
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
-from polytempo.transport.rendezvous import own_host
+from polytempo.transport.host_addresses import own_host
 
 if TYPE_CHECKING:
     from polytempo.collectives.progress_engine import ProgressEngine
@@ -53,7 +53,7 @@ class Meeting:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host if known else "", 0), family=family, backlog=len(self._ranks) + 8)
         port = int(listener.getsockname()[1])
-        reached_as = host if known else LOOPBACK
+        reached_as = host if known else ("::1" if family == socket.AF_INET6 else LOOPBACK)
         patience, descriptor = timedelta(seconds=PATIENCE), listener.detach()
         self.store = dist.TCPStore(
             reached_as, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor

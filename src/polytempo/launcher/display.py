@@ -16,6 +16,7 @@ from polytempo.errors import counted
 from polytempo.launcher.standard_streams import StandardStream
 from polytempo.protocol.messages import Status, WorkerStatus
 from polytempo.protocol.values import TrainingProgress
+from polytempo.units import plain_number
 
 PLAIN_EVERY = 5.0  #: seconds between two status lines without a terminal
 DRAWN_EVERY = 0.1  #: seconds between two redraws of a terminal, at least
@@ -253,9 +254,9 @@ def progress_line(progress: TrainingProgress) -> str:
     """The progress of a script that trains without pushes."""
     if progress.steps < 1:
         return f"{progress.what}: 0 steps"
-    loss = f", last loss {progress.loss:.4g}" if progress.loss is not None else ""
+    loss = f", last loss {plain_number(progress.loss)}" if progress.loss is not None else ""
     steps = f"{counted(progress.steps, 'step')} in {progress.seconds:.1f} s"
-    return f"{progress.what}: {steps}, {progress.seconds / progress.steps:.3g} s a step{loss}"
+    return f"{progress.what}: {steps}, {plain_number(progress.seconds / progress.steps, 3)} s a step{loss}"
 
 
 def _pipeline_line(progress: TrainingProgress, used: float) -> str:

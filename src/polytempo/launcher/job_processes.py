@@ -72,7 +72,11 @@ class JobProcesses:
         """Start all servers, then all workers."""
         request = self._request
         if request.record:
-            (request.record / "logs").mkdir(parents=True, exist_ok=True)
+            logs = request.record / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            names = ("worker-*.log", "server-*.log", "link.log") if request.overwrite else ()
+            for earlier in [log for name in names for log in logs.glob(name)]:  # of a job that may have had more processes
+                earlier.unlink()
         paths = [str(self.folder.path / f"server-{index}") for index in range(self._plan.shards)]
         for index, path in enumerate(paths):
             config = json.dumps(self._server_config(index, path, paths[0])).encode()

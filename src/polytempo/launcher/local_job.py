@@ -61,6 +61,7 @@ from polytempo.launcher.supervisor import (
 from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Notice, Status, Stop
 from polytempo.protocol.values import TrainingProgress
 from polytempo.transport.deadline import named
+from polytempo.transport.host_addresses import joined_by, own_addresses
 from polytempo.transport.keys import write_key_file
 
 #: Seconds that the servers may take to write the record and the last checkpoint.
@@ -387,7 +388,9 @@ class LocalJob:
                 f"--insecure: all that reach {self.request.listen} can join and read the model; nothing is encrypted"
             )
         awaited = counted(self.request.expect, "worker")
-        self.display.say(f"waiting for {awaited}: polytempo worker --join {self.request.listen} {how} SCRIPT")
+        join, *others = joined_by(self.request.listen, int(ports[0]), own_addresses())
+        or_by = f" (or by {', '.join(others)})" if others else ""
+        self.display.say(f"waiting for {awaited}: polytempo worker --join {join} {how} SCRIPT{or_by}")
 
     def _on_exit(self, event: Exited) -> None:
         reason, cause = described(event.status)

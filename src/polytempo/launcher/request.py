@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 from polytempo.checkpoints import find_checkpoint, written_later
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.launcher.program import Program
+from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import COMPARED, parse_spec, refused_of
+from polytempo.units import written_rate, written_seconds
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class RunRequest:
     sync: str = "bsp"
     via: str = "auto"
     record: Path | None = None
+    overwrite: bool = False  #: replace a record that is there
     limits: Limits = field(default_factory=Limits)
     slow: dict[int, float] = field(default_factory=dict)
     hiccup: tuple[float, float] = (0.0, 0.0)
@@ -116,9 +120,9 @@ class RunRequest:
         """The line that says that the network is emulated; empty where it is not."""
         if self.link is None:
             return ""
-        latency = f", {self.link[1] * 1e3:g} ms one way" if self.link[1] else ""
-        speed = f"{self.link[0] * 8 / 1e6:g} Mb/s each way{latency}"
-        own = "".join(f", worker {rank} {rate * 8 / 1e6:g} Mb/s" for rank, rate in sorted(self.own_links.items()))
+        latency = f", {written_seconds(self.link[1])} one way" if self.link[1] else ""
+        speed = f"{written_rate(self.link[0])} each way{latency}"
+        own = "".join(f", worker {rank} {written_rate(rate)}" for rank, rate in sorted(self.own_links.items()))
         return f"the network is emulated: every worker is a host of its own, with {speed}{own} (--link)"
 
     def push_options(self) -> list[str]:
@@ -188,6 +192,10 @@ class RunRequest:
                 )
         if self.listen is not None:
             check_free(self.listen)
+        for option, directory in (("--checkpoint", self.checkpoint), ("--resume", self.resume)):
+            check_is_text(option, directory)
+        if self.record is not None:
+            check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if path is not None:
             check_modes(path.name, manifest.get("sync", self.sync), self.sync)
@@ -274,11 +282,23 @@ class CheckedRequest:
         }
 
 
+def check_is_text(option: str, path: Path | None) -> None:
+    """Refuse a name that is not UTF-8: safetensors cannot open it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        hint = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1: the locale is not UTF-8"
+        raise UsageError(
+            f"the name of {option} {path} is not UTF-8, and safetensors cannot open it; choose another{hint}"
+        ) from None
+
+
 def split_address(text: str, option: str) -> tuple[str, int]:
     """Host and port of HOST:PORT."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 for {option}, got {text!r}")
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))  # of IPv6 without its brackets
+    if not colon or not host or bare or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"expected HOST:PORT such as 10.0.0.1:7077 or [fd00::1]:7077 for {option}, got {text!r}")
     return host, int(port)
 
 
@@ -292,7 +312,8 @@ def check_free(listen: str) -> None:
     """Refuse an address that cannot be listened on."""
     host, port = split_address(listen, "--listen")
     try:
-        with socket.create_server((host, port)):
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        with socket.create_server((host.strip("[]"), port), family=family):
             pass
     except OSError as error:
         raise UsageError(f"cannot listen on {listen}: {error.strerror or error}; choose another port or address") from None

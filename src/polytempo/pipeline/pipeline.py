@@ -121,7 +121,8 @@ class Pipeline:
                 self._state.resume(Path(resume))
         self._evaluation = Evaluation(self._built)
         distributed = self.stage.data_axis is not None or bool(session.job.strategy)
-        self._progress = ProgressReporter(session, pipeline_title(self.schedule), distributed=distributed)
+        title = self._hooks.title or pipeline_title(self.schedule)
+        self._progress = ProgressReporter(session, title, distributed=distributed)
 
     @property
     def rank(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from polytempo.errors import UsageError
 from polytempo.pipeline.layer_profile import Layer, Profile
 from polytempo.pipeline.planner import PlannedStage, StagePlan
+from polytempo.units import plain_number, written_bytes
 
 _HEADS = ("stage", "layers", "from", "to", "devices", "ms", "±", "busy", "send ms", "memory")
 _SPREAD = _HEADS.index("±")
@@ -38,13 +39,14 @@ def bubble(plan: StagePlan, microbatches: int) -> float:
 
 def why(profile: Profile, plan: StagePlan) -> str:
     """One sentence: what limits the plan, and what data parallelism would cost."""
-    weights = _bytes(sum(layer.weight_bytes for layer in profile.layers))
+    weights = written_bytes(sum(layer.weight_bytes for layer in profile.layers))
     if plan.devices == 1:
         return "there is only one device"
     if len(plan.stages) == 1:
         return f"exchanging {weights} of weights among all devices is cheaper than any cut"
     if plan.limit is not None and plan.data_parallel_memory > plan.limit:
-        other = f"data parallelism needs {_bytes(plan.data_parallel_memory)} on each device, which has {_bytes(plan.limit)}"
+        needed, there = written_bytes(plan.data_parallel_memory), written_bytes(plan.limit)
+        other = f"data parallelism needs {needed} on each device, which has {there}"
     elif plan.data_parallel_seconds > plan.seconds:
         other = f"data parallelism would have all devices exchange {weights} of weights"
     else:
@@ -55,10 +57,11 @@ def why(profile: Profile, plan: StagePlan) -> str:
 def _limit(profile: Profile, plan: StagePlan) -> str:
     number, stage = max(enumerate(plan.stages), key=lambda one: max(one[1].time, one[1].send))
     if stage.send > stage.time:
-        return f"the {_bytes(profile.layers[stage.last].activation_bytes)} that pass from stage {number} to {number + 1}"
+        passed = written_bytes(profile.layers[stage.last].activation_bytes)
+        return f"the {passed} that pass from stage {number} to {number + 1}"
     if stage.exchange > stage.compute:
         weights = sum(layer.weight_bytes for layer in profile.layers[stage.first : stage.last + 1])
-        return f"the exchange of {_bytes(weights)} of weights in stage {number}"
+        return f"the exchange of {written_bytes(weights)} of weights in stage {number}"
     return f"the work of stage {number}"
 
 
@@ -93,10 +96,10 @@ def _row(profile: Profile, plan: StagePlan, number: int, stage: PlannedStage) ->
         profile.layers[stage.last].name,
         f"{stage.replicas}",
         _milliseconds(stage.time),
-        f"±{1e3 * _spread(profile.layers[stage.first : stage.last + 1]) / stage.replicas:.2g}",
+        f"±{plain_number(1e3 * _spread(profile.layers[stage.first : stage.last + 1]) / stage.replicas, 2)}",
         f"{100 * stage.time / plan.seconds if plan.seconds else 0:.0f} %",
         _milliseconds(stage.send) if number + 1 < len(plan.stages) else "",
-        _bytes(stage.memory),
+        written_bytes(stage.memory),
     )
 
 
@@ -111,7 +114,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _compared(plan: StagePlan) -> str:
     if plan.limit is not None and plan.data_parallel_memory > plan.limit:
-        return f"but it does not fit: {_bytes(plan.data_parallel_memory)} on each device"
+        return f"but it does not fit: {written_bytes(plan.data_parallel_memory)} on each device"
     if len(plan.stages) == 1:
         return "which is this plan" if plan.data_parallel_seconds <= plan.seconds else "with all devices"
     if not plan.seconds:
@@ -120,14 +123,7 @@ def _compared(plan: StagePlan) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} B"
+    return plain_number(1e3 * seconds) if seconds < 10 else f"{1e3 * seconds:.0f}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

@@ -145,7 +145,7 @@ def _too_little_memory(
     least, levels = _best(search, choices)
     config = "-".join(str(stage.replicas) for stage in search.stages(levels))
     return UsageError(
-        f"no plan for {profile.model} fits into memory={memory:g} bytes a device; the least that any needs is "
+        f"no plan for {profile.model} fits into memory={memory or 0.0:.0f} bytes a device; the least that any needs is "
         f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
     )
 

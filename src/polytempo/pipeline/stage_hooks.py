@@ -35,6 +35,7 @@ class StageHooks:
         agree_to_stop: Called on the last stage at each step of a job with a budget, with what this rank was told; returns
             what all lanes of the replica were.
         device: Whose memory this rank shares with other stages; None: that of its GPU, if it has one.
+        title: What lines about the progress call the training; empty: the pipeline.
     """
 
     prepare_part: Callable[[ModelPart], None] | None = None
@@ -43,3 +44,4 @@ class StageHooks:
     groups: tuple[RankGroup, ...] = ()
     agree_to_stop: Callable[[bool], bool] | None = None
     device: Device | None = None
+    title: str = ""

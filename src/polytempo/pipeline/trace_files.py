@@ -36,6 +36,8 @@ def write_trace(log: Sequence[CompletedAction], rank: dict[str, int], directory:
 
 def read_traces(directory: str | Path) -> list[dict[str, Any]]:
     """The actions of all ranks, in order of time; a rank that was lost may be missing."""
+    if not Path(directory).is_dir():
+        raise UsageError(f"there is no directory {directory}; expected one that pipeline.record(FOLDER) wrote")
     found = sorted(Path(directory).glob("pipeline-*.jsonl"))
     lines = [line for path in found for line in _read(path)]
     if not lines:

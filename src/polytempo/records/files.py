@@ -1,4 +1,7 @@
-"""Reads a record; what cannot be read is named with file and line."""
+"""Reads a record; what cannot be read is named with file and line.
+
+Names of files need not be text: what of them is no UTF-8 is written as JSON's escapes, and read back as it was.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from polytempo.errors import RecordError
+from polytempo.checkpoints import write_file
+from polytempo.errors import RecordError, UsageError
 from polytempo.records.lines import RecordLine
+
+EVENTS = "events.jsonl"
+META = "meta.json"
+#: How a surrogate is written, which stands for a byte of a name that is no UTF-8: as JSON's escape of it.
+ESCAPED = "backslashreplace"
+
+
+def holds_record(directory: Path) -> bool:
+    """Whether there is a record, or what is there of one that was cut short."""
+    return (directory / EVENTS).exists() or (directory / META).exists()
+
+
+def records_below(directory: Path) -> list[Path]:
+    """Records in its folders, and in theirs: as of several modes, and of several runs of each."""
+    found = {path.parent for depth in ("*", "*/*") for name in (EVENTS, META) for path in directory.glob(f"{depth}/{name}")}
+    return sorted(found)
 
 
 def read_events(directory: str | Path) -> Iterator[RecordLine]:
     """The lines of events.jsonl, one after another."""
     path = Path(directory) / EVENTS
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors=ESCAPED) as file:
             yield from parse_lines(file, str(path))
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}; expected a directory made with --record") from None
@@ -37,12 +57,17 @@ def parse_lines(texts: Iterable[str], name: str) -> Iterator[RecordLine]:
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
-    """The content of meta.json."""
+    """The content of meta.json.
+
+    Raises: UsageError, when there is no record in the directory; RecordError, when what there is cannot be read."""
     path = Path(directory) / META
+    _check_is_record(path.parent)
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(path.read_text(encoding="utf-8", errors=ESCAPED))
+    except FileNotFoundError:
+        raise RecordError(f"{path.parent} has no {META}: its job goes on, or did not end in order") from None
     except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}; without it the job did not end") from None
+        raise RecordError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{path}: not JSON ({error.msg})") from None
     missing = [key for key in ("spec", "size") if key not in meta]
@@ -56,14 +81,27 @@ def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:
     return (*meta.get("job", {}).get("refused", ()), *meta.get("options", {}).get("refused", ()))
 
 
+def _check_is_record(directory: Path) -> None:
+    if holds_record(directory):
+        return
+    if inside := records_below(directory):
+        names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
+        raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
+    what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
+    raise UsageError(f"there is no record in {directory}{what}; expected a directory written with --record")
+
+
 # Writes a record: a directory with events.jsonl and meta.json.
 
-EVENTS = "events.jsonl"
-META = "meta.json"
+
+def check_no_record(directory: Path, overwrite: bool) -> None:
+    """Refuse to write where there is the record of an earlier job, unless told to overwrite it."""
+    if holds_record(directory) and not overwrite:
+        raise UsageError(f"{directory} holds the record of an earlier job; choose another directory, or add --overwrite")
 
 
 class RecordWriter:
-    """Takes lines as they happen; `meta` is written last, so a record without it was cut short.
+    """Takes lines as they happen; `meta` is written last, and whole, so a record without it was cut short.
 
     Whatever cannot be written is an OSError that names the file.
     """
@@ -72,7 +110,7 @@ class RecordWriter:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / META).unlink(missing_ok=True)
-        self._file = (self.directory / EVENTS).open("w", encoding="utf-8")
+        self._file = (self.directory / EVENTS).open("w", encoding="utf-8", errors=ESCAPED)
 
     def write(self, line: RecordLine) -> None:
         """Append one line."""
@@ -96,7 +134,7 @@ class RecordWriter:
         if meta is not None:
             text = _json(meta, indent=1) + "\n"
             with _naming(self.directory / META):
-                (self.directory / META).write_text(text, encoding="utf-8")
+                write_file(self.directory / META, lambda path: path.write_text(text, encoding="utf-8", errors=ESCAPED))
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -127,9 +165,18 @@ def to_text(line: RecordLine) -> str:
 def _json(value: Any, **form: Any) -> str:
     """JSON has no word for what is no finite number: it becomes a text that `float()` reads."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
+    return text if text.isascii() else _joined(text)
+
+
+def _joined(text: str) -> str:
+    """In a locale that is not UTF-8 a name's bytes beyond ASCII came as surrogates: those that are UTF-8 are joined."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # there are surrogates that stand for no byte
+        return text
 
 
 def _finite(value: Any) -> Any:

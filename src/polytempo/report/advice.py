@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from polytempo.report.summary import plain_number
 from polytempo.report.table import TextTable, mode_name
 from polytempo.simulate.advice import Advice, gain_over, price_of
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import mean_step_time
 from polytempo.sync.spec import parse_spec
-from polytempo.units import written_bytes, written_seconds
+from polytempo.units import plain_number, written_bytes, written_rate, written_seconds
 
 #: What is said under every advice.
 CAVEAT = (
@@ -73,7 +72,7 @@ def _links(cluster: Cluster) -> str:
     link = cluster.link
     if not link.bandwidth and not link.latency:
         return "exchanges take no time"
-    speed = f"{8 * link.bandwidth / 1e9:g} Gb/s{' shared' * link.shared}" if link.bandwidth else "no limit"
+    speed = f"{written_rate(link.bandwidth)}{' shared' * link.shared}" if link.bandwidth else "no limit"
     return f"{speed}, {written_seconds(link.latency) if link.latency else 'no'} latency"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.summation import in_order
+
+#: What a line of metrics has beside them; `steps`: of a pipeline.
+NO_METRIC = ("t", "kind", "worker", "optimizer", "steps")
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,13 @@ class LiveRun:
     """The outcome of a live run."""
 
     outcome: Outcome
-    curve: tuple[tuple[float, float], ...]  #: (seconds since the first step, the metric)
+    curve: tuple[tuple[float, float], ...]  #: (seconds since the first step, the metric); empty where none was logged
+    logged: Mapping[str, float] = field(default_factory=dict)  #: the last value of each metric
 
     @property
-    def accuracy(self) -> float:
-        """The metric at the end."""
-        return self.curve[-1][1]
+    def accuracy(self) -> float | None:
+        """The metric at the end; None where none was logged."""
+        return self.curve[-1][1] if self.curve else None
 
     def time_to(self, target: float) -> float | None:
         """The first second at which the target was seen, or None."""
@@ -46,7 +50,12 @@ class RepeatedRun:
         return self.middle.outcome
 
     @property
-    def accuracy(self) -> float:
+    def logged(self) -> Mapping[str, float]:
+        """The middle one's."""
+        return self.middle.logged
+
+    @property
+    def accuracy(self) -> float | None:
         """The middle one's, at the end."""
         return self.middle.accuracy
 
@@ -67,8 +76,9 @@ class RepeatedRun:
 
 
 def repeated(runs: Sequence[LiveRun], target: float) -> RepeatedRun:
-    """Runs under one mode, by the time to a target: half of them take at most as long as the middle one."""
-    ordered = sorted(runs, key=lambda run: (_or_never(run.time_to(target)), -run.accuracy))
+    """Runs under one mode, by the time to a target, else by what they reached, else by the time that they took: half of them
+    take at most as long as the middle one."""
+    ordered = sorted(runs, key=lambda run: (_or_never(run.time_to(target)), -(run.accuracy or 0.0), run.outcome.seconds))
     return RepeatedRun(tuple(runs), ordered[(len(ordered) - 1) // 2])
 
 
@@ -81,14 +91,23 @@ def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "a
     start: float | None = None
     lead = 0
     points: list[tuple[float, float]] = []
+    logged: dict[str, float] = {}
     for line in lines:
         if line["kind"] == "release" and "optimizer" not in line:
             start = line["t"] if start is None else start
             lead = max(lead, line["step"] - line["slowest"])
-        elif line["kind"] == "metric" and metric in line:
-            points.append((line["t"], float(line[metric])))
+        elif line["kind"] == "metric":
+            values = {name: value for name, value in line.items() if name not in NO_METRIC and _is_number(value)}
+            logged |= {name: float(value) for name, value in values.items()}
+            if metric in values:
+                points.append((line["t"], float(values[metric])))
     begin = start or 0.0
-    return LiveRun(_outcome(meta, lead), tuple((t - begin, value) for t, value in points))
+    return LiveRun(_outcome(meta, lead), tuple((t - begin, value) for t, value in points), logged)
+
+
+def _is_number(value: object) -> bool:
+    """Is it a number, and not a text that a script logged? What is not finite is a text in a record, too."""
+    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
 
 
 def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
@@ -99,7 +118,7 @@ def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     present = in_order(worker.present_s for worker in workers) or 1.0
     return Outcome(
         sync=meta["spec"],
-        via="ps",
+        via=meta.get("options", {}).get("via", "ps"),
         seconds=job["seconds"],
         steps=job["steps"],
         samples=job["samples"],

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.errors import UsageError
-from polytempo.report.summary import plain_number
 from polytempo.report.table import Trained, mode_name
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import Series
+from polytempo.units import plain_number
 
 #: Okabe and Ito's colours, which colour-blind readers can distinguish, but for yellow, which is hard to see on white. Grey
 #: is for what is no run: targets, ideals.
@@ -71,6 +71,8 @@ def draw_training(
     figure = _figure(title, max(4.6, 1.4 + 0.25 * len(runs)), [*names, "target"])
     curves, shares = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
     for run, name, style in zip(runs, names, curve_styles(len(runs)), strict=True):
+        if not run.curve:
+            continue
         seconds, accuracy = zip(*run.curve, strict=True)
         curves.plot(seconds, [100 * a for a in accuracy], **style._asdict(), label=name, linewidth=1.6)
         reached = run.time_to(target)
@@ -132,7 +134,7 @@ def _figure(title: str, height: float, names: Sequence[str] = ()) -> Any:
 
     rows = -(-len(names) // _columns(names)) if names else 0
     figure = Figure(figsize=(WIDTH, height + LEGEND_LINE * rows), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     return figure
 
 
@@ -144,6 +146,11 @@ def _legend_below(figure: Any, axes: Any) -> None:
 
 def _columns(names: Sequence[str]) -> int:
     return max(1, min(len(names), int(WIDTH / (LETTER * max(map(len, names)) + SAMPLE))))
+
+
+def drawable(text: str) -> str:
+    """Text without surrogates, which matplotlib cannot draw: a name of a file may have some."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.errors import UsageError
-from polytempo.report.picture import check_picture
+from polytempo.report.picture import check_picture, drawable
+from polytempo.units import plain_number
 
 Row = tuple[int, int]
 Between = tuple[float, float]
@@ -66,7 +67,9 @@ def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
     inside = [bar for bar in bars if bar.start < end and bar.end > begin]
     if not begin < end or not inside:
         last = max(bar.end for bar in bars)
-        raise UsageError(f"expected two moments with actions between them, from 0 to {last:.4g}; got {begin:g} and {end:g}")
+        raise UsageError(
+            f"expected two moments with actions between them, from 0 to {plain_number(last)}; got {begin:g} and {end:g}"
+        )
     return [bar._replace(start=max(bar.start, begin) - begin, end=min(bar.end, end) - begin) for bar in inside]
 
 
@@ -155,9 +158,9 @@ def _figure(title: str, rows: Sequence[Row]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 1.5 + 0.42 * len(rows)), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     return figure
 
 
 def _seconds(total: float) -> str:
-    return f"{1000 * total:.0f} ms" if total < 1 else f"{total:.3g} s"
+    return f"{1000 * total:.0f} ms" if total < 1 else f"{plain_number(total, 3)} s"

@@ -14,10 +14,11 @@ from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Doubt, Straggler, Unsure, doubts_in, stragglers_in
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
-from polytempo.report.summary import percentages, plain_number
+from polytempo.report.summary import percentages
 from polytempo.report.table import TextTable
 from polytempo.simulate.advice import WORTH, WORTH_SECONDS, Caution, caution_of, choose
 from polytempo.sync.spec import parse_spec
+from polytempo.units import plain_number
 
 #: A factor that is shown as one.
 WHOLE = 10.0
@@ -168,7 +169,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _gain(gain: float) -> str:
-    return f"{gain + 1:.2g}x the throughput" if gain >= 1 else f"{100 * gain:+.0f} % throughput"
+    return f"{plain_number(gain + 1, 2)}x the throughput" if gain >= 1 else f"{100 * gain:+.0f} % throughput"
 
 
 def _named(mode: PredictedMode) -> str:

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polytempo.errors import counted
-
-
-def plain_number(value: float) -> str:
-    """Up to four figures, without powers of ten: 66070, 512.3, 4, 0.03125."""
-    text = f"{value:.4g}"
-    if "e" not in text:
-        return text
-    return f"{value:.0f}" if abs(value) >= 1 else f"{value:.7f}"
+from polytempo.units import plain_number
 
 
 def percentages(parts: Mapping[str, float]) -> dict[str, int]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from polytempo.report.live import RepeatedRun
-from polytempo.report.summary import plain_number
+from polytempo.report.live import LiveRun, RepeatedRun
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import Series
+from polytempo.units import plain_number
 
 
 class Trained(Protocol):
@@ -18,7 +18,9 @@ class Trained(Protocol):
     @property
     def outcome(self) -> Outcome: ...
     @property
-    def accuracy(self) -> float: ...
+    def accuracy(self) -> float | None:
+        """At the end; None where the run logged none."""
+
     @property
     def curve(self) -> tuple[tuple[float, float], ...]: ...
     def time_to(self, target: float) -> float | None:
@@ -106,9 +108,26 @@ def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> Te
     timing = comparison([run.outcome for run in runs], title)
     heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
     rows = tuple(
-        (row[0], _time_to(run, target), _percent(run.accuracy), *row[1:]) for row, run in zip(timing.rows, runs, strict=True)
+        (row[0], _time_to(run, target), "-" if run.accuracy is None else _percent(run.accuracy), *row[1:])
+        for row, run in zip(timing.rows, runs, strict=True)
     )
     return TextTable(title, heads, rows)
+
+
+def speed_comparison(runs: Sequence[LiveRun | RepeatedRun], title: str) -> TextTable:
+    """Timing of runs that did not log the metric, and what they logged last."""
+    timing = comparison([run.outcome for run in runs], title)
+    names = sorted({name for run in runs for name in run.logged})
+    heads = (timing.heads[0], "steps", *timing.heads[1:], *(f"last\n{name}" for name in names))
+    rows = tuple(
+        (row[0], f"{run.outcome.steps}", *row[1:], *(_last(run, name) for name in names))
+        for row, run in zip(timing.rows, runs, strict=True)
+    )
+    return TextTable(title, heads, rows)
+
+
+def _last(run: LiveRun | RepeatedRun, name: str) -> str:
+    return plain_number(run.logged[name]) if name in run.logged else "-"
 
 
 def _time_to(run: Trained, target: float) -> str:
@@ -141,9 +160,24 @@ def verdict(runs: Sequence[Trained], target: float) -> str:
     times = {mode_name(run.outcome): run.time_to(target) for run in runs}
     there = sorted((time, name) for name, time in times.items() if time is not None)
     if not there:
-        best = max(runs, key=lambda run: run.accuracy)
-        return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, ends at {_percent(best.accuracy)} %"
+        best = max(runs, key=lambda run: run.accuracy or 0.0)
+        ends = f"ends at {_percent(best.accuracy or 0.0)} %"
+        return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, {ends}"
     first, name = there[0]
     others = [f"{other} takes {time / first:.2f}x as long" for time, other in there[1:]]
     never = [f"{other} does not get there" for other, time in times.items() if time is None]
     return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *never])
+
+
+def speed_verdict(outcomes: Sequence[Outcome]) -> str:
+    """The mode with the most samples a second, in a sentence."""
+    first, *others = sorted(outcomes, key=lambda outcome: -outcome.samples_per_second)
+    if not first.steps:
+        return "no step was pushed, so there is nothing to compare"
+    what = "samples" if first.samples != first.steps else "steps"
+    slower = [
+        f"{mode_name(other)} takes {first.samples_per_second / other.samples_per_second:.2f}x as long for as many"
+        for other in others
+        if other.samples_per_second
+    ]
+    return "; ".join([f"{mode_name(first)} is the fastest, with {plain_number(first.samples_per_second)} {what}/s", *slower])

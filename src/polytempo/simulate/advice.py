@@ -24,6 +24,7 @@ from polytempo.simulate.collective_cost import all_reduce_seconds, best_all_redu
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.worker import Worker
 from polytempo.sync.spec import COMPARED, Spec, parse_spec
+from polytempo.units import plain_number
 
 #: A mode is recommended from this gain in throughput on, and this number of seconds: less is not worth a change.
 WORTH, WORTH_SECONDS = 0.05, 1.0
@@ -177,7 +178,7 @@ class Advice:
 
 def _beside(one: Outcome, base: Outcome) -> str:
     gain = gain_over(one, base)
-    return f"{one.sync} is {1 + gain:.2g}x as fast" if gain >= 1 else f"{one.sync} {100 * gain:+.0f} %"
+    return f"{one.sync} is {plain_number(1 + gain, 2)}x as fast" if gain >= 1 else f"{one.sync} {100 * gain:+.0f} %"
 
 
 def _may_be_chosen(one: Outcome) -> bool:

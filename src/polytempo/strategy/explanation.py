@@ -25,7 +25,7 @@ from polytempo.strategy.search import (
     cuttable_layers,
     mesh_problem,
 )
-from polytempo.units import written_bytes, written_seconds
+from polytempo.units import plain_number, written_bytes, written_seconds
 
 #: A table has a row for each rank up to this number of ranks.
 ALL_RANKS = 16
@@ -247,7 +247,7 @@ def _figures(one: Prediction, memory: float | None) -> tuple[str, ...]:
         written_bytes(one.largest_memory) + over,
         f"{one.time.balance:.2f}",
         written_seconds(one.seconds),
-        f"{one.samples_per_second:.4g}",
+        plain_number(one.samples_per_second),
     )
 
 

@@ -24,7 +24,7 @@ from polytempo.options import whole_number
 from polytempo.pipeline.schedules import make
 from polytempo.strategy.soundness import check_pair
 from polytempo.sync.spec import parse_spec
-from polytempo.units import parse_size
+from polytempo.units import parse_size, written_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +224,7 @@ class Strategy:
             Such as `2 replicas x 2 stages = 4 workers: bsp between replicas, 1f1b with 4 microbatches`.
         """
         if self.automatic:
-            limit = f" within {self.memory / 1e9:g} GB a worker" if self.memory is not None else ""
+            limit = f" within {written_bytes(self.memory)} a worker" if self.memory is not None else ""
             return f"chosen for the model by predicted step time{limit}"
         replicas = counted(self.data, "replica") if self.data is not None else "replicas"
         axes = [replicas, *([counted(self.pipe, "stage")] if self.pipe > 1 else [])]

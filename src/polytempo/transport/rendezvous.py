@@ -23,6 +23,7 @@ from pathlib import Path
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.transport.deadline import MORE_TIME, Deadline, RankWatch, named, said_of
+from polytempo.transport.host_addresses import own_host
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
@@ -30,8 +31,7 @@ from polytempo.transport.stream_link import StreamLink
 from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
 from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
 
-#: A host that listens at all its addresses, and what stands for the one by which others reach it.
-EVERYWHERE = ("0.0.0.0", "*", "::", "[::]")
+#: What stands for the address by which others reach a host that listens at all its addresses.
 OWN_HOST = "HOST"
 #: Seconds in which what a rank has sent before its end may still arrive.
 LAST_WORDS = 0.5
@@ -290,22 +290,6 @@ def _host() -> str:
     """This machine and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def own_address(route: str) -> str:
-    """The address of this host on the way to another."""
-    host = route.rpartition(":")[0] or route
-    family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
-
-
-def own_host(route: str) -> tuple[str, bool]:
-    """Where to listen, and whether others can use that address: `*` stands for all addresses of this host."""
-    if route.rpartition(":")[0] in EVERYWHERE:
-        return "*", False
-    return own_address(route), True
 
 
 def _check_keys(away: list[int], keys: WorkerKeys | None, insecure: bool) -> None:

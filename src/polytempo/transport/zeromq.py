@@ -104,6 +104,7 @@ class ZmqEndpoint(Endpoint):
             self._socket.curve_secretkey = keys.server_secret.encode()
             self._socket.curve_publickey = keys.workers.server_public.encode()
         try:
+            take_family(self._socket, address)
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
@@ -157,6 +158,7 @@ class ZmqChannel(Channel):
             socket.curve_publickey = self._keys.worker_public.encode()
             socket.curve_secretkey = self._keys.worker_secret.encode()
         self._meter = Meter(socket)
+        take_family(socket, self._address)
         socket.connect(self._address)
         return socket
 
@@ -191,6 +193,11 @@ class ZmqChannel(Channel):
         self._meter.close(idle_timeout=LAST_WORDS_S)
         self._socket.close(linger=1000 * LAST_WORDS_S)
         self._context.term()
+
+
+def take_family(socket: zmq.Socket[bytes], address: str) -> None:
+    """ZeroMQ knows IPv6 where it is told to; a number in brackets is of IPv6."""
+    socket.setsockopt(zmq.IPV6, int("[" in address))
 
 
 def set_options(socket: zmq.Socket[bytes], silence: int = SILENCE_S) -> None:

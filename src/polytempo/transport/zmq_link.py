@@ -30,7 +30,7 @@ from polytempo.transport.meter import drain, unheard_for
 from polytempo.transport.peer_link import BYE, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
 from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.zeromq import ZmqContext, go_through, set_options
+from polytempo.transport.zeromq import ZmqContext, go_through, set_options, take_family
 
 #: Where in a head the kind is.
 KIND = 2
@@ -95,11 +95,13 @@ class ZmqLink(PeerLink):
 
     def bind(self, host: str) -> str:
         """Listen on any port; the address."""
+        take_family(self._socket, host)
         self._socket.bind(f"tcp://{host}:*")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, address: str) -> None:
         """Reach the other end, which listens already."""
+        take_family(self._socket, address)
         self._socket.connect(address)
 
     def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
