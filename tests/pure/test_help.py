@@ -87,8 +87,9 @@ READS_N = "parser.add_argument('-n', type=int)"
         ("--steps 10", "config['steps']", []),
         ("--steps 10", "optimizer.step(samples=32)  # steps of all", ["--steps"]),
         ("n workers sync", "", []),
+        ("-n 4", None, []),  # a module
     ],
 )
-def test_options_behind_a_script_that_does_not_know_them(arguments: str, source: str, found: list[str]) -> None:
+def test_options_behind_a_script_that_does_not_know_them(arguments: str, source: str | None, found: list[str]) -> None:
     options = ["--workers", "-n", "--sync", "--steps", "--per-host", "--seed"]
     assert misplaced(options, arguments.split(), source) == found
