@@ -196,6 +196,7 @@ _ELSEWHERE = {
     "pt.DistributedOptimizer(optimizer, model)": ("DDP", "DistributedDataParallel"),
     "pt.fit(...) or pt.prepare(model, optimizer, loader)": ("Fabric", "Trainer"),
     "pt.init()": ("init_distributed", "init_process_group", "initialize"),
+    "pt.launch(function, args, n=4)": ("notebook_launcher", "spawn"),
     "pt.local_device()": ("device", "get_device"),
     "pt.local_rank()": ("get_local_rank", "get_node_local_rank", "local_process_index"),
     "pt.local_size()": ("get_local_size", "get_local_world_size", "local_world_size"),

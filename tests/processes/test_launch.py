@@ -105,7 +105,7 @@ def test_a_function_is_run_by_workers_and_its_value_comes_back(way: str, bench: 
     assert sorted(lines[:2]) == [f"[{rank}] rank {rank} of 2 {way}" for rank in (0, 1)]
     assert lines[2:] == [f"[0] rank 0 of 1 {way}", "done", "the end of the script"]
     assert "polytempo: bsp: starting 2 workers: train()" in done.stderr
-    assert "polytempo: bsp: 6 steps in" in done.stderr
+    assert "polytempo: bsp: 6 steps of 2 workers in" in done.stderr
     assert {**bench.meta()["options"], "script": "train()", "runs": "function"} == bench.meta()["options"]
 
 
@@ -224,7 +224,7 @@ def test_cells_of_a_notebook_are_run_again(bench: Bench) -> None:
     assert sorted(together["stdout"][:2]) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
     assert together["stdout"][2:] == [f"True 2 {weight}"]
     assert "polytempo: bsp: starting 2 workers: train()" in together["stderr"]
-    assert any(line.startswith("polytempo: bsp: 6 steps in") for line in together["stderr"])
+    assert any(line.startswith("polytempo: bsp: 6 steps of 2 workers in") for line in together["stderr"])
     assert outputs(notebook.cells[3]) == alone
     assert sorted(outputs(notebook.cells[4])["stdout"]) == sorted(together["stdout"])
     (refused,) = outputs(notebook.cells[5])["stdout"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from polytempo.launcher.program import ModuleProgram, ScriptProgram, find_module
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("shop", "shop/parts", "bare"):
         (tmp_path / name).mkdir()
     for name in ("shop", "shop/parts"):
@@ -21,7 +22,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("shop/train.py", "shop/parts/__main__.py", "bare/tool.py", "alone.py"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shop", "bare", "alone", "moved")]:
+        del sys.modules[name]  # packages that were looked into, which the next test must not find
 
 
 def test_modules_are_found_as_python_finds_them_and_none_is_imported(project: Path) -> None:
@@ -40,7 +43,6 @@ def test_a_package_that_chooses_where_its_modules_are(project: Path, monkeypatch
     (project / "moved").mkdir()
     (project / "moved" / "__init__.py").write_text(f"__path__ = [{str(project / 'bare')!r}]")
     ModuleProgram("moved.tool").check()
-    monkeypatch.delitem(sys.modules, "moved")
     assert str(project) not in sys.path
 
 

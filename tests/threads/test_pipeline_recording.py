@@ -138,5 +138,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["picture", str(tmp_path / "none")]) == 2
+    assert run(["picture", str(tmp_path)]) == 2
     assert "expected files pipeline-RANK.jsonl" in capsys.readouterr().err
+    assert run(["picture", str(tmp_path / "none")]) == 2
+    assert f"there is no directory {tmp_path / 'none'}; expected one that" in capsys.readouterr().err
