@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "mesh": ({"errors"}, set()),
     "sync": ({"errors", "options", "summation"}, set()),
     "records": ({"checkpoints", "errors", "sync"}, set()),
-    "optim": ({"errors", "lazy_imports"}, {"torch"}),
+    "optim": ({"errors", "lazy_imports", "sync"}, {"torch"}),
     "simulate": (
         {"errors", "lazy_imports", "version", "sync", "records", "optim", "summation", "units"},
         {"torch", "numpy"},

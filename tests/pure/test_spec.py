@@ -301,7 +301,7 @@ def test_a_wrong_argument_is_answered_with_a_right_one(text: str, says: list[str
         ("ssp:3,wait=2", ["ssp has no option 'wait'", "known: scale"]),
         ("ssp:3,lrs=staleness", ["ssp has no option 'lrs'", "known: scale, lr, decay", "nearest: lr"]),
         ("asp,lr=0.1", ["the word staleness", "option 'lr' of asp", "'0.1'", "lr=staleness"]),
-        ("asp,momentum=0.9", ["the word async", "option 'momentum' of asp", "momentum=async"]),
+        ("asp,momentum=0.9", ["lookahead, worker, server or async", "option 'momentum' of asp", "momentum=lookahead"]),
         ("asp,decay=0", ["'0'", "above 0 and at most 1", "decay=0.9"]),
         ("asp,decay=1.1", ["'1.1'", "above 0 and at most 1"]),
         ("asp,decay=nan", ["'nan'", "above 0 and at most 1"]),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from polytempo.options import ArgumentReader, fraction, number, positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
-from polytempo.sync.mode import SCALE, Mode
+from polytempo.sync.mode import SCALE, Mode, Scale
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import Bound
 
@@ -41,7 +41,7 @@ def _read_momentum(text: str) -> Momentum:
 _FRACTION = fraction("momentum")
 
 
-def _build(workers: int, bound: int | None = None, scale: float | None = None) -> Policy:
+def _build(workers: int, bound: int | None = None, scale: Scale = None) -> Policy:
     return AsynchronousPolicy(workers, Unbounded() if bound is None else Bound(bound), scale)
 
 

@@ -8,7 +8,8 @@ A gate answers one question: which step must the slowest worker have reached bef
     dssp     at step c - l, unless a forecast grants more
 
 Each push moves the weights by one optimizer step at its worker's learning rate divided by the number of active workers, so
-that n pushes go as far as one barrier step and changing the mode needs no new rate; `scale=1` is the textbook's full rate.
+that n pushes go as far as one barrier step and changing the mode needs no new rate; by the root of it where the update rule
+divides by the gradient's size (`momentum.py`); `scale=1` is the textbook's full rate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from abc import ABC, abstractmethod
 
 from polytempo.sync.actions import Action, Apply, Hold, Release, Wake
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import SCALE, Mode
+from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 from polytempo.sync.progress import Progress
 
@@ -62,7 +63,7 @@ class Gate(ABC):
 class AsynchronousPolicy(Policy):
     """Applies every push at once; the gate decides which workers go on."""
 
-    def __init__(self, workers: int, gate: Gate, scale: float | None = None) -> None:
+    def __init__(self, workers: int, gate: Gate, scale: Scale = None) -> None:
         super().__init__(workers)
         self.gate = gate
         self.scale = scale
@@ -73,7 +74,7 @@ class AsynchronousPolicy(Policy):
         worker, step = push.worker, push.step + 1
         progress = self.progress
         moved = progress.move(worker, step)
-        actions: list[Action] = [Apply((push,), self.scale or 1 / len(progress.pushed))]
+        actions: list[Action] = [Apply((push,), rate_of(self.scale, len(progress.pushed)))]
         if self._timed:
             self.gate.observe(worker, push.step, self._released_at[worker], now)
         if moved and self.room.by_step:
@@ -129,5 +130,10 @@ class Unbounded(Gate):
 
 
 ASP = Mode(
-    "asp", "asp", "no barrier", lambda workers, scale=None: AsynchronousPolicy(workers, Unbounded(), scale), options=SCALE
+    "asp",
+    "asp",
+    "no barrier",
+    lambda workers, scale=None: AsynchronousPolicy(workers, Unbounded(), scale),
+    options=SCALE,
+    keeps_momentum=True,
 )

@@ -15,14 +15,14 @@ from __future__ import annotations
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import SCALE, Mode
+from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 
 
 class Delay(Policy):
     """Each worker up to `delay` steps ahead of its own finished exchanges."""
 
-    def __init__(self, workers: int, delay: int, scale: float | None = None) -> None:
+    def __init__(self, workers: int, delay: int, scale: Scale = None) -> None:
         super().__init__(workers)
         self.delay = delay
         self.scale = scale
@@ -31,7 +31,7 @@ class Delay(Policy):
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         return [
-            Apply((push,), self.scale or 1 / len(progress.pushed)),
+            Apply((push,), rate_of(self.scale, len(progress.pushed))),
             Release(push.worker, push.step + 1 + self.delay, progress.slowest),
         ]
 
@@ -52,4 +52,5 @@ DELAY = Mode(
     lambda workers, delay, scale=None: Delay(workers, delay, scale),
     argument=whole_number("T", at_least=0),
     options=SCALE,
+    keeps_momentum=True,
 )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
 from polytempo.sync.events import Pushed
-from polytempo.sync.mode import SCALE, Mode
+from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 
 
@@ -47,7 +47,7 @@ class LocalSteps:
 class DownpourPolicy(Policy):
     """One push in flight for each worker, and a warm start."""
 
-    def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: float | None = None) -> None:
+    def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: Scale = None) -> None:
         super().__init__(workers)
         self.push = push
         self.warm = warm
@@ -64,7 +64,7 @@ class DownpourPolicy(Policy):
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         actions: list[Action] = [
-            Apply((push,), self.scale or 1 / len(progress.pushed)),
+            Apply((push,), rate_of(self.scale, len(progress.pushed))),
             Release(push.worker, push.step + 2, progress.slowest),
         ]
         if self._made < self._warm_pushes:
@@ -99,7 +99,7 @@ class DownpourPolicy(Policy):
 
 
 def _build(
-    workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: float | None = None
+    workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: Scale = None
 ) -> Policy:
     return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps happen on the worker
 

@@ -141,4 +141,5 @@ DSSP = Mode(
     lambda workers, bounds, scale=None: AsynchronousPolicy(workers, DynamicBound(*bounds), scale),
     argument=SPAN,
     options=SCALE,
+    keeps_momentum=True,
 )

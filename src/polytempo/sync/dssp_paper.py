@@ -74,4 +74,5 @@ DSSP_PAPER = Mode(
     lambda workers, bounds, scale=None: AsynchronousPolicy(workers, PrintedBound(*bounds), scale),
     argument=SPAN,
     options=SCALE,
+    keeps_momentum=True,
 )

@@ -64,4 +64,5 @@ EVERY = Mode(
     lambda workers, period, wait=None, scale=None: AsynchronousPolicy(workers, Periodic(period, wait), scale),
     argument=whole_number("K", at_least=1),
     options={"wait": positive_number("wait"), **SCALE},
+    keeps_momentum=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Mode:
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
     variants: Mapping[str, Mode] = field(default_factory=dict)  #: what the mode is when one of these options is given
+    keeps_momentum: bool = False  #: does a worker keep momentum of its own, unless told otherwise (`momentum.py`)?
     gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 
@@ -47,5 +49,22 @@ def _read_span(text: str) -> tuple[int, int]:
 #: Two whole numbers L..U with L <= U.
 SPAN = ArgumentReader("two whole numbers L..U", _read_span)
 
+#: How the push of one worker is scaled: by 1/n (None), by 1/sqrt(n) ("sqrt"), or by a number.
+Scale = float | str | None
+
+_NUMBER = positive_number("scale")
+
+
+def _read_scale(text: str) -> float | str:
+    return text if text == "sqrt" else float(_NUMBER.read(text))
+
+
 #: The option of every mode that applies single pushes.
-SCALE: Mapping[str, ArgumentReader] = {"scale": positive_number("scale")}
+SCALE: Mapping[str, ArgumentReader] = {"scale": ArgumentReader(f"{_NUMBER.expected}, or sqrt", _read_scale, "sqrt")}
+
+
+def rate_of(scale: Scale, active: int) -> float:
+    """The factor on the rate of one push, with this number of active workers."""
+    if isinstance(scale, str):
+        return 1 / math.sqrt(active)
+    return scale or 1 / active

@@ -5,12 +5,12 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import SpecError, UsageError
-from polytempo.options import Syntax, parse
+from polytempo.options import ArgumentReader, Syntax, parse
 from polytempo.sync.adacomm import ADACOMM
 from polytempo.sync.adpsgd import ADPSGD
 from polytempo.sync.anytime import ANYTIME, AnytimeSpec
@@ -28,6 +28,7 @@ from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL, Averaging
 from polytempo.sync.mode import Mode
+from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, chosen_options
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
 
@@ -67,11 +68,18 @@ COMPARED = (
     "asp",
 )
 
+
+def _corrections_of(mode: Mode) -> Mapping[str, ArgumentReader]:
+    if mode.barrier or mode.gossip:
+        return {}
+    return {**OPTIONS, **MOMENTUM} if mode.keeps_momentum else OPTIONS
+
+
 _SYNTAX = {
     name: Syntax(
         mode.example,
         mode.argument,
-        options={**mode.options, **({} if mode.barrier or mode.gossip else OPTIONS), **mode.rule_options},
+        options={**mode.options, **_corrections_of(mode), **mode.rule_options},
     )
     for name, mode in MODES.items()
 }
@@ -111,8 +119,31 @@ class Spec:
         if self.mode.averaging is not None:
             return NOTHING
         momentum = self.options.get("momentum")
-        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum is not None
+        adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum == ASYNC
         return corrections_from(self.options, adapts)
+
+    @property
+    def worker_momentum(self) -> str:
+        """How each worker keeps momentum of its own: "lookahead", "worker", or "" where it does not."""
+        momentum = self.options.get("momentum") if self.mode.keeps_momentum else None
+        return str(momentum) if momentum in (LOOKAHEAD, WORKER) else ""
+
+    def settled(self, optimizer: str, groups: Sequence[GroupSettings], *, workers: int, needs_server: str = "") -> Spec:
+        """With the options written out that it leaves to the optimizer; they are part of its text, and are recorded.
+
+        Args:
+            optimizer: The name of its class.
+            groups: Its parameter groups.
+            workers: Of the job.
+            needs_server: A reason for which momentum must stay on the servers, if there is one.
+        """
+        if self.mode.rule or "scale" not in self.mode.options:
+            return self
+        why_not = needs_server or ("dc and dca correct gradients on the servers" if self.corrections.compensation else "")
+        chosen = chosen_options(optimizer, groups, self.options, workers=workers, why_not=why_not)
+        if not self.mode.keeps_momentum:
+            chosen.pop("momentum", None)
+        return parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
 
     @property
     def rule_options(self) -> dict[str, Any]:
@@ -201,5 +232,10 @@ def parse_spec(text: str) -> Spec:
     arguments = () if choice.argument is None or mode.argument is None else (choice.argument,)
     mode = next((variant for option, variant in mode.variants.items() if option in choice.options), mode)
     spec = Spec(text.strip(), mode, arguments, choice.options)
-    _ = spec.corrections, spec.averaging, spec.gossip  # these refuse options that exclude each other
+    _ = spec.averaging, spec.gossip  # these refuse options that exclude each other
+    if spec.corrections.compensation and spec.worker_momentum:
+        raise SpecError(
+            f"dc and dca correct gradients on the servers, and momentum={spec.worker_momentum} pushes what each worker has "
+            f"made of its own; write momentum={SERVER}"
+        )
     return spec

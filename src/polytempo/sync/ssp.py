@@ -45,4 +45,5 @@ SSP = Mode(
     lambda workers, bound, scale=None: AsynchronousPolicy(workers, Bound(bound), scale),
     argument=whole_number("S", at_least=0),
     options=SCALE,
+    keeps_momentum=True,
 )

@@ -1,0 +1,129 @@
+"""A worker's own momentum: what it pushes in place of its gradient, or of its change (`sync/momentum.py` has the rule).
+
+`GradientMomentum` is SGD's form. What is pushed is the gradient that torch's SGD would step along, operation by operation as
+torch makes it: with `looks_ahead` that of `nesterov=True`. Servers then run SGD without momentum and without weight decay.
+`ChangeMomentum` is the form of every other rule: the wrapped optimizer makes its change, which is extrapolated.
+
+Their state lies in the state of the worker's own optimizer, under torch's names where torch has one, so that `state_dict()`
+and checkpoints have it. Both go through memory in pieces that stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from polytempo.sync.momentum import RULES
+
+#: Elements that are worked on at a time.
+PIECE = 1 << 16
+#: In the state of an optimizer: a parameter's last change, without decoupled weight decay, for each unit of the rate.
+DIRECTION = "direction"
+
+
+def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one form, side by side, in pieces of at most `PIECE` elements; whole where they are not contiguous."""
+    size = tensors[0].numel()
+    if size <= PIECE or not all(tensor.is_contiguous() for tensor in tensors):
+        yield list(tensors)
+        return
+    flats = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, size, PIECE):
+        yield [flat[start : start + PIECE] for flat in flats]
+
+
+class GradientMomentum:
+    """The momentum of one worker, of SGD.
+
+    Args:
+        optimizer: The worker's SGD, whose parameter groups say what to do in each step.
+        looks_ahead: Push the look-ahead; otherwise what torch's SGD steps along.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
+        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+        self._group_of = {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+    def push(self, param: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, keeps: bool = True) -> float:
+        """Write what is pushed of a parameter into `out`, which may be `gradient` itself.
+
+        Args:
+            param: The parameter, at the values that the gradient was taken on.
+            gradient: Its gradient, in the parameter's form.
+            out: In that form.
+            keeps: Is this the step itself? Otherwise the velocity stays as it is.
+
+        Returns:
+            The sum of what is pushed: it is not finite where an element is not.
+        """
+        group = self._optimizer.param_groups[self._group_of[id(param)]]
+        momentum, decay, ahead = group["momentum"], group["weight_decay"], self._looks_ahead or group["nesterov"]
+        velocity = self._velocity(param) if momentum else None
+        tensors = [param.detach(), gradient, out, *(() if velocity is None else (velocity,))]
+        total = 0.0
+        for values, grad, target, *of_velocity in pieces(tensors):
+            if grad is not target:
+                target.copy_(grad)
+            if group["maximize"]:
+                target.neg_()
+            if decay:
+                target.add_(values, alpha=decay)
+            if of_velocity:
+                own = of_velocity[0] if keeps else of_velocity[0].clone()
+                own.mul_(momentum).add_(target)
+                if ahead:
+                    target.add_(own, alpha=momentum)
+                else:
+                    target.copy_(own)
+            total += target.sum().item()  # while it is in the cache
+        return total
+
+    def _velocity(self, param: torch.Tensor) -> torch.Tensor:
+        state = self._optimizer.state[param]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        velocity: torch.Tensor = state["momentum_buffer"]
+        return velocity
+
+
+class ChangeMomentum:
+    """The momentum of one worker, of any rule with a known one: its optimizer's change, extrapolated.
+
+    Args:
+        optimizer: The worker's optimizer, which has just made its change.
+        looks_ahead: Push the look-ahead; otherwise the change as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
+        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+        self._rule = RULES[type(optimizer).__name__]
+
+    def extrapolate(self, changes: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Make of changes, in place, what is pushed; parameters without a gradient are left as they are.
+
+        Args:
+            changes: The change of each parameter, whose value is the new one already.
+        """
+        if not self._looks_ahead:
+            return
+        for group in self._optimizer.param_groups:
+            rate, ahead = float(group["lr"]), self._rule.extrapolation(group)
+            if not rate or not ahead:
+                continue
+            decay = rate * self._rule.decay_in(group)
+            for param in group["params"]:
+                if param.grad is not None and param in changes:
+                    self._extrapolate(param, changes[param], rate, ahead, decay)
+
+    def _extrapolate(self, param: torch.Tensor, change: torch.Tensor, rate: float, ahead: float, decay: float) -> None:
+        state: dict[str, Any] = self._optimizer.state[param]
+        if DIRECTION not in state:
+            state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        for values, made, before in pieces([param.detach(), change, state[DIRECTION]]):
+            # With decoupled weight decay: value = (1 - decay) * earlier + own, and change = value - earlier.
+            own = made * (1 - decay) + values * decay if decay else made
+            now = own / rate
+            made.add_(now - before, alpha=ahead * rate)
+            before.copy_(now)

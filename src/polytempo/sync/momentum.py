@@ -1,0 +1,119 @@
+"""Where momentum lives in modes without rounds: at each worker, whose look-ahead is pushed, or on the servers.
+
+Momentum on servers that apply stale pushes multiplies what staleness spoils: with 4 workers in turn and momentum 0.9 the
+largest stable rate on a quadratic falls from 3.8 to 0.138. Kept at each worker it does not, if what is pushed looks ahead
+(Hakimi, Barkai, Gabel, Schuster 2019, "Taming Momentum in a Distributed Asynchronous Environment": DANA, in its form without
+memory on the servers). With d the change that a worker's own optimizer makes and b its momentum, the worker pushes
+
+    d + b (d - d_before)        momentum=lookahead
+
+d_before is its change of the step before, at the rate of this one. For SGD, v = m v + g and d = -lr v, so this is
+-lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the servers run SGD without momentum. Other rules
+push the change itself. b is 0 where the rule looks ahead already (`nesterov=True`, NAdam): `lookahead` and `worker` are one
+there.
+
+    momentum=lookahead   as above: the default of asp, ssp, dssp, every and delay, where the optimizer has momentum
+    momentum=worker      d alone: the momentum of each worker, without the look-ahead
+    momentum=server      one momentum on the servers for all pushes, as the textbook has it
+    momentum=async       that one, lowered by the staleness (`corrections.py`)
+
+What a rule does with the size of a gradient says how the push of one of n workers is scaled: by 1/n where the change is
+linear in the gradient, by 1/sqrt(n) where the rule divides by the gradient's size (Malladi et al. 2022, for batches).
+
+Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,scale=sqrt`. A spec that
+leaves them out means the servers' momentum and 1/n, as records and checkpoints of earlier versions have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polytempo.options import ArgumentReader
+
+LOOKAHEAD, WORKER, SERVER, ASYNC = "lookahead", "worker", "server", "async"
+
+_KNOWN = (LOOKAHEAD, WORKER, SERVER, ASYNC)
+
+
+def _read(text: str) -> str:
+    if text not in _KNOWN:
+        raise ValueError(text)
+    return text
+
+
+#: The option of every mode that keeps momentum at workers by default.
+MOMENTUM: Mapping[str, ArgumentReader] = {
+    "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD)
+}
+
+#: Hyper-parameters of one parameter group.
+GroupSettings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What must be known of an optimizer class. Of a class that is not in `RULES` nothing is: servers run it as they did."""
+
+    linear: bool  #: is the change linear in the gradients, so that n pushes of 1/n make one step of their mean?
+    momentum: str = ""  #: the hyper-parameter that is its momentum; `betas`: the first of them
+    looks_ahead: bool = False  #: without being told to
+    decoupled: bool = False  #: is weight decay a change of its own, beside what the gradient makes?
+
+    def momentum_in(self, group: GroupSettings) -> float:
+        """The momentum of a parameter group."""
+        value = group.get(self.momentum, 0.0)
+        return float(value[0] if isinstance(value, tuple | list) else value or 0.0)
+
+    def extrapolation(self, group: GroupSettings) -> float:
+        """b: how far the change of a group is extrapolated."""
+        return 0.0 if self.looks_ahead or group.get("nesterov") else self.momentum_in(group)
+
+    def decay_in(self, group: GroupSettings) -> float:
+        """Weight decay that is no part of the change that is extrapolated: lr times this times the value is taken off."""
+        apart = self.decoupled or bool(group.get("decoupled_weight_decay"))
+        return float(group.get("weight_decay") or 0.0) if apart else 0.0
+
+
+RULES: Mapping[str, UpdateRule] = {
+    "SGD": UpdateRule(linear=True, momentum="momentum"),
+    "ASGD": UpdateRule(linear=True),
+    "Adam": UpdateRule(linear=False, momentum="betas"),
+    "AdamW": UpdateRule(linear=False, momentum="betas", decoupled=True),
+    "Adamax": UpdateRule(linear=False, momentum="betas"),
+    "RAdam": UpdateRule(linear=False, momentum="betas"),
+    "NAdam": UpdateRule(linear=False, momentum="betas", looks_ahead=True),
+    "RMSprop": UpdateRule(linear=False, momentum="momentum"),
+    "Adagrad": UpdateRule(linear=False),
+    "Adadelta": UpdateRule(linear=False),
+    "Adafactor": UpdateRule(linear=False),
+}
+
+
+def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
+    """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
+    return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+
+
+def chosen_options(
+    optimizer: str, groups: Sequence[GroupSettings], given: Mapping[str, Any], *, workers: int, why_not: str = ""
+) -> dict[str, str]:
+    """The options that a spec leaves out, for this optimizer.
+
+    Args:
+        optimizer: The name of its class.
+        groups: Its parameter groups.
+        given: The options that the spec has.
+        workers: Of the job; one alone trains as plain PyTorch does.
+        why_not: A reason for which momentum stays on the servers.
+    """
+    rule = RULES.get(optimizer)
+    if rule is None or workers < 2:
+        return {}
+    chosen = {}
+    if "momentum" not in given and any(rule.momentum_in(group) for group in groups):
+        chosen["momentum"] = SERVER if why_not else LOOKAHEAD
+    if "scale" not in given and not rule.linear:
+        chosen["scale"] = "sqrt"
+    return chosen
